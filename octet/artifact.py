@@ -1,0 +1,223 @@
+"""Artifact directories: a manifest with content hashes, written whole or not at all.
+
+Every directory that a stage hands to the next holds `octet.json`, a `Manifest` naming what it was
+made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octet.checkpoint import Checkpoint, sha256_file
+from octet.errors import ArtifactError
+from octet.model import ModelSpec
+from octet.recipe import Recipe
+
+__all__ = ["MANIFEST_FILE", "Manifest", "ModelIdentity", "SampleSet", "software", "write_artifact"]
+
+MANIFEST_FILE = "octet.json"
+SCHEMA_VERSION = 1
+Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
+
+
+class ModelIdentity(BaseModel):
+    """Which model: its name, its sizes and the hashes of the files it came from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    spec: ModelSpec
+    files: dict[str, str]  # config.json and shards: file name -> SHA-256
+    tokenizer: dict[str, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Self:
+        return cls(
+            name=name or checkpoint.path.resolve().name,
+            spec=checkpoint.spec,
+            files=checkpoint.weight_hashes,
+            tokenizer=checkpoint.tokenizer_hashes,
+        )
+
+    def require(self, checkpoint: Checkpoint) -> None:
+        """Raises ArtifactError naming the first file of `checkpoint` that differs from this."""
+        current = checkpoint.weight_hashes | checkpoint.tokenizer_hashes
+        for file, digest in (self.files | self.tokenizer).items():
+            if current.get(file) != digest:
+                state = "has changed since" if file in current else "is missing; it was there at"
+                raise ArtifactError(
+                    f"{checkpoint.path / file} {state} calibration; calibrate again or restore it"
+                )
+
+
+class SampleSet(BaseModel):
+    """Which samples were run, and how they became tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str
+    count: int
+    tokens: int
+    max_length: int
+    batch_size: int
+
+
+class Manifest(BaseModel):
+    """The content of `octet.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    kind: Kind
+    model: ModelIdentity
+    recipe: Recipe
+    samples: SampleSet | None = None
+    calibration: str | None = None  # identity of the calibration that this was exported from
+    # Facts of one kind of artifact: an engine's targets, an ONNX file's opset, scale choices.
+    details: dict[str, Any] = Field(default_factory=dict)
+    software: dict[str, str]
+    files: dict[str, str] = Field(default_factory=dict)  # relative path -> SHA-256
+
+    @property
+    def identity(self) -> str:
+        """A hash of the whole content: manifest fields and, through `files`, every byte."""
+        import hashlib
+
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @classmethod
+    def load(cls, directory: Path, kind: Kind | None = None, *, verify: bool = True) -> Self:
+        """Reads and checks `directory`; with `verify`, every file's hash.
+
+        Raises ArtifactError naming the file for anything missing, altered, of another kind or of a
+        schema version that this release does not read.
+        """
+        path = directory / MANIFEST_FILE
+        if not directory.is_dir():
+            raise ArtifactError(f"{directory}: no such directory")
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{directory}: not an Octet artifact (no {MANIFEST_FILE})"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{path}: not valid JSON ({error})") from None
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}"
+            )
+        try:
+            manifest = cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ArtifactError(f"{path}: {where}: {first['msg']}") from None
+        if kind is not None and manifest.kind != kind:
+            raise ArtifactError(f"{directory}: is a {manifest.kind}, not a {kind}")
+        if verify:
+            manifest.verify(directory)
+        return manifest
+
+    def verify(self, directory: Path) -> None:
+        """Raises ArtifactError naming the first file that is missing or altered."""
+        for name, digest in self.files.items():
+            path = directory / name
+            if not path.is_file():
+                raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it")
+            if sha256_file(path) != digest:
+                raise ArtifactError(f"{path}: altered since it was written (SHA-256 differs)")
+
+
+def software(*packages: str) -> dict[str, str]:
+    """Versions of Python, Octet and those of `packages` that are installed."""
+    from octet import __version__
+
+    found = {"python": platform.python_version(), "octet": __version__}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def write_artifact(destination: Path, *, force: bool = False) -> Iterator["ArtifactWriter"]:
+    """A directory to fill; it takes its place when the block ends well, and vanishes otherwise.
+
+    Raises ArtifactError at once if `destination` exists and `force` is not given, or if it exists
+    and is not an Octet artifact (which `force` never overwrites).
+    """
+    destination = destination.absolute()
+    check_destination(destination, force=force)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    writer = ArtifactWriter(staging)
+    try:
+        yield writer
+        if writer.manifest is None:
+            raise RuntimeError("the artifact was left without a manifest")
+        _move_into_place(staging, destination)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_destination(destination: Path, *, force: bool) -> None:
+    """Raises ArtifactError if `destination` may not be written; call before expensive work."""
+    if not destination.exists():
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if not (destination / MANIFEST_FILE).is_file():
+        raise ArtifactError(f"{destination}: exists and is not an Octet artifact; choose another")
+    if not force:
+        raise ArtifactError(f"{destination}: exists already; add --force to replace it")
+
+
+class ArtifactWriter:
+    """The staging directory of an artifact, and its manifest once given."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest | None = None
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Hashes every file written so far, and writes the manifest; returns it complete."""
+        os.chmod(self.path, 0o755)  # mkdtemp's 0700 would outlive the move
+        files = {
+            path.relative_to(self.path).as_posix(): sha256_file(path)
+            for path in sorted(self.path.rglob("*"))
+            if path.is_file()
+        }
+        self.manifest = manifest.model_copy(update={"files": files})
+        text = self.manifest.model_dump_json(indent=2) + "\n"
+        (self.path / MANIFEST_FILE).write_text(text)
+        return self.manifest
+
+
+def _move_into_place(staging: Path, destination: Path) -> None:
+    if not destination.exists():
+        os.replace(staging, destination)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        os.replace(destination, retired / "old")
+        try:
+            os.replace(staging, destination)
+        except BaseException:
+            os.replace(retired / "old", destination)
+            raise
+    finally:
+        shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,115 @@
+"""The artifact of the first stage: scales, histograms and golden records of one checkpoint.
+
+octet.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
+observations.json        what each histogram is of, and the modules that consume it
+histograms.safetensors   one int64[32768] per observed tensor
+scales.safetensors       float32, multipliers: real = stored * scale
+golden.json              GoldenSet
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from octet.artifact import Manifest, write_artifact
+from octet.errors import ArtifactError
+from octet.golden import GoldenSet
+from octet.tensors import Tensor, TensorFile, write_tensors
+
+__all__ = ["Calibration", "Observation"]
+
+BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
+
+
+class Observation(BaseModel):
+    """What one histogram is of.
+
+    `kind` is "input" (of linears), "key" (after RoPE) or "value". `code_dtype` is the 16-bit type
+    whose magnitude codes are the bins. `consumers` are module names.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["input", "key", "value"]
+    consumers: tuple[str, ...]
+    code_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    observed_dtype: str  # dtype of the activations; float32 was rounded to bfloat16 first
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration directory, opened and verified.
+
+    Keys of `scales`: `<linear>.weight_scale` ([], [N, 1] or [⌈N/128⌉, ⌈K/128⌉] by the recipe),
+    `<linear>.input_scale` ([], static recipes only), `<layer>.self_attn.k_scale` and `.v_scale` [].
+    Keys of `observations` and `histograms`: `<first consumer>.input`, `<layer>.self_attn.key` and
+    `<layer>.self_attn.value`.
+    """
+
+    path: Path
+    manifest: Manifest
+    observations: dict[str, Observation]
+    scales: dict[str, npt.NDArray[np.float32]]
+
+    @cached_property
+    def histograms(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Counts of each magnitude code, int64[32768]; read when first asked for."""
+        file = TensorFile.open(self.path / "histograms.safetensors")
+        return {name: file.read(name).codes for name in file.names}
+
+    @cached_property
+    def golden(self) -> GoldenSet:
+        return GoldenSet.load(self.path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises ArtifactError for anything that is not a whole, unaltered calibration."""
+        manifest = Manifest.load(path, "calibration")
+        try:
+            raw = json.loads((path / "observations.json").read_text())
+            observations = TypeAdapter(dict[str, Observation]).validate_python(raw)
+        except (OSError, ValueError, ValidationError) as error:
+            raise ArtifactError(f"{path / 'observations.json'}: {error}") from None
+        file = TensorFile.open(path / "scales.safetensors")
+        scales = {name: file.read(name).float32() for name in file.names}
+        return cls(path, manifest, observations, scales)
+
+    @classmethod
+    def save(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        observations: Mapping[str, Observation],
+        histograms: Mapping[str, npt.NDArray[np.int64]],
+        scales: Mapping[str, npt.NDArray[np.float32]],
+        golden: GoldenSet,
+        *,
+        extra_files: Mapping[str, str] | None = None,
+        force: bool = False,
+    ) -> Self:
+        """Writes the directory whole or not at all; `extra_files` are texts kept beside."""
+        with write_artifact(path, force=force) as writer:
+            records: dict[str, Any] = {
+                name: item.model_dump(mode="json") for name, item in observations.items()
+            }
+            (writer.path / "observations.json").write_text(json.dumps(records, indent=1) + "\n")
+            write_tensors(
+                writer.path / "histograms.safetensors",
+                {name: Tensor.of(counts) for name, counts in histograms.items()},
+            )
+            write_tensors(
+                writer.path / "scales.safetensors",
+                {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()},
+            )
+            golden.save(writer.path)
+            for name, text in (extra_files or {}).items():
+                (writer.path / name).write_text(text)
+            writer.finish(manifest)
+        return cls.load(path)

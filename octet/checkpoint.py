@@ -1,0 +1,127 @@
+"""A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from octet.errors import CheckpointError
+from octet.model import ModelSpec
+from octet.tensors import Tensor, TensorFile
+
+__all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
+
+# What a tokenizer may consist of; those present are copied along with every export.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; every shard's header has been validated, no weight has been read."""
+
+    path: Path
+    config: dict[str, Any]
+    spec: ModelSpec
+    shards: tuple[TensorFile, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises CheckpointError for what is not a whole checkpoint, UnsupportedError for an
+        architecture that Octet does not know."""
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such directory")
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: not a directory; give the checkpoint's directory")
+        config = _read_json(path / "config.json", "not a Hugging Face checkpoint")
+        spec = ModelSpec.from_config(config, str(path))
+        shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
+        checkpoint = cls(path, config, spec, shards)
+        checkpoint._check_tensors()
+        return checkpoint
+
+    @cached_property
+    def _shard_of(self) -> dict[str, TensorFile]:
+        return {name: shard for shard in self.shards for name in shard.names}
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self._shard_of)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by name, as a view of the mapped shard."""
+        try:
+            return self._shard_of[name].read(name)
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor named {name}") from None
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).exists())
+
+    @cached_property
+    def weight_hashes(self) -> dict[str, str]:
+        """SHA-256 of config.json and of each shard, by file name."""
+        paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
+        return {path.name: sha256_file(path) for path in paths}
+
+    @cached_property
+    def tokenizer_hashes(self) -> dict[str, str]:
+        return {path.name: sha256_file(path) for path in self.tokenizer_files}
+
+    def _check_tensors(self) -> None:
+        for linear in self.spec.linears():
+            name = f"{linear.name}.weight"
+            shard = self._shard_of.get(name)
+            if shard is None:
+                raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            expected = (linear.out_features, linear.in_features)
+            if shard.shape(name) != expected:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {shard.shape(name)},"
+                    f" config.json says {expected}"
+                )
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_json(path: Path, missing: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {missing}: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return data
+
+
+def _shard_paths(path: Path) -> list[Path]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = _read_json(index, "").get("weight_map", {})
+        paths = [path / name for name in sorted(set(weight_map.values()))]
+        for shard in paths:
+            if not shard.exists():
+                raise CheckpointError(
+                    f"{path}: shard {shard.name} named by {index.name} is missing"
+                )
+        return paths
+    if single.exists():
+        return [single]
+    raise CheckpointError(f"{path}: no model.safetensors and no {index.name}")

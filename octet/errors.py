@@ -1,0 +1,92 @@
+"""The exception tree: a user's mistake says what was wrong, where, and what to do, in one line.
+
+Every `OctetError` ends a command with exit code 2 and that line on standard error; anything else
+that escapes is a defect of ours and shows its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ArtifactError",
+    "BackendError",
+    "BackendUnavailable",
+    "CheckpointError",
+    "ConfigError",
+    "ExportError",
+    "NumericsError",
+    "OctetError",
+    "RequestError",
+    "SampleError",
+    "UnsupportedError",
+    "nearest",
+]
+
+
+class OctetError(Exception):
+    """A mistake or a condition that the user can act on; `str()` is the one line to show."""
+
+
+class ConfigError(OctetError):
+    """A flag, a recipe or a configuration file that cannot be used as written."""
+
+
+class CheckpointError(OctetError):
+    """A path that is not a checkpoint, or one that is truncated, altered or incomplete."""
+
+
+class UnsupportedError(OctetError):
+    """An architecture, format or combination that is known not to work, named with what does."""
+
+
+class SampleError(OctetError):
+    """Calibration or held-out samples that are missing, malformed or too few."""
+
+
+class NumericsError(OctetError):
+    """NaN or Inf where a finite value is needed, named by layer or tensor."""
+
+
+class ArtifactError(OctetError):
+    """An artifact with an unknown schema version, a missing file or a hash that does not match."""
+
+
+class ExportError(OctetError):
+    """An export that the engine which must run it refuses, or whose numbers are off."""
+
+
+class RequestError(OctetError):
+    """A request that cannot be served as sent; becomes OpenAI's error object.
+
+    `status` is the HTTP status (400, 404, 413, 422, ...), `param` the offending field.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+
+
+class BackendError(OctetError):
+    """A backend that failed while serving a request."""
+
+
+class BackendUnavailable(BackendError):
+    """A backend that could not be reached, or none is ready; the request was not started."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the closest of `known`, or the full list if none is close."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"

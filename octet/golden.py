@@ -1,0 +1,78 @@
+"""Golden records: what the unquantized model answers, kept with every artifact made from it.
+
+A served model is compared with them by the Kullback-Leibler divergence of its next-token
+distribution from the reference's, over what an API returns: the top few log-probabilities.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octet.errors import ArtifactError
+
+__all__ = ["GOLDEN_FILE", "GoldenRecord", "GoldenSet", "top_k_divergence"]
+
+GOLDEN_FILE = "golden.json"
+
+
+class GoldenRecord(BaseModel):
+    """One prompt and the reference model's answer to it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str  # decodes from, and encodes to, prompt_token_ids
+    prompt_token_ids: tuple[int, ...]
+    top_token_ids: tuple[int, ...]  # most likely first
+    top_logprobs: tuple[float, ...]  # natural logarithm, of the full softmax
+    continuation_token_ids: tuple[int, ...]  # greedy
+
+    @property
+    def top(self) -> dict[int, float]:
+        return dict(zip(self.top_token_ids, self.top_logprobs, strict=True))
+
+
+class GoldenSet(BaseModel):
+    """The golden records of one model, with how they were made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    weights_sha256: str  # Checkpoint identity that the reference was computed from
+    compute_dtype: str  # arithmetic of the reference forward pass, such as float32
+    software: dict[str, str]
+    records: tuple[GoldenRecord, ...]
+
+    def save(self, directory: Path) -> None:
+        (directory / GOLDEN_FILE).write_text(self.model_dump_json())
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        path = directory / GOLDEN_FILE
+        try:
+            return cls.model_validate(json.loads(path.read_text()))
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from None
+        except (ValueError, ValidationError) as error:
+            detail = str(error).splitlines()[0]
+            raise ArtifactError(f"{path}: not a golden set ({detail})") from None
+
+
+def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:
+    """KL(reference ‖ served) in nats over the shared token ids, all others lumped into one outcome.
+
+    Both map token id to log-probability under a full softmax. Lumping makes this a lower bound of
+    the full divergence (the data-processing inequality). Infinite if the served model gives no mass
+    to what the reference gives some.
+    """
+    shared = reference.keys() & served.keys()
+    divergence = sum(math.exp(reference[t]) * (reference[t] - served[t]) for t in shared)
+    rest_p = 1.0 - sum(math.exp(reference[t]) for t in shared)
+    rest_q = 1.0 - sum(math.exp(served[t]) for t in shared)
+    # Rounding of the log-probabilities leaves ±1e-6 where nothing is left.
+    if rest_p > 1e-6:
+        divergence += rest_p * math.log(rest_p / rest_q) if rest_q > 0 else math.inf
+    return max(divergence, 0.0)

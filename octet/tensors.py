@@ -1,0 +1,183 @@
+"""Safetensors files without a framework: read by memory map, written in one pass.
+
+The `safetensors` package's numpy binding has no float8 and needs one more package for bfloat16, so
+tensors travel here as a dtype tag and an array of codes: uint16 for BF16, uint8 for FP8.
+"""
+
+import json
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from octet import formats
+from octet.errors import CheckpointError
+
+__all__ = ["Tensor", "TensorFile", "write_tensors"]
+
+# safetensors dtype tag -> the numpy dtype of the codes that carry it
+CONTAINERS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A stored tensor: `dtype` is safetensors' tag, `codes` the array in its container dtype."""
+
+    dtype: str
+    codes: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values, exactly (every floating tag but F64 fits in float32)."""
+        match self.dtype:
+            case "BF16":
+                return formats.bf16_to_float32(self.codes)
+            case "F8_E4M3":
+                return formats.decode(self.codes, formats.E4M3)
+            case "F8_E5M2":
+                return formats.decode(self.codes, formats.E5M2)
+            case "F8_E8M0":
+                return formats.decode(self.codes, formats.E8M0)
+            case _:
+                return self.codes.astype(np.float32)
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> Self:
+        """A tensor of a dtype that numpy itself has."""
+        for tag, container in CONTAINERS.items():
+            if container == array.dtype and not tag.startswith(("BF", "F8")):
+                return cls(tag, array)
+        raise TypeError(f"no safetensors dtype for numpy's {array.dtype}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte offsets from the start of the file
+    stop: int
+
+
+class TensorFile:
+    """One safetensors file, mapped; its header has been checked against the file's size."""
+
+    def __init__(self, path: Path, entries: dict[str, _Entry], buffer: mmap.mmap | bytes) -> None:
+        self.path = path
+        self._entries = entries
+        self._buffer = buffer
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises CheckpointError for a file that is truncated or whose header is not valid."""
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                if size < 8:
+                    raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > min(size - 8, _MAX_HEADER_BYTES):
+                    raise CheckpointError(
+                        f"{path}: its header claims {length} bytes in a file of {size}:"
+                        " truncated or not safetensors; copy it again"
+                    )
+                header = file.read(length)
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        return cls(path, _parse_header(path, header, size), buffer)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, as a read-only view of the mapped file."""
+        entry = self._entries[name]
+        container = CONTAINERS[entry.dtype]
+        count = (entry.stop - entry.start) // container.itemsize
+        codes = np.frombuffer(self._buffer, container, count, entry.start)
+        return Tensor(entry.dtype, codes.reshape(entry.shape))
+
+
+def _parse_header(path: Path, header: bytes, size: int) -> dict[str, _Entry]:
+    base = 8 + len(header)
+    entries: dict[str, _Entry] = {}
+    try:
+        parsed = json.loads(header)
+        for name, item in parsed.items():
+            if name == "__metadata__":
+                continue
+            start, stop = item["data_offsets"]
+            entries[name] = _Entry(
+                str(item["dtype"]), tuple(int(n) for n in item["shape"]), base + start, base + stop
+            )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: the safetensors header is damaged; copy it again") from None
+    for name, entry in entries.items():
+        if entry.dtype not in CONTAINERS:
+            raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {entry.dtype}")
+        expected = int(np.prod(entry.shape, dtype=np.int64)) * CONTAINERS[entry.dtype].itemsize
+        if entry.start < base or entry.stop - entry.start != expected:
+            raise CheckpointError(f"{path}: tensor {name} does not fit its shape {entry.shape}")
+    end = max((entry.stop for entry in entries.values()), default=base)
+    if end != size:
+        raise CheckpointError(
+            f"{path}: the header describes {end} bytes, the file has {size}:"
+            " truncated or altered; copy it again"
+        )
+    return entries
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes one safetensors file, tensors in the order given, data 8-byte aligned."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        stop = offset + tensor.codes.nbytes
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor.codes).data)

@@ -86,11 +86,7 @@ class ModelSpec(BaseModel):
                 rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
                 rms_norm_eps=config["rms_norm_eps"],
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                eos_token_ids=()
-                if eos is None
-                else tuple(eos)
-                if isinstance(eos, list)
-                else (eos,),
+                eos_token_ids=tuple(eos_ids),
                 bos_token_id=config.get("bos_token_id"),
             )
         except KeyError as error:

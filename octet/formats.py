@@ -20,7 +20,7 @@ torch 2.13 do otherwise:
 - 61,440 and above, Inf too → E5M2 is 57,344 here, Inf in torch and ml_dtypes: one overflow must
   not turn a row of attention into NaN. This is also what ONNX (`saturate=1`) and CUDA do.
 - NaN → E5M2 is 0x7F with the sign kept here and in torch, 0x7E in ml_dtypes.
-- NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0 or -0's neighbour.
+- NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0.
 - 0 → E8M0, which has no zero, is 2^-127 (code 0) here and in torch, NaN in ml_dtypes: the scale
   of a block of zeros must not poison it. Negative numbers → E8M0 are NaN here and in ml_dtypes;
   torch drops their sign.

@@ -93,7 +93,10 @@ class Recipe(BaseModel):
 
 def _first_problem(error: yaml.YAMLError | ValidationError) -> str:
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
+        problems = error.errors()
+        # A misspelt key shows as one missing and one unknown: the unknown one says more.
+        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+        first = (unknown or problems)[0]
         where = ".".join(str(part) for part in first["loc"]) or "top level"
         if first["type"] == "extra_forbidden":
             key = str(first["loc"][-1])

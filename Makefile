@@ -1,0 +1,40 @@
+# make demo is all it takes; TORCH_INDEX=https://download.pytorch.org/whl/cpu gets torch's CPU build.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+MODEL := examples/python-lm/model
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test integration lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest --ignore=tests/integration
+
+integration: setup
+	$(BIN)/python tests/integration/servers/setup.py
+	$(BIN)/python -m pytest tests/integration -s
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/calibration_overhead.py
+	$(BIN)/python benchmarks/embedded_throughput.py
+
+clean:
+	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""`python -m octet`."""
+
+from octet.cli import main
+
+main()

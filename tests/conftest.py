@@ -1,0 +1,62 @@
+"""Fixtures of every package's tests: a tiny random checkpoint, and samples to go with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+
+
+@pytest.fixture(scope="session")
+def example_model() -> Path:
+    """The trained example checkpoint, as committed."""
+    return EXAMPLE / "model"
+
+
+@pytest.fixture(scope="session")
+def example_samples() -> Path:
+    return EXAMPLE / "samples"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama with random weights and the example's tokenizer, saved in BF16."""
+    import shutil
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("tiny-model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=4096,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.06,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    for file in (EXAMPLE / "model").glob("tokenizer*"):
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """130 short texts as JSONL: enough to calibrate without `--allow-few-samples`."""
+    path = tmp_path_factory.mktemp("samples") / "samples.jsonl"
+    lines = (
+        json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n" * (1 + i % 7)})
+        for i in range(130)
+    )
+    path.write_text("\n".join(lines) + "\n")
+    return path

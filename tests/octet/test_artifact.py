@@ -1,0 +1,109 @@
+"""Artifacts appear whole or not at all, and a reader notices every change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octet.artifact import Manifest, ModelIdentity, software, write_artifact
+from octet.checkpoint import Checkpoint
+from octet.errors import ArtifactError
+from octet.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def manifest(tiny_model: Path) -> Manifest:
+    return Manifest(
+        kind="calibration",
+        model=ModelIdentity.of(Checkpoint.open(tiny_model)),
+        recipe=Recipe.load("fp8"),
+        software=software("numpy", "no-such-package"),
+    )
+
+
+def write(path: Path, manifest: Manifest, text: str = "one", *, force: bool = False) -> Manifest:
+    with write_artifact(path, force=force) as writer:
+        (writer.path / "sub").mkdir()
+        (writer.path / "sub" / "data.txt").write_text(text)
+        return writer.finish(manifest)
+
+
+def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
+    written = write(tmp_path / "a", manifest)
+    read = Manifest.load(tmp_path / "a", "calibration")
+    assert read == written and list(read.files) == ["sub/data.txt"]
+    assert "no-such-package" not in read.software and "numpy" in read.software
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_identity_is_of_the_content(tmp_path: Path, manifest: Manifest) -> None:
+    first = write(tmp_path / "a", manifest)
+    assert write(tmp_path / "b", manifest).identity == first.identity
+    assert write(tmp_path / "c", manifest, "two").identity != first.identity
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, manifest: Manifest, error: type[BaseException]
+) -> None:
+    write(tmp_path / "a", manifest)
+    for name in ("a", "b"):
+        with pytest.raises(error), write_artifact(tmp_path / name, force=True) as writer:
+            (writer.path / "half").write_text("half")
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert Manifest.load(tmp_path / "a").files.keys() == {"sub/data.txt"}
+
+
+def test_replacing_needs_force_and_an_artifact(tmp_path: Path, manifest: Manifest) -> None:
+    write(tmp_path / "a", manifest)
+    with pytest.raises(ArtifactError, match="exists already; add --force"):
+        write(tmp_path / "a", manifest, "two")
+    write(tmp_path / "a", manifest, "two", force=True)
+    assert (tmp_path / "a" / "sub" / "data.txt").read_text() == "two"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(ArtifactError, match="is not an Octet artifact"):
+        write(tmp_path / "mine", manifest, force=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_an_altered_or_missing_file_is_named(tmp_path: Path, manifest: Manifest) -> None:
+    write(tmp_path / "a", manifest)
+    (tmp_path / "a" / "sub" / "data.txt").write_text("ona")
+    with pytest.raises(ArtifactError, match=r"sub/data.txt: altered"):
+        Manifest.load(tmp_path / "a")
+    (tmp_path / "a" / "sub" / "data.txt").unlink()
+    with pytest.raises(ArtifactError, match=r"sub/data.txt: missing"):
+        Manifest.load(tmp_path / "a")
+
+
+def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manifest) -> None:
+    write(tmp_path / "a", manifest)
+    with pytest.raises(ArtifactError, match="is a calibration, not a onnx"):
+        Manifest.load(tmp_path / "a", "onnx")
+    path = tmp_path / "a" / "octet.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"schema_version": 2}))
+    with pytest.raises(ArtifactError, match=r"octet.json: schema version 2"):
+        Manifest.load(tmp_path / "a")
+    path.write_text(json.dumps(data | {"colour": "red"}))
+    with pytest.raises(ArtifactError, match="colour"):
+        Manifest.load(tmp_path / "a")
+    with pytest.raises(ArtifactError, match="not an Octet artifact"):
+        Manifest.load(tmp_path)
+
+
+def test_a_changed_checkpoint_is_noticed(
+    tmp_path: Path, tiny_model: Path, manifest: Manifest
+) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    manifest.model.require(Checkpoint.open(copy))
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"model.safetensors has changed since calibration"):
+        manifest.model.require(Checkpoint.open(copy))

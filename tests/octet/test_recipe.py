@@ -1,0 +1,73 @@
+"""Recipes: presets, files, and what is said of a mistake in one."""
+
+from pathlib import Path
+
+import pytest
+
+from octet.errors import ConfigError
+from octet.recipe import PRESETS, Recipe
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_its_own_yaml(name: str, tmp_path: Path) -> None:
+    import yaml
+
+    recipe = Recipe.load(name)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert Recipe.load(str(path)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("module", "excluded"),
+    [
+        ("lm_head", True),
+        ("model.embed_tokens", True),
+        ("model.layers.3.mlp.gate", True),
+        ("model.layers.3.mlp.gate_proj", False),
+        ("model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_default_exclusions(module: str, excluded: bool) -> None:
+    assert Recipe.load("fp8").excludes(module) is excluded
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown recipe 'fp8-statik'; did you mean 'fp8-static'"
+    ):
+        Recipe.load("fp8-statik")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("wieghts: {}", r"did you mean 'weights'"),
+        ("name: [", "recipe.yaml"),
+        (
+            "name: x\nweights: {granularity: channel}\nactivations: {granularity: token}",
+            "dynamic: true",
+        ),
+        (
+            "name: x\nweights: {granularity: block}\nactivations: {granularity: tensor}",
+            "needs group_size",
+        ),
+        (
+            "name: x\nweights: {granularity: channel, dynamic: true}\n"
+            "activations: {granularity: tensor}",
+            "weights are quantized once",
+        ),
+    ],
+)
+def test_a_bad_file_says_where_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        Recipe.load(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        Recipe.load(str(tmp_path / "absent.yaml"))

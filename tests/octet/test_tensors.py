@@ -1,0 +1,88 @@
+"""Safetensors files: equal to the reference library's, and strict about damage."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octet.errors import CheckpointError
+from octet.tensors import Tensor, TensorFile, write_tensors
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.uint8,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reads_what_the_reference_library_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = (torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10).to(dtype)
+    save_file({"a": values, "empty": torch.zeros(0, dtype=dtype)}, tmp_path / "x.safetensors")
+    file = TensorFile.open(tmp_path / "x.safetensors")
+    assert set(file.names) == {"a", "empty"}
+    assert file.read("a").shape == (5, 7)
+    np.testing.assert_array_equal(file.read("a").float32(), values.float().numpy())
+
+
+def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    write_tensors(
+        tmp_path / "x.safetensors",
+        {
+            "w": Tensor("F8_E4M3", codes),
+            "s": Tensor.of(np.float32([[1.5], [2.0]])),
+            "scalar": Tensor.of(np.array(3.0, np.float32)),
+            "strided": Tensor.of(np.arange(12, dtype=np.int64).reshape(3, 4).T),
+        },
+        {"format": "pt"},
+    )
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded["w"].dtype == torch.float8_e4m3fn
+    np.testing.assert_array_equal(loaded["w"].view(torch.uint8).numpy(), codes)
+    assert loaded["s"].tolist() == [[1.5], [2.0]]
+    assert loaded["scalar"].shape == () and loaded["scalar"].item() == 3.0
+    assert loaded["strided"][1].tolist() == [1, 5, 9]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    save_file({"a": torch.ones(64, 64), "b": torch.ones(3)}, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000, -1])
+def test_a_truncated_file_is_refused_by_name(good: Path, keep: int) -> None:
+    good.write_bytes(good.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"x\.safetensors") as caught:
+        TensorFile.open(good)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"shape":[64,64]', b'"shape":[64,63]'),
+        (b'"dtype":"F32"', b'"dtype":"Q32"'),
+        (b'"a":{', b'"a":['),
+        (b'"data_offsets"', b'"data_offsetz"'),
+    ],
+)
+def test_an_altered_header_is_refused(good: Path, old: bytes, new: bytes) -> None:
+    content = good.read_bytes()
+    assert old in content
+    good.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        TensorFile.open(good)
+
+
+def test_trailing_bytes_are_refused(good: Path) -> None:
+    good.write_bytes(good.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match="truncated or altered"):
+        TensorFile.open(good)

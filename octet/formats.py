@@ -181,7 +181,7 @@ def e5m2_to_float16(codes: Codes, out: NDArray[np.float16] | None = None) -> NDA
 def pack_e2m1(codes: Codes) -> Codes:
     """Two E2M1 codes a byte along the last axis, the first in the low nibble: [..., K/2]."""
     if codes.shape[-1] % 2:
-        raise NumericsError(f"cannot pack {codes.shape[-1]} E2M1 codes two a byte: odd last axis")
+        raise ValueError(f"cannot pack {codes.shape[-1]} E2M1 codes two a byte: odd last axis")
     packed: Codes = codes[..., 1::2] << np.uint8(4)
     packed |= codes[..., 0::2]
     return packed
@@ -236,9 +236,7 @@ def float32_to_bf16(x: Float32Array) -> NDArray[np.uint16]:
 
 def _check(x: NDArray[np.floating[Any]], fmt: Format) -> None:
     if x.dtype not in (np.float16, np.float32, np.float64):
-        raise NumericsError(
-            f"cannot encode {x.dtype} as {fmt.name}: pass float16, float32 or float64"
-        )
+        raise TypeError(f"cannot encode {x.dtype} as {fmt.name}: pass float16, float32 or float64")
     if not fmt.has_nan and np.isnan(x).any():
         raise NumericsError(
             f"NaN has no code in {fmt.name}; find where it comes from before quantizing"
@@ -291,6 +289,7 @@ def _decode_table(fmt: Format) -> Float32Array:
     codes = np.arange(2**fmt.bits)
     if not fmt.signed:  # E8M0: no sign, no mantissa, no zero
         values = np.ldexp(1.0, codes - fmt.bias)
+        values[0xFF] = np.nan
     else:
         mantissa = codes & (2**fmt.mantissa_bits - 1)
         exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
@@ -300,9 +299,9 @@ def _decode_table(fmt: Format) -> Float32Array:
         if fmt.has_inf:  # IEEE: the last exponent holds Inf and NaN
             special = exponent == 2**fmt.exponent_bits - 1
             values[special] = np.where(mantissa[special] == 0, np.inf, np.nan)
+        elif fmt.has_nan:  # E4M3: only S.1111.111
+            values[codes & 0x7F == 0x7F] = np.nan
         values = np.where(codes >> (fmt.bits - 1), -values, values)
-    if fmt.has_nan and not fmt.has_inf:  # E4M3: S.1111.111, E8M0: 0xFF
-        values[codes & 0x7F == 0x7F if fmt.signed else codes == 0xFF] = np.nan
     return _frozen(values.astype(np.float32))
 
 

@@ -1,0 +1,522 @@
+"""The formats against ml_dtypes and torch wherever those two agree, and against exact fractions.
+
+Where the references differ from each other or from us, the last section says so case by case.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from octet.errors import NumericsError, UnsupportedError
+from octet.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    Format,
+    bf16_to_float32,
+    decode,
+    e5m2_to_float16,
+    encode,
+    encode_e8m0_scale,
+    float32_to_bf16,
+    format_named,
+    grid,
+    pack_e2m1,
+    round_to,
+    unpack_e2m1,
+)
+from tests.generators import (
+    ALL_FORMATS,
+    FLOAT8,
+    ML_DTYPES_NAME,
+    MX_ELEMENTS,
+    SIGNED,
+    all_bf16,
+    all_float16,
+    exact_values,
+    format_id,
+    mismatches,
+    nearest_by_fractions,
+    rounding_points,
+    truncated_by_fractions,
+)
+
+over_all = pytest.mark.parametrize("fmt", ALL_FORMATS, ids=format_id)
+over_signed = pytest.mark.parametrize("fmt", SIGNED, ids=format_id)
+over_float8 = pytest.mark.parametrize("fmt", FLOAT8, ids=format_id)
+over_mx = pytest.mark.parametrize("fmt", MX_ELEMENTS, ids=format_id)
+over_dtypes = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+
+
+def by_ml_dtypes(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
+    with np.errstate(all="ignore"):  # ml_dtypes raises the invalid flag for NaN
+        return x.astype(getattr(ml_dtypes, ML_DTYPES_NAME[fmt.name])).view(np.uint8)
+
+
+def by_torch(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
+    assert fmt.torch_name is not None
+    cast = torch.from_numpy(x).to(getattr(torch, fmt.torch_name))
+    return cast.view(torch.uint8).numpy()
+
+
+def whole_range(source: str) -> NDArray[Any]:
+    return all_float16() if source == "float16" else all_bf16()
+
+
+# Limits and names
+
+
+@over_all
+def test_limits_are_those_of_the_format(fmt: Format) -> None:
+    reference = ml_dtypes.finfo(getattr(ml_dtypes, ML_DTYPES_NAME[fmt.name]))
+    assert fmt.max == float(reference.max)
+    assert fmt.smallest_normal == float(reference.smallest_normal)
+    assert fmt.smallest_subnormal == float(reference.smallest_subnormal)
+    assert (fmt.bits, fmt.exponent_bits) == (reference.bits, reference.nexp)
+    assert fmt.mantissa_bits == reference.nmant
+    assert 2.0**fmt.emax <= fmt.max < 2.0 ** (fmt.emax + 1)
+    every = decode(np.arange(2**fmt.bits, dtype=np.uint8), fmt)
+    assert fmt.has_inf == bool(np.isinf(every).any())
+    assert fmt.has_nan == bool(np.isnan(every).any())
+
+
+@over_all
+def test_names_are_known_to_onnx_torch_and_safetensors(fmt: Format) -> None:
+    assert fmt.onnx_name in onnx.TensorProto.DataType.keys()  # noqa: SIM118 - a protobuf enum
+    assert fmt.torch_name is None or hasattr(torch, fmt.torch_name)
+    header = (
+        f'{{"t":{{"dtype":"{fmt.safetensors_name}","shape":[8],"data_offsets":[0,{fmt.bits}]}}}}'
+    ).encode()
+    file = len(header).to_bytes(8, "little") + header + bytes(fmt.bits)
+    assert safetensors.deserialize(file)[0][1]["dtype"] == fmt.safetensors_name
+
+
+def test_an_unknown_format_names_the_nearest() -> None:
+    assert format_named("e5m2") is E5M2
+    with pytest.raises(UnsupportedError, match=r"'e4m3fn'.*did you mean 'e4m3'"):
+        format_named("e4m3fn")
+
+
+# Decode
+
+
+@over_all
+def test_every_code_decodes_as_in_ml_dtypes(fmt: Format) -> None:
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    expected = codes.view(getattr(ml_dtypes, ML_DTYPES_NAME[fmt.name])).astype(np.float32)
+    ours = decode(codes, fmt)
+    np.testing.assert_array_equal(ours, expected)
+    negative = fmt.signed and codes >= 2 ** (fmt.bits - 1)
+    np.testing.assert_array_equal(np.signbit(ours), negative)  # of -0 and of NaN too
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
+def test_every_code_decodes_as_in_torch(fmt: Format) -> None:
+    assert fmt.torch_name is not None
+    codes = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(codes).view(getattr(torch, fmt.torch_name)).to(torch.float32)
+    np.testing.assert_array_equal(decode(codes, fmt), expected.numpy())
+
+
+@over_all
+def test_grid_is_the_exact_values_with_their_codes(fmt: Format) -> None:
+    values = grid(fmt)
+    assert [Fraction(float(v)) for v in values] == exact_values(fmt)
+    np.testing.assert_array_equal(encode(values, fmt), np.arange(len(values)))
+    np.testing.assert_array_equal(values, np.unique(values))
+
+
+@over_mx
+def test_a_code_of_too_many_bits_is_refused(fmt: Format) -> None:
+    with pytest.raises(NumericsError, match=f"code 200 is not {fmt.name}.*unpack"):
+        decode(np.array([1, 200], np.uint8), fmt)
+
+
+# Encode, to nearest
+
+
+@over_all
+def test_decode_then_encode_returns_every_code(fmt: Format) -> None:
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    values = decode(codes, fmt)
+    finite = np.isfinite(values)
+    np.testing.assert_array_equal(encode(values[finite], fmt), codes[finite])
+
+
+@over_signed
+@over_dtypes
+def test_rounding_points_are_exact(fmt: Format, dtype: Any) -> None:
+    x = rounding_points(fmt, dtype)
+    expected = np.array([nearest_by_fractions(float(v), fmt) for v in x], np.uint8)
+    assert mismatches(x, encode(x, fmt), expected) == []
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_rounding_points_match_where_ml_dtypes_and_torch_agree(fmt: Format, dtype: Any) -> None:
+    x = rounding_points(fmt, dtype).astype(np.float32)
+    assert_agrees(x, fmt, at_least=0.4)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_every_16_bit_input_matches_where_ml_dtypes_and_torch_agree(
+    fmt: Format, source: str
+) -> None:
+    assert_agrees(whole_range(source), fmt, at_least=0.4)
+
+
+@over_mx
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_every_16_bit_input_of_the_small_formats_matches_ml_dtypes(
+    fmt: Format, source: str
+) -> None:
+    x = whole_range(source)
+    x = x[~np.isnan(x)]
+    assert mismatches(x, encode(x, fmt), by_ml_dtypes(x, fmt)) == []
+
+
+def assert_agrees(x: NDArray[Any], fmt: Format, *, at_least: float) -> None:
+    """Ours is theirs wherever they agree, but for E5M2's overflow; they agree often enough."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        single = x.astype(np.float32)
+    expected = by_torch(single, fmt)
+    agree = by_ml_dtypes(single, fmt) == expected
+    if fmt is E5M2:
+        agree &= np.isnan(single) | (np.abs(single) < 61440)  # both give Inf, ours saturates
+    assert agree.mean() > at_least
+    assert mismatches(x[agree], encode(x, fmt)[agree], expected[agree]) == []
+
+
+@over_signed
+@over_dtypes
+def test_beyond_the_largest_saturates_and_inf_too(fmt: Format, dtype: Any) -> None:
+    x = np.array([fmt.max * 1.01, fmt.max * 1.1, np.finfo(dtype).max, np.inf], np.float64)
+    x = x.astype(dtype)
+    assert decode(encode(x, fmt), fmt).tolist() == [fmt.max] * 4
+    assert decode(encode(-x, fmt), fmt).tolist() == [-fmt.max] * 4
+
+
+@over_signed
+@over_dtypes
+def test_signed_zero_and_underflow_keep_their_sign(fmt: Format, dtype: Any) -> None:
+    tiny = float(np.finfo(dtype).smallest_subnormal)
+    values = decode(encode(np.array([0.0, -0.0, tiny, -tiny], dtype), fmt), fmt)
+    assert values.tolist() == [0, 0, 0, 0]
+    assert np.signbit(values).tolist() == [False, True, False, True]
+
+
+@over_float8
+@over_dtypes
+def test_nan_stays_nan_with_its_sign(fmt: Format, dtype: Any) -> None:
+    x = np.array([np.nan, 1.0], dtype)
+    assert encode(x, fmt)[0] == 0x7F
+    assert encode(-x, fmt)[0] == 0xFF
+    assert np.isnan(round_to(x, fmt)).tolist() == [True, False]
+
+
+def test_a_nan_whose_payload_is_in_the_lower_bits_stays_nan() -> None:
+    single = np.array([0x7F800001, 0xFF80FFFF], np.uint32).view(np.float32)
+    double = np.array([0x7FF0000000000001, 0xFFF0000000000001], np.uint64).view(np.float64)
+    for x in (single, double):
+        for fmt in (E4M3, E5M2, E8M0):
+            assert np.isnan(decode(encode(x, fmt), fmt)).all(), (x.dtype, fmt.name)
+
+
+@over_mx
+def test_nan_is_refused_where_there_is_no_code_for_it(fmt: Format) -> None:
+    for function in (encode, round_to):
+        with pytest.raises(NumericsError, match=f"NaN has no code in {fmt.name}"):
+            function(np.array([1, np.nan], np.float32), fmt)
+
+
+def test_float64_is_rounded_once() -> None:
+    # Just above the middle of 1 and 1.125: as a float32 it would be the middle, and go to even.
+    x = np.array([1.0625 + 2.0**-40, 1.1875 - 2.0**-40, 2.0**-10 + 2.0**-60])
+    assert decode(encode(x, E4M3), E4M3).tolist() == [1.125, 1.125, 2.0**-9]
+    assert decode(by_ml_dtypes(x, E4M3), E4M3).tolist() == [1.0, 1.25, 0.0]  # theirs: twice
+    # E5M2 by way of float16 would round twice too.
+    y = np.array([1.125 + 2.0**-20], np.float32)
+    assert decode(encode(y, E5M2), E5M2).tolist() == [1.25]
+    assert encode(y.astype(np.float16), E5M2)[0] == encode(np.ones(1, np.float32), E5M2)[0]
+
+
+@over_all
+def test_round_to_is_encode_then_decode(fmt: Format) -> None:
+    for x in (all_float16(), all_bf16(), rounding_points(fmt, np.float64)):
+        x = x if fmt.has_nan else x[~np.isnan(x)]
+        np.testing.assert_array_equal(round_to(x, fmt), decode(encode(x, fmt), fmt))
+        np.testing.assert_array_equal(
+            round_to(x, fmt, rounding="truncate"), decode(encode(x, fmt, rounding="truncate"), fmt)
+        )
+
+
+# Encode, toward zero
+
+
+@over_signed
+@over_dtypes
+def test_truncation_is_exact(fmt: Format, dtype: Any) -> None:
+    x = rounding_points(fmt, dtype)
+    expected = np.array([truncated_by_fractions(float(v), fmt) for v in x], np.uint8)
+    assert mismatches(x, encode(x, fmt, rounding="truncate"), expected) == []
+
+
+def test_truncated_e5m2_is_the_top_byte_of_a_float16() -> None:
+    x = all_float16()
+    finite = np.isfinite(x)
+    codes = encode(x, E5M2, rounding="truncate")
+    np.testing.assert_array_equal(codes[finite], (x.view(np.uint16) >> 8).astype(np.uint8)[finite])
+    infinite = np.array([np.inf, -np.inf], np.float32)
+    assert encode(infinite, E5M2, rounding="truncate").tolist() == [0x7B, 0xFB]
+
+
+# Shapes, layouts and types
+
+
+@over_dtypes
+def test_shape_and_layout_do_not_matter(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((37, 3000)).astype(dtype)  # several chunks
+    whole = encode(x, E4M3)
+    assert whole.shape == x.shape
+    np.testing.assert_array_equal(encode(x.T, E4M3), whole.T)
+    np.testing.assert_array_equal(encode(x[::2, 5::7], E4M3), whole[::2, 5::7])
+    np.testing.assert_array_equal(np.stack([encode(row, E4M3) for row in x]), whole)
+    assert encode(x[:0], E4M3).shape == (0, 3000)
+    assert encode(x[0, 0, ...], E4M3).shape == ()
+
+
+@over_dtypes
+def test_inputs_are_left_alone(dtype: Any) -> None:
+    x = rounding_points(E4M3, dtype)
+    before = x.copy()
+    encode(x, E4M3)
+    round_to(x, E4M3)
+    np.testing.assert_array_equal(x, before)
+    x.flags.writeable = False
+    encode(x, E4M3)
+
+
+def test_what_is_not_a_float_is_refused() -> None:
+    for x in (np.arange(3), np.array([True]), np.zeros(2, np.complex64)):
+        with pytest.raises(TypeError, match=f"{x.dtype} as e4m3"):
+            encode(x, E4M3)  # type: ignore[arg-type]
+
+
+# E5M2 in the cache
+
+
+def test_e5m2_to_float16_is_exact_for_every_code() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    ours = e5m2_to_float16(codes)
+    expected = torch.from_numpy(codes).view(torch.float8_e5m2).to(torch.float16).numpy()
+    np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_array_equal(ours.astype(np.float32), decode(codes, E5M2))
+
+
+def test_e5m2_to_float16_writes_into_a_slice() -> None:
+    codes = np.arange(240, dtype=np.uint8).reshape(2, 5, 24)
+    cache = np.full((2, 9, 30), -1, np.float16)
+    window = cache[:, 2:7, :24]
+    assert e5m2_to_float16(codes, window) is window
+    np.testing.assert_array_equal(cache[:, 2:7, :24], e5m2_to_float16(codes))
+    assert (
+        (cache[:, 7:] == -1).all() and (cache[:, :2] == -1).all() and (cache[..., 24:] == -1).all()
+    )
+
+
+# E2M1 in bytes
+
+
+def test_e2m1_is_packed_low_nibble_first_as_in_onnx() -> None:
+    codes = np.arange(16, dtype=np.uint8).reshape(2, 8)
+    packed = pack_e2m1(codes)
+    assert packed.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]]
+    tensor = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT4E2M1, dims=codes.shape)
+    tensor.raw_data = packed.tobytes()
+    onnx_values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+    np.testing.assert_array_equal(decode(codes, E2M1), onnx_values)
+
+
+def test_unpack_is_the_inverse_of_pack() -> None:
+    packed = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    codes = unpack_e2m1(packed)
+    assert codes.shape == (4, 128) and codes.max() == 15
+    np.testing.assert_array_equal(pack_e2m1(codes), packed)
+
+
+def test_an_odd_number_of_e2m1_codes_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 E2M1 codes"):
+        pack_e2m1(np.zeros((2, 3), np.uint8))
+
+
+# E8M0 scales
+
+
+@over_signed
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_mx_scale_is_the_exponent_of_amax_exactly(fmt: Format, dtype: Any) -> None:
+    lowest, highest = (-149, 127) if dtype is np.float32 else (-300, 300)
+    powers = np.ldexp(dtype(1), np.arange(lowest, highest + 1)).astype(dtype)
+    amax = np.concatenate([powers, np.nextafter(powers, dtype(0)), powers * dtype(1.75)])
+    amax = amax[(amax > 0) & np.isfinite(amax)]
+    expected = []
+    for value in amax:
+        numerator, denominator = Fraction(float(value)).as_integer_ratio()
+        exponent = numerator.bit_length() - denominator.bit_length()  # denominator: a power of two
+        expected.append(min(max(exponent - fmt.emax + 127, 0), 254))
+    codes = encode_e8m0_scale(amax, fmt)
+    assert mismatches(amax, codes, np.array(expected, np.uint8)) == []
+
+
+def test_mx_scale_leaves_amax_within_a_binade_of_the_largest() -> None:
+    amax = np.abs(np.random.default_rng(1).standard_normal(1000).astype(np.float32)) + 1e-3
+    for fmt in SIGNED:
+        stored = amax / decode(encode_e8m0_scale(amax, fmt), E8M0)
+        assert (stored >= 2.0**fmt.emax).all() and (stored < 2.0 ** (fmt.emax + 1)).all()
+
+
+def test_mx_scale_of_zero_nan_inf_and_negative() -> None:
+    codes = encode_e8m0_scale(np.array([0.0, -0.0, np.nan, np.inf], np.float32), E2M1)
+    assert codes.tolist() == [0, 0, 0xFF, 0xFF]
+    assert encode_e8m0_scale(np.array(6, np.float32), E2M1).shape == ()
+    with pytest.raises(NumericsError, match="negative: -2"):
+        encode_e8m0_scale(np.array([1, -2], np.float32), E2M1)
+
+
+# bfloat16
+
+
+def test_bf16_to_float32_is_exact_for_every_pattern() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    expected = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).to(torch.float32).numpy()
+    np.testing.assert_array_equal(bf16_to_float32(bits), expected)
+    quiet = np.isfinite(expected)
+    np.testing.assert_array_equal(float32_to_bf16(expected)[quiet], bits[quiet])
+
+
+def test_float32_to_bf16_rounds_to_nearest_even_as_torch() -> None:
+    low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | low).reshape(-1)
+    x = bits.view(np.float32)
+    theirs = torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    ours = float32_to_bf16(x)
+    number = ~np.isnan(x)
+    assert mismatches(x[number], ours[number], theirs[number]) == []
+    assert np.isnan(bf16_to_float32(ours[~number])).all()
+    assert (ours[~number] & 0x0040).all()  # quiet
+    np.testing.assert_array_equal(ours[~number] >> 15, bits[~number] >> 31)
+    assert float32_to_bf16(x.reshape(6, -1).T).shape == (1 << 16, 6)
+
+
+# Properties
+
+arrays32 = hnp.arrays(np.float32, hnp.array_shapes(max_dims=2), elements=st.floats(width=32))
+finite32 = hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(width=32, allow_nan=False))
+finite64 = hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(allow_nan=False))
+
+
+@settings(deadline=None)
+@given(x=arrays32, fmt=st.sampled_from(FLOAT8))
+def test_rounding_twice_is_rounding_once(x: NDArray[np.float32], fmt: Format) -> None:
+    once = round_to(x, fmt)
+    np.testing.assert_array_equal(round_to(once, fmt), once)
+    np.testing.assert_array_equal(np.isnan(once), np.isnan(x))
+
+
+@settings(deadline=None)
+@given(x=st.one_of(finite32, finite64), fmt=st.sampled_from(SIGNED))
+def test_rounding_is_monotonic(x: NDArray[Any], fmt: Format) -> None:
+    rounded = round_to(np.sort(x), fmt)
+    assert (np.diff(rounded) >= 0).all()
+
+
+@settings(deadline=None)
+@given(x=st.one_of(finite32, finite64), fmt=st.sampled_from(SIGNED))
+def test_the_sign_only_sets_the_top_bit(x: NDArray[Any], fmt: Format) -> None:
+    for rounding in ("nearest", "truncate"):
+        positive = encode(x, fmt, rounding=rounding)
+        negative = encode(-x, fmt, rounding=rounding)
+        np.testing.assert_array_equal(positive ^ negative, 1 << (fmt.bits - 1))
+
+
+@settings(deadline=None)
+@given(x=st.floats(allow_nan=False, allow_infinity=False), fmt=st.sampled_from(SIGNED))
+def test_any_float64_goes_to_the_nearest_value(x: float, fmt: Format) -> None:
+    assert encode(np.array([x]), fmt)[0] == nearest_by_fractions(x, fmt)
+
+
+@settings(deadline=None)
+@given(x=st.floats(width=32, allow_nan=False), fmt=st.sampled_from(FLOAT8))
+def test_float32_and_float64_of_one_value_have_one_code(x: float, fmt: Format) -> None:
+    assert encode(np.array([x], np.float32), fmt)[0] == encode(np.array([x], np.float64), fmt)[0]
+
+
+# Where the references differ
+
+
+def codes_of(values: list[float], fmt: Format) -> tuple[list[int], list[int], list[int]]:
+    """(ours, torch's, ml_dtypes') codes of `values`."""
+    x = np.array(values, np.float32)
+    return encode(x, fmt).tolist(), by_torch(x, fmt).tolist(), by_ml_dtypes(x, fmt).tolist()
+
+
+def test_overflow_to_e4m3_saturates_as_in_torch_not_nan_as_in_ml_dtypes() -> None:
+    ours, torchs, ml = codes_of([464, 465, 480, 1e30, np.inf, -480], E4M3)
+    assert ours == torchs == [0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE]
+    assert ml == [0x7E, 0x7F, 0x7F, 0x7F, 0x7F, 0xFF]
+
+
+def test_overflow_to_e5m2_saturates_where_both_references_give_inf() -> None:
+    ours, torchs, ml = codes_of([61439, 61440, 65536, np.inf, -np.inf], E5M2)
+    assert ours == [0x7B, 0x7B, 0x7B, 0x7B, 0xFB]
+    assert torchs == ml == [0x7B, 0x7C, 0x7C, 0x7C, 0xFC]
+
+
+def test_nan_in_e5m2_is_torchs() -> None:
+    ours, torchs, ml = codes_of([np.nan, -np.nan], E5M2)
+    assert ours == torchs == [0x7F, 0xFF]
+    assert ml == [0x7E, 0xFE]
+
+
+def test_nan_in_the_small_formats_is_minus_zero_in_ml_dtypes() -> None:
+    for fmt in MX_ELEMENTS:
+        code = by_ml_dtypes(np.array([np.nan], np.float32), fmt)
+        assert decode(code, fmt)[0] == 0 and np.signbit(decode(code, fmt)[0])
+
+
+def test_zero_in_e8m0_is_the_smallest_scale_as_in_torch() -> None:
+    ours, torchs, ml = codes_of([0.0, -0.0], E8M0)
+    assert ours == torchs == [0, 0]
+    assert ml == [0xFF, 0xFF]
+
+
+def test_negative_in_e8m0_is_nan_as_in_ml_dtypes() -> None:
+    ours, torchs, ml = codes_of([-1.0, -3.0], E8M0)
+    assert ours == ml == [0xFF, 0xFF]
+    assert torchs == [127, 129]
+
+
+def test_e8m0_does_not_saturate_and_ties_go_up_in_all_three() -> None:
+    tiny = 2.0**-127
+    values = [1.49 * 2.0**127, 1.5 * 2.0**127, np.inf, np.nan, 3.0, 6.0, tiny, 1.01 * tiny]
+    ours, torchs, ml = codes_of(values, E8M0)
+    assert ours == torchs == ml == [254, 255, 255, 255, 129, 130, 0, 1]
+
+
+def test_every_format_is_registered_under_its_name() -> None:
+    assert {name: fmt.name for name, fmt in FORMATS.items()} == {
+        f.name: f.name for f in ALL_FORMATS
+    }

@@ -1,0 +1,161 @@
+"""An ONNX graph under construction, and the file it becomes.
+
+Weights are declared with their size and read only while the file is written, one at a time. Up to
+2 GB (protobuf's limit) they are inside `model.onnx`; a larger model has them in `model.onnx.data`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper
+
+from octet.errors import ExportError
+
+__all__ = ["MODEL_FILE", "OPSET", "Graph", "Weight", "unused_inputs"]
+
+OPSET = 23  # the first with RMSNormalization, RotaryEmbedding and Attention
+IR_VERSION = 11  # that of ONNX 1.18, which defined opset 23
+MODEL_FILE = "model.onnx"
+INLINE_LIMIT_BYTES = 1_800_000_000  # a protobuf message ends at 2 GiB, structure included
+_ALIGNMENT = 4096  # of a tensor in the external file, so that it can be mapped
+
+Shape = Sequence[int | str]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An initializer: `read` gives its content in the container dtype that has `nbytes`."""
+
+    name: str
+    elem_type: int  # TensorProto.DataType
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], npt.NDArray[Any]]
+
+
+class Graph:
+    """Nodes, inputs, outputs and weights in the order given; every node and value is named once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: list[onnx.NodeProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.weights: dict[str, Weight] = {}
+        self._values: set[str] = set()
+
+    def input(self, name: str, elem_type: int, shape: Shape) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
+        return self._define(name)
+
+    def output(self, name: str, elem_type: int, shape: Shape) -> None:
+        self.outputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
+
+    def node(self, op: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
+        """Adds a node whose one output has the node's name; returns that name."""
+        self.nodes.append(helper.make_node(op, list(inputs), [name], name=name, **attributes))
+        return self._define(name)
+
+    def split(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attr: Any) -> None:
+        """Adds a node with several outputs, named after the first."""
+        node = helper.make_node(op, list(inputs), list(outputs), name=outputs[0], **attr)
+        self.nodes.append(node)
+        for name in outputs:
+            self._define(name)
+
+    def weight(self, weight: Weight) -> str:
+        """Adds an initializer; a name that is there already must be the same one (tied)."""
+        if weight.name not in self.weights:
+            self.weights[weight.name] = weight
+            self._define(weight.name)
+        return weight.name
+
+    def array(self, name: str, array: npt.NDArray[Any], elem_type: int | None = None) -> str:
+        """Adds an initializer from an array in memory; `elem_type` if numpy lacks the type."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        kind = elem_type or helper.np_dtype_to_tensor_dtype(array.dtype)
+        return self.weight(Weight(name, kind, array.shape, array.nbytes, lambda: array))
+
+    def _define(self, name: str) -> str:
+        if name in self._values:
+            raise ValueError(f"the graph defines {name} twice")
+        self._values.add(name)
+        return name
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def save(self, directory: Path, *, inline_limit: int = INLINE_LIMIT_BYTES) -> Path:
+        """Writes `model.onnx` (and `model.onnx.data`), checks it, returns its path.
+
+        The bytes depend on nothing but the graph. Raises ExportError for a graph input that no
+        node reads (an engine would drop it in silence) or a graph that onnx.checker refuses.
+        """
+        unused = unused_inputs(self.nodes, [value.name for value in self.inputs])
+        if unused:
+            raise ExportError(f"{self.name}: no node reads the graph input {', '.join(unused)}")
+        path = directory / MODEL_FILE
+        inline = self.weight_bytes <= inline_limit
+        tensors = self._inline() if inline else self._external(path.with_suffix(".onnx.data"))
+        graph = helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
+        model = helper.make_model(
+            graph,
+            opset_imports=[helper.make_opsetid("", OPSET)],
+            ir_version=IR_VERSION,
+            producer_name="octet",
+        )
+        path.write_bytes(model.SerializeToString(deterministic=True))
+        try:
+            onnx.checker.check_model(str(path), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            detail = " ".join(str(error).split())
+            raise ExportError(f"{self.name}: onnx.checker refuses the graph: {detail}") from None
+        return path
+
+    def _inline(self) -> list[TensorProto]:
+        tensors = []
+        for weight in self.weights.values():
+            tensor = _header(weight)
+            tensor.raw_data = _content(weight).tobytes()
+            tensors.append(tensor)
+        return tensors
+
+    def _external(self, path: Path) -> list[TensorProto]:
+        tensors = []
+        with path.open("wb") as file:
+            for weight in self.weights.values():
+                file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+                tensor = _header(weight)
+                tensor.data_location = TensorProto.EXTERNAL
+                for key, value in (
+                    ("location", path.name),
+                    ("offset", file.tell()),
+                    ("length", weight.nbytes),
+                ):
+                    tensor.external_data.add(key=key, value=str(value))
+                file.write(_content(weight).data)
+                tensors.append(tensor)
+        return tensors
+
+
+def unused_inputs(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str]) -> list[str]:
+    """Which of `inputs` no node reads."""
+    read = {name for node in nodes for name in node.input}
+    return [name for name in inputs if name not in read]
+
+
+def _header(weight: Weight) -> TensorProto:
+    return TensorProto(name=weight.name, data_type=weight.elem_type, dims=weight.shape)
+
+
+def _content(weight: Weight) -> npt.NDArray[Any]:
+    array = np.ascontiguousarray(weight.read())
+    if array.nbytes != weight.nbytes:
+        raise ValueError(f"{weight.name} has {array.nbytes} bytes, declared {weight.nbytes}")
+    return array

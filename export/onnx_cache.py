@@ -1,0 +1,97 @@
+"""How the key-value cache crosses the boundary of the ONNX graph.
+
+The graph reads the cached rows, returns only the new ones, and attends to the new ones as they
+will be read back later: rounded. Whoever owns the cache writes them into their slots.
+
+| dtype   | graph input             | new rows                      | for             |
+|---------|-------------------------|-------------------------------|-----------------|
+| e5m2    | FLOAT8E5M2, one Cast    | Cast to FLOAT8E5M2, saturating | ONNX Runtime   |
+| float16 | FLOAT16, one Cast       | clipped, Cast to FLOAT16      | ONNX Runtime    |
+
+All are [B, Hkv, S, D] (S cached slots) and [B, Hkv, T, D] (T new rows). A scale other than 1
+divides what is stored: real = stored * scale.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from onnx import TensorProto
+
+from export.graph import Graph
+from octet.model import ModelSpec
+
+__all__ = ["CACHES", "Cache"]
+
+
+class Cache(Protocol):
+    """The two sides of one kind of cache; `name` is `{i}.key` or `{i}.value`."""
+
+    def past(self, graph: Graph, name: str, spec: ModelSpec, scale: float) -> str:
+        """Declares the input `past_key_values.{name}`; returns its rows as float32."""
+        ...
+
+    def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
+        """Declares the output `present.{name}` for new `rows`; returns them rounded, float32."""
+        ...
+
+
+class _CastCache:
+    """A cache stored as a type that ONNX casts from and to."""
+
+    elem_type: int
+
+    def past(self, graph: Graph, name: str, spec: ModelSpec, scale: float) -> str:
+        stored = graph.input(f"past_key_values.{name}", self.elem_type, _shape(spec, "past"))
+        rows = graph.node("Cast", [stored], f"{stored}.cast", to=TensorProto.FLOAT)
+        return scaled(graph, "Mul", rows, f"{stored}.real", scale)
+
+    def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
+        output = f"present.{name}"
+        rows = scaled(graph, "Div", rows, f"{output}.stored", scale)
+        self._round(graph, rows, output)
+        graph.output(output, self.elem_type, _shape(spec, "sequence"))
+        back = graph.node("Cast", [output], f"{output}.cast", to=TensorProto.FLOAT)
+        return scaled(graph, "Mul", back, f"{output}.real", scale)
+
+    def _round(self, graph: Graph, rows: str, output: str) -> None:
+        raise NotImplementedError
+
+
+class Float8Cache(_CastCache):
+    """E5M2: the top byte of an FP16."""
+
+    elem_type = TensorProto.FLOAT8E5M2
+
+    def _round(self, graph: Graph, rows: str, output: str) -> None:
+        graph.node("Cast", [rows], output, to=self.elem_type, saturate=1)
+
+
+class Float16Cache(_CastCache):
+    """FP16; clipped first, for a Cast to FLOAT16 overflows to Inf."""
+
+    elem_type = TensorProto.FLOAT16
+
+    def _round(self, graph: Graph, rows: str, output: str) -> None:
+        limit = np.float32(np.finfo(np.float16).max)
+        low, high = (graph.array(f"float16.{n}", np.array(v)) for n, v in _ends(limit))
+        clipped = graph.node("Clip", [rows, low, high], f"{output}.clipped")
+        graph.node("Cast", [clipped], output, to=self.elem_type)
+
+
+CACHES: dict[str, Cache] = {"e5m2": Float8Cache(), "float16": Float16Cache()}
+
+
+def scaled(graph: Graph, op: str, value: str, name: str, scale: float) -> str:
+    """`value` multiplied or divided by `scale`, unless that is 1."""
+    if scale == 1.0:
+        return value
+    factor = graph.array(f"{name}.scale", np.array(scale, np.float32))
+    return graph.node(op, [value, factor], name)
+
+
+def _shape(spec: ModelSpec, length: str) -> list[int | str]:
+    return ["batch", spec.kv_heads, length, spec.head_dim]
+
+
+def _ends(limit: np.float32) -> list[tuple[str, np.float32]]:
+    return [("min", -limit), ("max", limit)]

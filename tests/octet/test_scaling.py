@@ -336,7 +336,7 @@ def onnx_case(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(x, scale): a scale half as large as amax asks for, so that some values overflow."""
     x = weights(shape, seed=11)
-    return x, scale_from_absmax(absmax(x, granularity), fmt) / 2
+    return x, scale_from_absmax(absmax(x, granularity), fmt) / np.float32(2)
 
 
 @over_float8

@@ -19,6 +19,7 @@ torch 2.13 do otherwise:
 - 480 → E4M3 is 448 here and in torch, NaN in ml_dtypes; so is all above 464, Inf too.
 - 61,440 and above, Inf too → E5M2 is 57,344 here, Inf in torch and ml_dtypes: one overflow must
   not turn a row of attention into NaN. This is also what ONNX (`saturate=1`) and CUDA do.
+- A float64 is rounded once here; torch and ml_dtypes go by way of float32, and so round twice.
 - NaN → E5M2 is 0x7F with the sign kept here and in torch, 0x7E in ml_dtypes.
 - NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0.
 - 0 → E8M0, which has no zero, is 2^-127 (code 0) here and in torch, NaN in ml_dtypes: the scale

@@ -1,0 +1,98 @@
+"""The exact distribution of a tensor's magnitudes: one counter per magnitude code."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet import formats
+from octet.calibration import BINS
+
+__all__ = ["CodeDtype", "Histogram", "bin_widths", "magnitudes"]
+
+CodeDtype = Literal["bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """`counts[c]`, int64[32768], elements whose magnitude code is c (see `magnitudes`)."""
+
+    counts: NDArray[np.int64]
+    code_dtype: CodeDtype
+
+    @classmethod
+    def empty(cls, code_dtype: CodeDtype) -> Self:
+        return cls(np.zeros(BINS, np.int64), code_dtype)
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        """The histogram of both sets of elements; ValueError if their codes differ."""
+        if self.code_dtype != other.code_dtype:
+            raise ValueError(f"cannot add {self.code_dtype} and {other.code_dtype} histograms")
+        return Histogram(self.counts + other.counts, self.code_dtype)
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        return int(self.counts[0])
+
+    @property
+    def infs(self) -> int:
+        return int(self.counts[_inf_code(self.code_dtype)])
+
+    @property
+    def nans(self) -> int:
+        return int(self.counts[_inf_code(self.code_dtype) + 1 :].sum())
+
+    def finite(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The finite magnitudes that occur, ascending, float32[n], and their counts, int64[n]."""
+        counts = self.counts[: _inf_code(self.code_dtype)]
+        present = np.flatnonzero(counts)
+        return magnitudes(self.code_dtype)[present], counts[present]
+
+    @property
+    def absmax(self) -> float:
+        """The largest finite magnitude; 0.0 if there is none."""
+        values, _ = self.finite()
+        return float(values[-1]) if len(values) else 0.0
+
+    def quantile(self, fraction: float) -> float:
+        """The smallest magnitude that at least `fraction` of the finite elements do not exceed.
+
+        The inverse of the empirical distribution function ("inverted_cdf" in numpy): always a
+        magnitude that occurs. 0.0 for an empty histogram.
+        """
+        values, counts = self.finite()
+        if not len(values):
+            return 0.0
+        reached = np.cumsum(counts)
+        rank = max(1, int(np.ceil(fraction * int(reached[-1]))))
+        return float(values[np.searchsorted(reached, rank)])
+
+
+@cache
+def magnitudes(code_dtype: CodeDtype) -> NDArray[np.float32]:
+    """float32[32768]: the value of each magnitude code, Inf and NaN included; read-only."""
+    codes = np.arange(BINS, dtype=np.uint16)
+    if code_dtype == "bfloat16":
+        values = formats.bf16_to_float32(codes)
+    else:
+        values = codes.view(np.float16).astype(np.float32)
+    values.flags.writeable = False
+    return values
+
+
+@cache
+def bin_widths(code_dtype: CodeDtype) -> NDArray[np.float64]:
+    """float64[n]: for each finite code, the distance to the next magnitude, or to the previous."""
+    finite = magnitudes(code_dtype)[: _inf_code(code_dtype)].astype(np.float64)
+    gaps = np.diff(finite)
+    return np.append(gaps, gaps[-1])
+
+
+def _inf_code(code_dtype: CodeDtype) -> int:
+    return 0x7F80 if code_dtype == "bfloat16" else 0x7C00

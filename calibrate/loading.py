@@ -1,0 +1,75 @@
+"""A checkpoint as a transformers model, from the local directory and in silence."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from octet.checkpoint import Checkpoint
+from octet.errors import CheckpointError
+
+__all__ = ["ComputeDtype", "load_model", "load_tokenizer", "resolve_dtype"]
+
+ComputeDtype = Literal["bfloat16", "float16", "float32"]
+
+
+def resolve_dtype(requested: Literal["auto", "bfloat16", "float32"]) -> ComputeDtype:
+    """What "auto" means, decided once: float32 on a CPU."""
+    return "float32" if requested == "auto" else requested
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's transformers tokenizer; CheckpointError if it has none that works."""
+    from transformers import AutoTokenizer
+
+    if not checkpoint.tokenizer_files:
+        raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
+    with _quiet():
+        try:
+            return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            detail = str(error).splitlines()[0]
+            raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
+
+
+def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
+    """The transformers model in evaluation mode, weights cast to `dtype`.
+
+    CheckpointError for a checkpoint that lacks a tensor, which transformers would initialise at
+    random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' warnings and progress bars off; our own report says what matters."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

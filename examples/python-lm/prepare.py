@@ -49,11 +49,9 @@ EXCLUDED = (
     "test/encoded_modules/",
     "idlelib/idle_test/example",
 )
-# A line break takes its indentation along (one token for most lines); a word takes one space or
-# dot before it; digits come in groups of three.
-PATTERN = (
-    r"\n+[ \t]*|[ .]?_*\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
-)
+# A line break is a token of its own and so is a whole indentation, so that a prompt may end after
+# either; a word takes one space or dot before it; digits come in groups of three.
+PATTERN = r"\n|(?<![^\n])[ \t]+|[ .]?_*\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 
 def corpus() -> Iterator[tuple[str, str]]:

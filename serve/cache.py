@@ -1,0 +1,95 @@
+"""The key-value cache: a slot per running request, E5M2 codes, of which the live part is read.
+
+An E5M2 number is the top byte of an IEEE half, so decoding is one shift, done while the live
+windows of the slots in a step are gathered for the runner. Unfilled positions are zero at all
+times: a masked position has probability 0, and 0 times a leftover NaN would still be NaN.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.errors import ConfigError
+from octet.formats import e5m2_to_float16
+from octet.model import ModelSpec
+
+__all__ = ["WINDOW", "CacheDtype", "SlotCache", "window"]
+
+CacheDtype = Literal["e5m2", "float16"]
+
+# Live windows end at multiples of this many positions, so that a row's sums are split over vector
+# lanes in the same way whatever the longest row of its batch is.
+WINDOW = 64
+
+
+def window(length: int) -> int:
+    """`length` rounded up to a multiple of WINDOW."""
+    return -(-length // WINDOW) * WINDOW
+
+
+class SlotCache:
+    """Keys and values of `slots` requests of up to `positions` tokens each.
+
+    `codes` is uint8 (E5M2) or uint16 (the bits of a float16), [slots, 2·layers, Hkv, positions, D]:
+    the keys of layer i at index 2i, its values at 2i + 1. `lengths` int64 [slots] counts the filled
+    positions of each slot.
+    """
+
+    def __init__(self, spec: ModelSpec, slots: int, positions: int, dtype: CacheDtype) -> None:
+        """Raises ConfigError for no slots, or for more positions than the model has."""
+        if slots < 1:
+            raise ConfigError(f"slots must be at least 1, not {slots}")
+        if not 1 <= positions <= spec.max_positions:
+            raise ConfigError(
+                f"the context must be 1 to {spec.max_positions} tokens (the model's), "
+                f"not {positions}"
+            )
+        self.dtype = dtype
+        self.slots = slots
+        self.positions = positions
+        shape = (slots, 2 * spec.layers, spec.kv_heads, window(positions), spec.head_dim)
+        self.codes: NDArray[Any] = np.zeros(shape, np.uint8 if dtype == "e5m2" else np.uint16)
+        self.lengths = np.zeros(slots, np.int64)
+        self._free = list(range(slots))[::-1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.codes.nbytes
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def acquire(self) -> int | None:
+        """An empty slot, or None if all are taken."""
+        return self._free.pop() if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Empties `slot` and makes it available."""
+        assert slot not in self._free
+        self.codes[slot, :, :, : self.lengths[slot]] = 0
+        self.lengths[slot] = 0
+        self._free.append(slot)
+
+    def read(self, slots: Sequence[int], out: NDArray[Any]) -> None:
+        """Gathers the first positions of `slots` into `out` [2·layers, B, Hkv, window, D].
+
+        `out` is float16 for values (exact), or uint8 for E5M2 codes as they are.
+        """
+        live = out.shape[3]
+        for row, slot in enumerate(slots):
+            codes = self.codes[slot, :, :, :live]
+            if self.dtype == "e5m2" and out.dtype == np.float16:
+                e5m2_to_float16(codes, out=out[:, row])
+            else:
+                out.view(codes.dtype)[:, row] = codes
+
+    def append(self, slots: Sequence[int], rows: NDArray[Any]) -> None:
+        """Writes new `rows` [2·layers, B, Hkv, T, D] (codes) after what each slot holds."""
+        count = rows.shape[3]
+        at = self.lengths[slots, None] + np.arange(count)  # [B, T]
+        # Two index arrays around slices put their shared shape first: [B, T, 2·layers, Hkv, D].
+        self.codes[np.asarray(slots)[:, None], :, :, at] = rows.transpose(1, 3, 0, 2, 4)
+        self.lengths[slots] += count

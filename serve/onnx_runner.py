@@ -1,0 +1,167 @@
+"""Runs an ONNX export with ONNX Runtime on the CPU.
+
+export/onnx_decoder.py lists the graph's inputs and outputs. What makes a step lean:
+
+- E5M2 inputs become FLOAT16 ones in memory (ONNX Runtime 1.31 casts E5M2 to float32 at 2.4 ns an
+  element, FLOAT16 some ten times faster). The values are the same, for an E5M2 is the top byte of
+  an FP16; the codes in the cache stay bytes.
+- All inputs and outputs are bound to arrays that are reused while the shapes stay the same, so a
+  decoding step fills in a few numbers, gathers the live windows and runs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from octet.artifact import Manifest
+from octet.errors import ArtifactError, BackendError
+from octet.model import ModelSpec
+from serve.cache import CacheDtype, SlotCache, window
+from serve.runner import StepBatch
+
+__all__ = ["OnnxRunner"]
+
+MODEL_FILE = "model.onnx"
+
+
+class OnnxRunner:
+    """A `Runner` over one ONNX Runtime session."""
+
+    def __init__(self, directory: Path, *, threads: int = 0, rewrite: bool = True) -> None:
+        """Opens and verifies `directory`.
+
+        `threads` computes one operator (0: one per core). `rewrite=False` runs the graph as it is
+        on disk. Raises ArtifactError for what is not an unaltered ONNX export, or does not load.
+        """
+        self.manifest = Manifest.load(directory, "onnx")
+        self.spec: ModelSpec = self.manifest.model.spec
+        self.kv_dtype: CacheDtype = self.manifest.details["kv_cache"]
+        self._past_type = TensorProto.FLOAT16
+        if self.kv_dtype == "e5m2" and not rewrite:
+            self._past_type = TensorProto.FLOAT8E5M2
+        path = directory / MODEL_FILE
+        try:
+            model = onnx.load(path, load_external_data=False)
+            if self.kv_dtype == "e5m2" and rewrite:
+                _read_past_as_float16(model)
+            self._session = onnxruntime.InferenceSession(
+                model.SerializeToString(),
+                _session_options(directory, threads),
+                providers=["CPUExecutionProvider"],
+            )
+        except ArtifactError:
+            raise
+        except Exception as error:  # protobuf's and ONNX Runtime's own classes, of no common base
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ArtifactError(f"{path}: ONNX Runtime cannot load it: {reason}") from error
+        self._plan: _Plan | None = None
+
+    def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
+        """See `Runner`. The logits are valid until the next call."""
+        past = window(int(cache.lengths[step.slots].max()))
+        shape = (*step.token_ids.shape, past, step.logit_positions.shape[1])
+        plan = self._plan
+        if plan is None or plan.shape != shape:
+            plan = self._plan = _Plan(
+                shape, self._session, self.spec, self.kv_dtype, self._past_type
+            )
+        plan.fill(step, cache)
+        try:
+            self._session.run_with_iobinding(plan.binding)
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
+            raise BackendError(f"ONNX Runtime: {str(error).splitlines()[0]}") from error
+        cache.append(step.slots, plan.present)
+        return plan.logits
+
+
+class _Plan:
+    """Arrays of one combination of shapes, bound to the session's inputs and outputs."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        session: Any,
+        spec: ModelSpec,
+        kv_dtype: CacheDtype,
+        past_type: int,
+    ) -> None:
+        self.shape = shape
+        batch, count, past, wanted = shape
+        tensors, heads, dim = 2 * spec.layers, spec.kv_heads, spec.head_dim
+        past_dtype = np.float16 if past_type == TensorProto.FLOAT16 else np.uint8
+        code_dtype = np.uint8 if kv_dtype == "e5m2" else np.float16
+        code_type = TensorProto.FLOAT8E5M2 if kv_dtype == "e5m2" else TensorProto.FLOAT16
+        self.ids = np.empty((batch, count), np.int64)
+        self.positions = np.empty((batch, count), np.int64)
+        self.offsets = np.arange(count)
+        self.mask = np.empty((batch, 1, count, past + count), bool)
+        self.mask[:, :, :, past:] = np.tri(count, dtype=bool)
+        self.cached = np.arange(past)
+        self.wanted = np.empty((batch, wanted), np.int64)
+        self.past = np.zeros((tensors, batch, heads, past, dim), past_dtype)
+        self.logits = np.empty((batch, wanted, spec.vocab_size), np.float32)
+        self.present = np.empty((tensors, batch, heads, count, dim), code_dtype)
+        self.binding = session.io_binding()
+        self._input("input_ids", self.ids, TensorProto.INT64)
+        self._input("position_ids", self.positions, TensorProto.INT64)
+        self._input("attention_mask", self.mask, TensorProto.BOOL)
+        self._input("logit_positions", self.wanted, TensorProto.INT64)
+        self._output("logits", self.logits, TensorProto.FLOAT)
+        for index in range(tensors):
+            name = f"{index // 2}.{('key', 'value')[index % 2]}"
+            self._input(f"past_key_values.{name}", self.past[index], past_type)
+            self._output(f"present.{name}", self.present[index], code_type)
+
+    def fill(self, step: StepBatch, cache: SlotCache) -> None:
+        lengths = cache.lengths[step.slots, None]
+        self.ids[:] = step.token_ids
+        self.wanted[:] = step.logit_positions
+        np.add(lengths, self.offsets, out=self.positions)
+        self.mask[:, 0, :, : len(self.cached)] = (self.cached < lengths)[:, None]
+        cache.read(step.slots, self.past)
+
+    def _input(self, name: str, array: NDArray[Any], kind: int) -> None:
+        self.binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)
+
+    def _output(self, name: str, array: NDArray[Any], kind: int) -> None:
+        self.binding.bind_output(name, "cpu", 0, kind, array.shape, array.ctypes.data)
+
+
+def _session_options(directory: Path, threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # FP8 Q/DQ of a float32 graph would be fused into integer kernels that refuse it; without that
+    # fusion the weights' DQ is folded and the products get prepacked float32 weights.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    # A model given as bytes looks for model.onnx.data here.
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(directory)
+    )
+    return options
+
+
+def _read_past_as_float16(model: onnx.ModelProto) -> None:
+    """Retypes the E5M2 cache inputs as FLOAT16; each must be read by one Cast and nothing else."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        if tensor.elem_type != TensorProto.FLOAT8E5M2:
+            continue
+        reading = [node.op_type for node in readers.get(value.name, [])]
+        if reading != ["Cast"]:
+            raise ArtifactError(
+                f"{value.name} of the ONNX graph is read by {reading}, not by one Cast;"
+                " export it again with this release"
+            )
+        tensor.elem_type = TensorProto.FLOAT16

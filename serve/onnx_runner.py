@@ -94,7 +94,7 @@ class _Plan:
         batch, count, past, wanted = shape
         tensors, heads, dim = 2 * spec.layers, spec.kv_heads, spec.head_dim
         past_dtype = np.float16 if past_type == TensorProto.FLOAT16 else np.uint8
-        code_dtype = np.uint8 if kv_dtype == "e5m2" else np.float16
+        code_dtype = np.uint8 if kv_dtype == "e5m2" else np.uint16
         code_type = TensorProto.FLOAT8E5M2 if kv_dtype == "e5m2" else TensorProto.FLOAT16
         self.ids = np.empty((batch, count), np.int64)
         self.positions = np.empty((batch, count), np.int64)

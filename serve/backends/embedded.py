@@ -1,0 +1,198 @@
+"""The engine in this process as a backend: tokenizes, submits, and streams what the engine says."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octet.errors import BackendError, BackendUnavailable, RequestError
+from octet.model import ModelSpec
+from serve.engine import Delivery, Engine, EngineStats
+from serve.generation import Generation
+from serve.runner import Runner
+from serve.tokenizer import Tokenizer
+from serve.types import Event, Finished, GenerateRequest
+
+__all__ = ["EmbeddedBackend"]
+
+# A prompt of so many characters takes about 10 ms to tokenize: done beside the event loop.
+_LONG_TEXT = 20_000
+
+
+class EmbeddedBackend:
+    """Serves one ONNX export. A `Backend`."""
+
+    accepts_extra = False
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        model: str | None = None,
+        slots: int = 16,
+        context: int | None = None,
+        threads: int = 0,
+        max_waiting: int = 1024,
+        load: Callable[[], tuple[Runner, Tokenizer]] | None = None,
+    ) -> None:
+        """`path` is opened by `start`, as an ONNX export unless `load` opens it otherwise.
+
+        `model` is the name it answers to (default: the directory's). `context` limits prompt and
+        answer together (default: the model's). `threads` compute one operator (0: one per core).
+        """
+        self.name = "embedded"
+        self._model = model or path.resolve().name
+        self._slots = slots
+        self._context = context
+        self._max_waiting = max_waiting
+        self._load = load or (lambda: _load_onnx(path, threads))
+        self._started: _Started | None = None
+        self._streams: dict[Generation, _Stream] = {}
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self._model,)
+
+    @property
+    def context_length(self) -> int | None:
+        return self._started.engine.context if self._started else self._context
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The engine's counters; None before `start`."""
+        return self._started.engine.stats if self._started else None
+
+    async def start(self) -> None:
+        """Loads the model. Raises ArtifactError for what is not a whole, unaltered export."""
+        runner, tokenizer = await asyncio.to_thread(self._load)
+        loop = asyncio.get_running_loop()
+
+        def deliver(deliveries: list[Delivery]) -> None:
+            loop.call_soon_threadsafe(self._dispatch, deliveries)
+
+        engine = Engine(
+            runner,
+            deliver,
+            slots=self._slots,
+            context=self._context,
+            max_waiting=self._max_waiting,
+        )
+        engine.start()
+        self._started = _Started(engine, tokenizer, runner.spec)
+
+    async def close(self) -> None:
+        if self._started is not None:
+            await asyncio.to_thread(self._started.engine.close)
+
+    async def ready(self) -> bool:
+        return self._started is not None and self._started.engine.alive
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return self._require_started().tokenizer.chat_prompt(messages)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        started = self._require_started()
+        generation = await started.generation(request)
+        stream = self._streams[generation] = _Stream()
+        try:
+            started.engine.submit(generation)
+            while True:
+                event = await stream.get()
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            del self._streams[generation]
+            started.engine.cancel(generation)
+
+    def _require_started(self) -> "_Started":
+        if self._started is None:
+            raise BackendUnavailable(f"{self._model}: the embedded engine has not been started")
+        return self._started
+
+    def _dispatch(self, deliveries: list[Delivery]) -> None:
+        """Hands one step's outcomes to those who wait for them; runs in the event loop."""
+        for generation, outcome in deliveries:
+            stream = self._streams.get(generation)  # None: cancelled meanwhile
+            if stream is not None:
+                stream.put(outcome)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What exists from `start` on."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    spec: ModelSpec
+
+    async def generation(self, request: GenerateRequest) -> Generation:
+        """Tokenizes and checks `request`. Raises RequestError for one that cannot be run."""
+        if request.extra:
+            field = min(request.extra)
+            raise RequestError(f"{field}: the embedded engine has no such field", param=field)
+        prompt = await self._prompt_ids(request)
+        if not prompt:
+            raise RequestError("the prompt is empty: it has no token", param="prompt")
+        wrong = next((t for t in prompt if not 0 <= t < self.spec.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"the prompt has token id {wrong}; this model's are 0 to"
+                f" {self.spec.vocab_size - 1}",
+                param="prompt",
+            )
+        if len(prompt) >= self.engine.context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; this model's context of"
+                f" {self.engine.context} must hold it and at least one more",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return Generation(
+            request,
+            prompt,
+            context=self.engine.context,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.spec.eos_token_ids,
+        )
+
+    async def _prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        prompt = request.prompt
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) < _LONG_TEXT:
+            return self.tokenizer.encode(prompt)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+
+
+class _Stream:
+    """Events on their way from the engine to one iterator; used in the event loop alone."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event | BackendError] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, outcome: list[Event] | BackendError) -> None:
+        if isinstance(outcome, BackendError):
+            self._events.append(outcome)
+        else:
+            self._events.extend(outcome)
+        self._arrived.set()
+
+    async def get(self) -> Event:
+        """The next event. Raises the BackendError that ended the request."""
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        if isinstance(event, BackendError):
+            raise event
+        return event
+
+
+def _load_onnx(path: Path, threads: int) -> tuple[Runner, Tokenizer]:
+    from serve.onnx_runner import OnnxRunner  # loads ONNX Runtime
+
+    return OnnxRunner(path, threads=threads), Tokenizer.load(path)

@@ -64,5 +64,9 @@ class Relay:
 class RelayingBackend(Protocol):
     """A backend that speaks OpenAI's protocol itself, so that bytes pass through unread."""
 
+    @property
+    def served_name(self) -> str:
+        """The model's name upstream: what `model` in a relayed body must say."""
+
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
         """Sends `body` to `path`. Raises BackendUnavailable if nothing was sent."""

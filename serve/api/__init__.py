@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface: requests in, answers out, errors as OpenAI's objects."""

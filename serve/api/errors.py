@@ -1,0 +1,88 @@
+"""OpenAI's error object: one clear line, the offending field, and a code for programs."""
+
+import json
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+
+__all__ = ["error_bytes", "error_response", "install", "sse_error", "status_of"]
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it
+
+_log = logging.getLogger("octet.serve")
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that `error` ends a request with."""
+    if isinstance(error, RequestError):
+        return error.status
+    if isinstance(error, BackendUnavailable):
+        return 503
+    return 502 if isinstance(error, BackendError) else 500
+
+
+def error_bytes(error: Exception) -> bytes:
+    """The error object of `error`, as JSON. A defect of ours shows no detail but is logged."""
+    param: str | None = None
+    if isinstance(error, RequestError):
+        message, kind, param, code = str(error), error.kind, error.param, error.code
+    elif isinstance(error, BackendUnavailable):
+        message, kind, code = str(error), "service_unavailable_error", "backend_unavailable"
+    elif isinstance(error, BackendError):
+        message, kind, code = str(error), "backend_error", "backend_error"
+    else:
+        message, kind, code = "internal error; see the gateway's log", "internal_error", None
+    content = {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
+    return json.dumps({"error": content}).encode()
+
+
+def sse_error(error: Exception) -> bytes:
+    """The error object as a server-sent event, for an answer that has begun."""
+    if not isinstance(error, OctetError):
+        _log.error("a streamed answer failed", exc_info=error)
+    return b"data: " + error_bytes(error) + b"\n\n"
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    status = status_of(error)
+    headers = dict(headers or {})
+    if status == 503:
+        headers.setdefault("retry-after", "1")
+    return Response(error_bytes(error), status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Makes every failure of `app` an error object, unknown paths and defects included."""
+
+    async def ours(_request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def http(request: Request, error: Any) -> Response:
+        return error_response(_from_http(request, error), dict(error.headers or {}))
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(OctetError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, ours)
+
+
+def _from_http(request: Request, error: HTTPException) -> RequestError:
+    if error.status_code == 404:
+        message, code = f"unknown path {request.url.path}", "not_found"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+        code = "method_not_allowed"
+    else:
+        message = str(error.detail) or HTTPStatus(error.status_code).phrase
+        code = HTTPStatus(error.status_code).name.lower()
+    return RequestError(message, status=error.status_code, code=code)

@@ -1,0 +1,111 @@
+"""Request fields beyond those that every backend serves: refused by name, never dropped.
+
+A server that speaks OpenAI's protocol gets them verbatim and decides itself. The other backends
+refuse what would change the answer. A value that changes nothing (`presence_penalty: 0`) passes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from octet.errors import RequestError, nearest
+
+__all__ = ["UNSUPPORTED", "UnsupportedField", "refuse_unsupported"]
+
+# Field -> the values, beside null, that ask for nothing.
+_PENALTIES: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "priority": (0,),
+    "return_token_ids": (False,),
+}
+# What describes the caller or how to account for the call: it has no bearing on the answer.
+_ANY = object()
+_CALLER: dict[str, tuple[Any, ...]] = {
+    "user": (_ANY,),
+    "safety_identifier": (_ANY,),
+    "prompt_cache_key": (_ANY,),
+    "prompt_cache_retention": (_ANY,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+}
+_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # without tools, nothing to choose
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+UNSUPPORTED = {
+    "completion": _PENALTIES | _CALLER | _COMPLETION,
+    "chat": _PENALTIES | _CALLER | _CHAT,
+}
+
+
+class UnsupportedField(RequestError):
+    """A field that one backend cannot honour, though another of its pool may."""
+
+
+def refuse_unsupported(
+    extra: Mapping[str, Any], known: Mapping[str, Any], dialect: str, backend: str
+) -> None:
+    """Raises UnsupportedField for the first of `extra` that `backend` would have to ignore.
+
+    `extra` are the fields of the request outside its schema, `known` those of the schema.
+    """
+    neutral = UNSUPPORTED[dialect]
+    for name, value in extra.items():
+        if name not in neutral:
+            close = nearest(name, [*known, *neutral])
+            hint = close if close.startswith("; did") else ""
+            raise UnsupportedField(
+                f"unknown field '{name}'{hint}", param=name, code="unknown_field"
+            )
+        allowed = neutral[name]
+        if value is not None and _ANY not in allowed and not any(_same(value, v) for v in allowed):
+            raise UnsupportedField(
+                f"'{name}' is not supported by {backend}", param=name, code="unsupported_field"
+            )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # 0 and 0.0 are the same number, but False is not 0.
+    return bool(isinstance(value, bool) == isinstance(neutral, bool) and value == neutral)

@@ -1,0 +1,248 @@
+"""The bodies of completion and chat requests, checked before any backend sees them.
+
+Fields outside the schema stay in `model_extra`, for the backend to take or refuse (fields.py).
+Types are strict: `"max_tokens": "5"` and `"n": true` are errors.
+"""
+
+import json
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from octet.errors import RequestError
+from serve.config import Limits
+
+__all__ = ["ChatRequest", "CompletionRequest", "parse"]
+
+Prompt = str | tuple[int, ...]
+S = TypeVar("S", bound=BaseModel)
+COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
+
+
+def _strings(value: Any) -> Any:
+    """`stop` as a tuple of non-empty strings, from null, a string or a list."""
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("should be a string or a list of strings")
+    if "" in items:
+        raise ValueError("a stop string cannot be empty")
+    for item in items:
+        _require_unicode(item)
+    return tuple(items)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds a lone surrogate, which is no Unicode text") from None
+
+
+def _prompts(value: Any) -> Any:
+    """OpenAI's four forms of `prompt` as a tuple of prompts, each text or token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
+        value = [value]
+    if not isinstance(value, list):
+        raise ValueError("should be a string, a list of strings, token ids, or lists of token ids")
+    if not value:
+        raise ValueError("is empty; at least one token is needed")
+    return tuple(_prompt(item) for item in value)
+
+
+def _prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        _require_unicode(value)
+        prompt: Prompt = value
+    elif isinstance(value, list) and all(map(_is_token, value)):
+        prompt = tuple(value)
+    else:
+        raise ValueError("should be a string, a list of strings, token ids, or lists of token ids")
+    if not prompt:
+        raise ValueError("is empty; at least one token is needed")
+    return prompt
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _messages(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a list of at least one message")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} should be an object with a role")
+        _require_unicode(json.dumps(message, ensure_ascii=False))
+    return tuple(value)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+
+
+class _Sampling(BaseModel):
+    """The fields that both dialects share; null is the default of each."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
+    n: Annotated[int, Field(gt=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _n_within_limit(cls, n: int | None, info: ValidationInfo) -> int | None:
+        limit = _limits(info).max_n
+        if n is not None and n > limit:
+            raise ValueError(f"should be at most {limit}, got {n}")
+        return n
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stop_strings(cls, stop: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        limit = _limits(info).max_stop
+        if len(stop) > limit:
+            raise ValueError(f"at most {limit} stop strings are allowed, got {len(stop)}")
+        return stop
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: allowed only with stream: true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(_Sampling):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _few_prompts(cls, prompts: Any, info: ValidationInfo) -> Any:
+        limit = _limits(info).max_prompts
+        if len(prompts) > limit:
+            raise ValueError(f"at most {limit} prompts are allowed, got {len(prompts)}")
+        return prompts
+
+    @field_validator("logprobs")
+    @classmethod
+    def _few_logprobs(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
+        return _within(logprobs, _limits(info).max_logprobs)
+
+    @property
+    def answer_limit(self) -> int:
+        return self.max_tokens or COMPLETION_MAX_TOKENS
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class ChatRequest(_Sampling):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[Any, BeforeValidator(_messages)]
+    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _few_logprobs(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
+        return _within(logprobs, _limits(info).max_logprobs)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+        return self
+
+    @property
+    def answer_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _limits(info: ValidationInfo) -> Limits:
+    assert isinstance(info.context, Limits)
+    return info.context
+
+
+def _within(value: int | None, limit: int) -> int | None:
+    if value is not None and value > limit:
+        raise ValueError(f"should be at most {limit}, got {value}")
+    return value
+
+
+def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, Any]]:
+    """The checked request, and the object it came from.
+
+    Raises RequestError (400) naming the field for anything that does not fit the schema.
+    """
+    try:
+        data = json.loads(body, parse_constant=_no_constant)
+    except RecursionError:
+        raise RequestError("the body is not usable JSON: nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body should be a JSON object")
+    try:
+        return schema.model_validate(data, context=limits), data
+    except ValidationError as error:
+        raise _request_error(error) from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return RequestError(f"'{param}' is required", param=param)
+    if first["type"] == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        if not param:  # a rule over several fields: its message begins with the field at fault
+            param, _, message = message.partition(": ")
+        return RequestError(f"'{param}': {message}", param=param)
+    message = first["msg"].replace("Input should", "should")
+    got = json.dumps(first["input"])
+    got = got if len(got) <= 40 else got[:37] + "..."
+    return RequestError(f"'{param}' {message}, got {got}", param=param)

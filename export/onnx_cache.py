@@ -26,8 +26,12 @@ __all__ = ["CACHES", "Cache"]
 class Cache(Protocol):
     """The two sides of one kind of cache; `name` is `{i}.key` or `{i}.value`."""
 
-    def past(self, graph: Graph, name: str, spec: ModelSpec, scale: float) -> str:
-        """Declares the input `past_key_values.{name}`; returns its rows as float32."""
+    def past(self, graph: Graph, name: str, spec: ModelSpec) -> str:
+        """Declares the input `past_key_values.{name}`; returns its name."""
+        ...
+
+    def read(self, graph: Graph, past: str, scale: float) -> str:
+        """The rows of the input `past`, as float32."""
         ...
 
     def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
@@ -40,10 +44,12 @@ class _CastCache:
 
     elem_type: int
 
-    def past(self, graph: Graph, name: str, spec: ModelSpec, scale: float) -> str:
-        stored = graph.input(f"past_key_values.{name}", self.elem_type, _shape(spec, "past"))
-        rows = graph.node("Cast", [stored], f"{stored}.cast", to=TensorProto.FLOAT)
-        return scaled(graph, "Mul", rows, f"{stored}.real", scale)
+    def past(self, graph: Graph, name: str, spec: ModelSpec) -> str:
+        return graph.input(f"past_key_values.{name}", self.elem_type, _shape(spec, "past"))
+
+    def read(self, graph: Graph, past: str, scale: float) -> str:
+        rows = graph.node("Cast", [past], f"{past}.cast", to=TensorProto.FLOAT)
+        return scaled(graph, "Mul", rows, f"{past}.real", scale)
 
     def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
         output = f"present.{name}"

@@ -2,7 +2,7 @@
 
 Inputs, with B rows, T new tokens a row and S cached slots:
   input_ids        int64 [B, T]
-  position_ids     int64 [B, T]
+  position_ids     int64 [B, T]           consecutive; the first is the number of cached tokens
   attention_mask   bool  [B, 1, T, S+T]   True = may attend; the cached slots come first
   logit_positions  int64 [B, L]           which of the T positions get logits
   past_key_values.{i}.key, .value         see export/onnx_cache.py
@@ -20,6 +20,7 @@ import numpy as np
 from onnx import TensorProto
 
 from export.graph import Graph
+from export.onnx_attention import KeyOrder, Positional
 from export.onnx_cache import Cache
 from export.onnx_linear import Linears, add_stored, stored_weight
 from export.source import Source
@@ -29,12 +30,17 @@ __all__ = ["Decoder", "build_decoder", "rope_tables"]
 
 
 def build_decoder(
-    source: Source, cache: Cache, *, quantize: bool = True, compute: int = TensorProto.FLOAT
+    source: Source,
+    cache: Cache,
+    *,
+    quantize: bool = True,
+    compute: int = TensorProto.FLOAT,
+    order: KeyOrder | None = None,
 ) -> Graph:
     """The whole graph; `quantize=False` builds the same one with the checkpoint's own weights."""
     graph = Graph(f"{source.calibration.manifest.model.name}.decoder")
-    decoder = Decoder(graph, source, cache, Linears(graph, source, quantize, compute), compute)
-    decoder.build()
+    linears = Linears(graph, source, quantize, compute)
+    Decoder(graph, source, cache, order or Positional(), linears, compute).build()
     return graph
 
 
@@ -56,6 +62,7 @@ class Decoder:
     graph: Graph
     source: Source
     cache: Cache
+    order: KeyOrder
     linears: Linears
     compute: int
 
@@ -64,11 +71,15 @@ class Decoder:
         modules = {linear.name: linear for linear in spec.linears()}
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         self.positions = graph.input("position_ids", TensorProto.INT64, ["batch", "sequence"])
-        self.mask = graph.input(
-            "attention_mask", TensorProto.BOOL, ["batch", 1, "sequence", "total"]
-        )
+        mask = graph.input("attention_mask", TensorProto.BOOL, ["batch", 1, "sequence", "total"])
         wanted = graph.input("logit_positions", TensorProto.INT64, ["batch", "logits"])
         graph.output("logits", TensorProto.FLOAT, ["batch", "logits", spec.vocab_size])
+        self.pasts = {
+            kind: self.cache.past(graph, kind, spec)
+            for index in range(spec.layers)
+            for kind in (f"{index}.key", f"{index}.value")
+        }
+        self.order.prepare(graph, spec, self.pasts["0.key"], self.positions, mask)
         self.cos, self.sin = self._rope_tables()
         x = self._embed(ids)
         for index in range(spec.layers):
@@ -97,23 +108,21 @@ class Decoder:
         query = self._rotate(self._heads(projected["q"], spec.heads))
         key = self._rotate(self._heads(projected["k"], spec.kv_heads))
         value = self._heads(projected["v"], spec.kv_heads)
-        whole = {}
         scales = self.source.cache_scales(index) if self.linears.quantize else (1.0, 1.0)
-        for kind, rows, scale in (("key", key, scales[0]), ("value", value, scales[1])):
-            name = f"{index}.{kind}"
-            past = self.cache.past(graph, name, spec, scale)
-            new = self.cache.present(graph, rows, name, spec, scale)
-            whole[kind] = graph.node("Concat", [past, new], f"{module}.{kind}", axis=2)
-        context = graph.node(
-            "Attention",
-            [query, whole["key"], whole["value"], self.mask],
-            module,
-            scale=float(spec.head_dim) ** -0.5,
-        )  # [B, H, T, D]
+        key = self._cached(f"{index}.key", key, scales[0], f"{module}.key")
+        value = self._cached(f"{index}.value", value, scales[1], f"{module}.value")
+        context = self.order.attend(graph, query, key, value, module)  # [B, H, T, D]
         swapped = graph.node("Transpose", [context], f"{module}.by_token", perm=[0, 2, 1, 3])
         flat = graph.array("shape.flat", np.array([0, 0, spec.heads * spec.head_dim], np.int64))
         joined = graph.node("Reshape", [swapped, flat], f"{module}.context")
         return self.linears.apply(modules[f"{module}.o_proj"], joined)
+
+    def _cached(self, kind: str, rows: str, scale: float, name: str) -> str:
+        """New rows [B, Hkv, T, D], returned to the cache's owner → all rows [B, Hkv, S+T, D]."""
+        new = self.cache.present(self.graph, rows, kind, self.source.spec, scale)
+        past = self.pasts[kind]
+        real = self.cache.read(self.graph, past, scale)
+        return self.order.join(self.graph, real, new, name)
 
     def _heads(self, x: str, heads: int) -> str:
         """[B, T, heads * D] → [B, heads, T, D]."""

@@ -1,0 +1,154 @@
+"""A plain torch decoder with the same quantization, independent of the product's own arithmetic.
+
+Weights come through `safetensors`, FP8 is torch's own cast, attention is written out. It computes
+every position at once, without a cache: keys and values are rounded where a cache would hold them.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
+KvCache = Literal["e5m2", "float16", "none"]
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Rounded to nearest even, saturating, and back to float32."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def to_e5m2(x: Tensor) -> Tensor:
+    return x.clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2).float()
+
+
+def round_per_token(x: Tensor) -> Tensor:
+    """E4M3 with one scale for each slice along the last axis, from its absolute maximum."""
+    scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=2.0**-126)
+    return to_e4m3(x / scale) * scale
+
+
+def round_per_group(x: Tensor, size: int) -> Tensor:
+    return round_per_token(x.unflatten(-1, (-1, size))).flatten(-2)
+
+
+def round_weight(weight: Tensor, scale: Tensor, granularity: str) -> Tensor:
+    """[N, K] with a scale [], [N, 1] or, in blocks of 128, [⌈N/128⌉, ⌈K/128⌉]."""
+    if granularity == "block":
+        n, k = weight.shape
+        scale = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return to_e4m3(weight / scale) * scale
+
+
+class Reference:
+    """A Llama in float32: as stored if `calibration` is None, quantized as it says otherwise."""
+
+    def __init__(
+        self, model: Path, calibration: Path | None = None, kv_cache: KvCache = "none"
+    ) -> None:
+        self.config = json.loads((model / "config.json").read_text())
+        self.weights: dict[str, Tensor] = {}
+        for shard in sorted(model.glob("*.safetensors")):
+            loaded = safetensors.torch.load_file(shard)
+            self.weights |= {name: tensor.float() for name, tensor in loaded.items()}
+        self.kv_cache = kv_cache
+        self.scales: dict[str, Tensor] = {}
+        self.activations: str | None = None
+        if calibration is not None:
+            self._quantize(calibration)
+
+    def _quantize(self, calibration: Path) -> None:
+        recipe = json.loads((calibration / "octet.json").read_text())["recipe"]
+        self.activations = recipe["activations"]["granularity"]
+        self.scales = safetensors.torch.load_file(calibration / "scales.safetensors")
+        for name, scale in self.scales.items():
+            if name.endswith(".weight_scale"):
+                weight = name.removesuffix("_scale")
+                self.weights[weight] = round_weight(
+                    self.weights[weight], scale, recipe["weights"]["granularity"]
+                )
+
+    def linear(self, module: str, x: Tensor) -> Tensor:
+        if f"{module}.weight_scale" in self.scales:
+            if self.activations == "token":
+                x = round_per_token(x)
+            elif self.activations == "group":
+                x = round_per_group(x, 128)
+            else:
+                scale = self.scales[f"{module}.input_scale"]
+                x = to_e4m3(x / scale) * scale
+        return x @ self.weights[f"{module}.weight"].T
+
+    def norm(self, module: str, x: Tensor) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        scaled = x * torch.rsqrt(variance + self.config["rms_norm_eps"])
+        return scaled * self.weights[f"{module}.weight"]
+
+    def cached(self, rows: Tensor, scale_name: str) -> Tensor:
+        """Keys or values as they come back from the cache."""
+        if self.kv_cache == "none":
+            return rows
+        if self.kv_cache == "float16":
+            return rows.half().float()
+        scale = self.scales.get(scale_name, torch.tensor(1.0))
+        return to_e5m2(rows / scale) * scale
+
+    def attention(self, module: str, x: Tensor) -> Tensor:
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
+        q = self.linear(f"{module}.q_proj", x).unflatten(-1, (heads, dim)).transpose(1, 2)
+        k = self.linear(f"{module}.k_proj", x).unflatten(-1, (kv_heads, dim)).transpose(1, 2)
+        v = self.linear(f"{module}.v_proj", x).unflatten(-1, (kv_heads, dim)).transpose(1, 2)
+        q, k = self.rotate(q), self.rotate(k)
+        k = self.cached(k, f"{module}.k_scale").repeat_interleave(heads // kv_heads, 1)
+        v = self.cached(v, f"{module}.v_scale").repeat_interleave(heads // kv_heads, 1)
+        length = x.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2) * dim**-0.5).masked_fill(hidden, -torch.inf)
+        context = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+        return self.linear(f"{module}.o_proj", context)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary embedding of [B, H, T, D]; the halves of D are the pairs."""
+        rope = self.config.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", self.config.get("rope_theta", 10_000.0))
+        dim = x.shape[-1]
+        inverse = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+        angles = torch.arange(x.shape[-2]).float()[:, None] * inverse
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def mlp(self, module: str, x: Tensor) -> Tensor:
+        gate = silu(self.linear(f"{module}.gate_proj", x))
+        return self.linear(f"{module}.down_proj", gate * self.linear(f"{module}.up_proj", x))
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor) -> Tensor:
+        """int64 [B, T] → float32 [B, T, V]."""
+        x = self.weights["model.embed_tokens.weight"][ids]
+        for index in range(self.config["num_hidden_layers"]):
+            layer = f"model.layers.{index}"
+            x = x + self.attention(f"{layer}.self_attn", self.norm(f"{layer}.input_layernorm", x))
+            x = x + self.mlp(f"{layer}.mlp", self.norm(f"{layer}.post_attention_layernorm", x))
+        x = self.norm("model.norm", x)
+        tied = self.config.get("tie_word_embeddings", False)
+        return x @ self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+    def greedy(self, prompt: list[int], tokens: int) -> list[int]:
+        """The most likely continuation, every step computed from scratch."""
+        ids = list(prompt)
+        for _ in range(tokens):
+            ids.append(int(self.logits(torch.tensor([ids]))[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+def divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference ‖ other) in nats for each position, from logits [..., V]."""
+    p, q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)

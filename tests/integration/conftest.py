@@ -1,0 +1,80 @@
+"""Fixtures that start real servers; `make integration` builds their environments.
+
+`start_vllm` and `start_triton` return functions: a test names the checkpoint or the model
+repository, and gets a running server that lives until the end of the session. Asking twice for the
+same one gives the same server.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.integration.servers import layout
+from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that asks for a server's fixture carries that server's marker."""
+    for item in items:
+        for name in ("vllm", "triton"):
+            if f"start_{name}" in getattr(item, "fixturenames", ()):
+                item.add_marker(name)
+
+
+def require(environment: Path) -> None:
+    if not layout.is_ready(environment):
+        pytest.skip(f"no {environment.name} environment on this machine: run `make integration`")
+
+
+@pytest.fixture(scope="session")
+def start_vllm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., VllmServer]]:
+    """`start_vllm(checkpoint, **fields of VllmServer)`: a vLLM (CPU build) that serves it."""
+    require(layout.VLLM)
+    if "avx512f" not in cpu_flags():
+        pytest.skip("vLLM's CPU build keeps an FP8 KV cache only with AVX-512: use such a machine")
+    logs = tmp_path_factory.mktemp("vllm")
+    running: dict[str, VllmServer] = {}
+    with ExitStack() as stack:
+
+        def start(model: Path, **fields: object) -> VllmServer:
+            key = f"{model.resolve()} {sorted(fields.items())}"
+            if key not in running:
+                log = logs / f"{len(running)}.log"
+                server = VllmServer(model=model, log=log, **fields)  # type: ignore[arg-type]
+                running[key] = stack.enter_context(server)
+            return running[key]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def start_triton(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[Path], TritonServer]]:
+    """`start_triton(model_repository)`: a Triton with the Python backend that serves it."""
+    require(layout.TRITON)
+    logs = tmp_path_factory.mktemp("triton")
+    running: dict[Path, TritonServer] = {}
+    with ExitStack() as stack:
+
+        def start(model_repository: Path) -> TritonServer:
+            key = model_repository.resolve()
+            if key not in running:
+                server = TritonServer(model_repository=key, log=logs / f"{len(running)}.log")
+                running[key] = stack.enter_context(server)
+            return running[key]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def tensorrt_rtx_python() -> Path:
+    """The interpreter that has TensorRT-RTX and this repository: `-m octet build-engine` runs."""
+    require(layout.TENSORRT_RTX)
+    return layout.python(layout.TENSORRT_RTX)

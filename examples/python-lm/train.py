@@ -4,7 +4,7 @@
     python examples/python-lm/train.py --device cpu --epochs 1   # slow, the same code
 
 A plain loop: FP32 weights under BF16 autocast, AdamW, a linear warm-up and a cosine decay to zero.
-The stream is cut into windows of 1,024 tokens at a new offset each epoch; documents follow each
+The stream is cut into windows of 1,024 tokens, at other lines in each epoch; documents follow each
 other with a separator between them, and attention crosses it. Dropout on what each block adds to
 the residual stream, and weight decay, hold the overfitting of many epochs back.
 
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -63,18 +64,29 @@ def build_model(dropout: float) -> LlamaForCausalLM:
     return model
 
 
+def line_starts(stream: Tensor, newline_id: int) -> Tensor:
+    """Return the positions int64 [lines] of the first token of each line with a full window."""
+    after = (stream == newline_id) | (stream == SEPARATOR_ID)
+    return after[: -CONTEXT - 1].nonzero().flatten() + 1
+
+
 def windows(
-    stream: Tensor, batch: int, epochs: int, generator: torch.Generator
+    stream: Tensor, lines: Tensor, batch: int, epochs: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Yield token ids int64 [batch, CONTEXT + 1], each epoch cut at another offset and shuffled."""
+    """Yield token ids int64 [batch, CONTEXT + 1], each epoch cut at another offset and shuffled.
+
+    A window begins at the next line: were the indentation of its first line cut off, the model
+    would learn that a prompt's first column says nothing about its indentation.
+    """
     span = torch.arange(CONTEXT + 1, device=stream.device)
     for _ in range(epochs):
         offset = int(torch.randint(CONTEXT, (1,), generator=generator))
-        count = (len(stream) - offset - 1) // CONTEXT
+        count = (int(lines[-1]) - offset) // CONTEXT
         starts = torch.randperm(count, generator=generator) * CONTEXT + offset
         for chosen in starts.split(batch):
             if len(chosen) == batch:
-                yield stream[chosen.to(stream.device)[:, None] + span]
+                first = lines[torch.searchsorted(lines, chosen.to(lines.device))]  # [batch]
+                yield stream[first[:, None] + span]
 
 
 def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -119,12 +131,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--log", type=Path, default=HERE / "training.json")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--epochs", type=int, default=42)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--max-steps", type=int, default=None, help="stop early, for a trial")
     parser.add_argument("--batch", type=int, default=64, help="windows of 1,024 tokens a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=2.0)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
     args = parser.parse_args()
@@ -140,13 +152,15 @@ def main() -> None:
         torch.from_numpy(np.load(args.data / name).astype(np.int64)).to(device)
         for name in ("train.npy", "validation.npy")
     )
+    tokenizer = Tokenizer.from_file(str(HERE / "model" / "tokenizer.json"))
+    lines = line_starts(train, tokenizer.encode("\n").ids[0])
     model = build_model(args.dropout).to(device).train()
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = optimizer_for(model, args.lr, args.weight_decay)
     loss_of = torch.compile(token_loss) if compiled else token_loss
     autocast = torch.autocast(device, torch.bfloat16) if device == "cuda" else nullcontext()
 
-    per_epoch = (len(train) // CONTEXT - 1) // args.batch
+    per_epoch = (int(lines[-1]) // CONTEXT - 1) // args.batch
     total = min(args.max_steps or math.inf, per_epoch * args.epochs)
     warmup = min(200, total // 10)
     every = max(1, total // 40)
@@ -154,7 +168,7 @@ def main() -> None:
     history = []
     began = time.perf_counter()
     mark, mark_step = time.perf_counter(), 0
-    for step, ids in enumerate(windows(train, args.batch, args.epochs + 1, generator), 1):
+    for step, ids in enumerate(windows(train, lines, args.batch, args.epochs + 1, generator), 1):
         rate = step / warmup if step <= warmup else 0.5 * (
             1 + math.cos(math.pi * (step - warmup) / (total - warmup))
         )  # fmt: skip

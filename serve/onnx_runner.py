@@ -149,7 +149,7 @@ def _session_options(directory: Path, threads: int) -> Any:
 
 
 def _read_past_as_float16(model: onnx.ModelProto) -> None:
-    """Retypes the E5M2 cache inputs as FLOAT16; each must be read by one Cast and nothing else."""
+    """Retypes the E5M2 cache inputs as FLOAT16; their readers may be Cast and Shape alone."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -159,9 +159,9 @@ def _read_past_as_float16(model: onnx.ModelProto) -> None:
         if tensor.elem_type != TensorProto.FLOAT8E5M2:
             continue
         reading = [node.op_type for node in readers.get(value.name, [])]
-        if reading != ["Cast"]:
+        if not {"Cast", "Shape"}.issuperset(reading):
             raise ArtifactError(
-                f"{value.name} of the ONNX graph is read by {reading}, not by one Cast;"
+                f"{value.name} of the ONNX graph is read by {', '.join(reading)}, not a Cast alone;"
                 " export it again with this release"
             )
         tensor.elem_type = TensorProto.FLOAT16

@@ -1,0 +1,89 @@
+"""The gateway on a real loopback socket, and clients for it."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from serve.backends.base import Backend
+from serve.config import GatewayConfig
+from serve.gateway import Gateway
+from serve.pool import Pool
+from serve.server import DrainingServer, serve_gateway
+
+
+class Served:
+    """A running gateway, its base URL, and a session to talk to it."""
+
+    def __init__(self, gateway: Gateway, server: DrainingServer, url: str) -> None:
+        self.gateway = gateway
+        self.server = server
+        self.url = url
+        self.session = aiohttp.ClientSession(url)
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and JSON of the answer."""
+        sent = {"data": body} if isinstance(body, str | bytes) else {"json": body}
+        async with self.session.post(path, **sent) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[str]:
+        """The data of each server-sent event of a streamed answer."""
+        async with self.session.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+        assert lines.pop() == ""
+        assert all(line.startswith("data: ") for line in lines), lines
+        return [line.removeprefix("data: ") for line in lines]
+
+    async def metric(self, name: str, **labels: str) -> float:
+        value = self.gateway.metrics.registry.get_sample_value(name, labels)
+        return value or 0.0
+
+    async def idle(self, timeout_s: float = 5.0) -> None:
+        """Waits until no request is in flight; fails if that takes too long."""
+        async with asyncio.timeout(timeout_s):
+            while self.gateway.running:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIterator[Served]:
+    """A gateway over the given pools, drained and closed at the end."""
+    entry = {"pool": [{"type": "vllm", "url": "http://replaced"}]}
+    config = GatewayConfig.model_validate(
+        {"models": {name: entry for name, _ in pools}, "drain_timeout_s": 0.5} | settings
+    )
+    gateway = Gateway(config, {name: Pool(name, backends) for name, backends in pools})
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    servers: list[DrainingServer] = []
+    task = asyncio.create_task(serve_gateway(gateway, listener, on_started=servers.append))
+    while not (servers and servers[0].started):
+        await asyncio.sleep(0.01)
+        if task.done():
+            task.result()
+    served = Served(gateway, servers[0], f"http://127.0.0.1:{listener.getsockname()[1]}")
+    try:
+        yield served
+    finally:
+        await served.session.close()
+        if servers[0]._deadline is None:
+            servers[0].handle_exit(signal.SIGTERM, None)
+        await task
+        listener.close()
+
+
+@pytest.fixture
+async def embedded() -> AsyncIterator[Served]:
+    """A gateway over the embedded engine with the fake model, as `fake`."""
+    from tests.fakes import FakeRunner, fake_backend
+
+    async with serving(("fake", [fake_backend(FakeRunner())])) as served:
+        yield served

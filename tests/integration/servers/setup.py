@@ -81,7 +81,7 @@ def check(environment: Path, statement: str) -> None:
 
 
 def run(environment: Path, command: list[str]) -> None:
-    """Run `command` with its output in the environment's log; its last error becomes ours."""
+    """Run `command` with its output in the environment's log; its error becomes ours."""
     log = ROOT / f"{environment.name}.log"
     with log.open("a") as output:
         output.write(f"$ {' '.join(command)}\n")
@@ -89,8 +89,10 @@ def run(environment: Path, command: list[str]) -> None:
         done = subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-        errors = [line for line in lines if "error" in line.lower()]
-        raise SetupError(f"{(errors or lines)[-1]} (all of the output: {log})")
+        last_command = max(i for i, line in enumerate(lines) if line.startswith("$ "))
+        errors = [line for line in lines[last_command:] if line.startswith("ERROR: ")]
+        reason = errors[0].removeprefix("ERROR: ") if errors else lines[-1]
+        raise SetupError(f"{reason} (all of the output: {log})")
 
 
 def add_repository(environment: Path) -> None:

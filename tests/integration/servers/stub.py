@@ -41,10 +41,17 @@ def find_interpreter() -> str:
     """The interpreter that runs this script if the stub can be of its version, else one on PATH."""
     if "{}.{}".format(*sys.version_info[:2]) in VERSIONS:
         return sys.executable
-    found = (shutil.which(f"python{version}") for version in VERSIONS)
-    if (interpreter := next(filter(None, found), None)) is None:
-        raise StubError(f"Triton's Python models need Python {' or '.join(VERSIONS)} on PATH")
-    return interpreter
+    for version in VERSIONS:
+        interpreter = shutil.which(f"python{version}")
+        if interpreter is not None and ask(interpreter)[:1] == [version]:
+            return interpreter
+    raise StubError(f"Triton's Python models need Python {' or '.join(VERSIONS)} on PATH")
+
+
+def ask(interpreter: str) -> list[str]:
+    """Version (X.Y), installation prefix and library directory; empty if it does not run."""
+    answer = subprocess.run([interpreter, "-c", QUESTION], capture_output=True, text=True)
+    return answer.stdout.splitlines()
 
 
 def unpack_server() -> None:
@@ -60,8 +67,7 @@ def unpack_server() -> None:
 
 def place_stub(interpreter: str) -> None:
     """Put the stub of the interpreter's version beside the backend, with a home to start from."""
-    answer = subprocess.run([interpreter, "-c", QUESTION], capture_output=True, text=True)
-    version, prefix, library_directory = answer.stdout.splitlines()
+    version, prefix, library_directory = ask(interpreter)
     program = TRITON_BACKENDS / "python" / "triton_python_backend_stub"
     shutil.copy(TRITON_STUBS / version / program.name, program)
     program.chmod(0o755)

@@ -41,7 +41,7 @@ class PrefixDetokenizer:
     """
 
     CONTEXT = 6  # tokens before the answer that are decoded along
-    LONGEST = 4  # tokens that one character may take; what is not text by then never will be
+    LONGEST = 8  # a character takes 4 tokens at most: what is not text by now never will be
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
         self._decode = decode

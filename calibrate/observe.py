@@ -99,9 +99,11 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Iterator[Observer]:
     """An `Observer` of `model`, whose hooks are gone when the block ends.
 
-    `threads` count; torch's own number of threads if not given.
+    `threads` count; half as many as torch's if not given. torch's own threads spin for a while
+    after each operation and hold their cores, so that on 2 cores a second counting thread gains
+    nothing.
     """
-    counter = Counter(threads or torch.get_num_threads())
+    counter = Counter(threads or max(1, torch.get_num_threads() // 2))
     counter.warm_up()
     observer = Observer(model, spec, counter)
     handles = []

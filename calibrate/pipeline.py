@@ -69,7 +69,7 @@ def run(
     weights = dict(weight_scales(checkpoint, recipe))
     check_finite(checkpoint, except_for=weights)
 
-    compute_dtype = resolve_dtype(dtype)
+    compute_dtype = resolve_dtype(dtype, checkpoint)
     network = load_model(checkpoint, compute_dtype)
     observer, seconds = _observe(network, checkpoint, batches, console)
     golden = _golden(network, checkpoint, prompts, console)

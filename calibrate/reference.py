@@ -59,7 +59,7 @@ def perplexity(
     batches = make_batches(
         [ids for ids, _ in long], [origin for _, origin in long], batch_size=batch_size
     )
-    compute_dtype = resolve_dtype(dtype)
+    compute_dtype = resolve_dtype(dtype, checkpoint)
     model = load_model(checkpoint, compute_dtype)
     nll_sum, tokens = 0.0, 0
     with progress_bar(console, "Scoring", sum(batch.tokens for batch in batches)) as advance:

@@ -20,7 +20,7 @@ from octet.recipe import Recipe, ScaleMethod
 __all__ = ["Report", "TensorReport", "print_report", "report_tensors", "scale_warnings"]
 
 _COSTLY_DB = 1.0
-_WORST = 5  # tensors shown to people; report.json has all
+_WORST = 3  # tensors of each kind shown to people; report.json has all
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Report:
         """Plain data; an infinite SQNR (no error at all) is null."""
         data = {
             "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
-            "weights": {name: {"sqnr_db": w.sqnr_db} for name, w in self.weights.items()},
+            "weights": {
+                name: {"format": weight.format, "sqnr_db": weight.sqnr_db}
+                for name, weight in self.weights.items()
+            },
             "warnings": list(self.warnings),
         }
         return _finite(data)  # type: ignore[no-any-return]
@@ -119,32 +122,39 @@ def print_report(console: Console, report: Report, *, tokens: int, seconds: floa
         f"observed {len(report.tensors)} tensors over {tokens:,} tokens"
         f" in {seconds:.1f} s ({rate:,.0f} tokens/s)"
     )
-    table = Table(title=f"lowest SQNR, {_WORST} tensors", title_justify="left")
-    table.add_column("tensor")
-    for column in ("format", "scale", "SQNR dB", "saturated", "underflow"):
-        table.add_column(column, justify="right")
-    for name, fmt, quality in _worst(report):
-        table.add_row(
-            name,
-            fmt,
-            f"{quality.scale:.3g}",
-            f"{quality.sqnr_db:.1f}",
-            f"{quality.saturated:.2%}",
-            f"{quality.underflow:.2%}",
-        )
-    console.print(table)
+    console.print(_worst(report))
     for line in _clipping(report):
         console.print(line)
     for warning in report.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
 
 
-def _worst(report: Report) -> list[tuple[str, str, Quality]]:
-    rows = [
-        (name, tensor.format, tensor.chosen or tensor.methods["max"])
-        for name, tensor in report.tensors.items()
-    ]
-    return sorted(rows, key=lambda row: row[2].sqnr_db)[:_WORST]
+def _worst(report: Report) -> Table:
+    """The tensors of each kind that lose most, lowest SQNR first."""
+    table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    for column in ("format", "scale", "SQNR dB", "saturated", "underflow"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for kinds in (("input",), ("key", "value")):
+        rows = [
+            (tensor.chosen or tensor.methods["max"], name, tensor)
+            for name, tensor in report.tensors.items()
+            if tensor.kind in kinds
+        ]
+        for quality, name, tensor in sorted(rows, key=lambda row: row[0].sqnr_db)[:_WORST]:
+            table.add_row(
+                name,
+                tensor.format,
+                f"{quality.scale:.3g}" if tensor.chosen else "dynamic",
+                f"{quality.sqnr_db:.1f}",
+                f"{quality.saturated:.2%}",
+                f"{quality.underflow:.2%}",
+            )
+    for name, weight in sorted(report.weights.items(), key=lambda item: item[1].sqnr_db)[:_WORST]:
+        shape = "x".join(str(size) for size in weight.scale.shape)
+        scale = shape or f"{float(weight.scale):.3g}"
+        table.add_row(f"{name}.weight", weight.format, scale, f"{weight.sqnr_db:.1f}", "", "")
+    return table
 
 
 def _clipping(report: Report) -> list[str]:

@@ -43,6 +43,7 @@ class WeightScale:
     """The scale of one linear's weight, in the shape of the recipe's granularity, and its SQNR."""
 
     scale: Float32Array
+    format: str
     sqnr_db: float
 
 
@@ -84,10 +85,8 @@ def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str,
         ).max(axis=0)
         scale = _weight_scale(weights, amax, recipe.weights, granularity)
         for linear, weight in zip(group, weights, strict=True):
-            yield (
-                linear.name,
-                WeightScale(scale, _sqnr_db(weight, scale, recipe.weights, granularity)),
-            )
+            sqnr_db = _sqnr_db(weight, scale, recipe.weights, granularity)
+            yield linear.name, WeightScale(scale, recipe.weights.format, sqnr_db)
 
 
 def input_scales(

@@ -17,11 +17,13 @@ values underflow, and it saturates the outliers that carry the error. `max` is n
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.histogram import Histogram, bin_widths
+from octet import formats
 from octet.formats import Format, encode, round_to
 from octet.recipe import ScaleMethod
 from octet.scaling import scale_from_absmax
@@ -30,12 +32,14 @@ __all__ = ["METHODS", "Quality", "divergence", "find_scale", "measure", "squared
 
 METHODS: tuple[ScaleMethod, ...] = ("max", "mse", "percentile", "kl")
 
+Cost: TypeAlias = Callable[[float], float]  # of a scale
+
 # Candidates, in octaves from the scale of `max`. Above it only the grid's phase changes, which
 # repeats every octave; 12 octaves below, all but the outliers of any real tensor are clipped too.
 _LOWEST, _HIGHEST = -12, 1
 _STEPS = 16  # an octave, at first
-_FINE_STEPS = 128  # an octave, around the best of the first
-_REFINED = 5  # how many of the first are refined
+_FINE_STEPS = 256  # an octave, around the best of the first
+_KEPT = 8  # how many of the first are refined, and of those polished
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Quality:
     """What a scale does to a tensor.
 
     `sqnr_db` is the signal-to-quantization-noise ratio in dB (infinite without error); `saturated`
-    is the fraction of elements beyond the format's range, `underflow` that of the non-zero elements
-    that become zero.
+    is the fraction of elements beyond the format's largest value by more than half its last step,
+    which rounding does not explain; `underflow` that of the non-zero elements that become zero.
     """
 
     scale: float
@@ -63,15 +67,16 @@ def find_scale(
     if method == "percentile":
         clipped = histogram.quantile(percentile / 100)
         return _scale_of(clipped, fmt) if clipped > 0 else largest
-    cost = squared_error if method == "mse" else divergence
-    return _minimise(lambda scale: cost(histogram, fmt, scale), largest)
+    if method == "kl":
+        return _minimise(_divergence_of(histogram, fmt), largest)[0]
+    cost = _error_of(histogram, fmt)
+    polished = [_polish(histogram, fmt, scale) for scale in _minimise(cost, largest)]
+    return min(polished, key=cost)
 
 
 def squared_error(histogram: Histogram, fmt: Format, scale: float) -> float:
     """Σ countᵢ·(vᵢ - s·Q(vᵢ/s))², over the finite elements."""
-    values, counts = histogram.finite()
-    error = values - _rounded(values, fmt, scale)
-    return float(counts @ (error * error))
+    return _error_of(histogram, fmt)(scale)
 
 
 def divergence(histogram: Histogram, fmt: Format, scale: float) -> float:
@@ -82,23 +87,12 @@ def divergence(histogram: Histogram, fmt: Format, scale: float) -> float:
     occur, in proportion to the bins' widths. Saturated elements belong to the format's largest
     value and underflowing ones to its zero, so Q covers P and the divergence is finite.
 
-    This is TensorRT's entropy calibration (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
-    slides 26 to 38), with two changes. There all bins have one width; widths keep its meaning,
-    a constant density within each quantized value, where bins are logarithmic. And there the
-    clipped mass is added to P's last bin, because Q is built without it; here Q has it.
+    This is TensorRT's entropy calibration (S. Migacz, "8-bit Inference with TensorRT", GTC 2017),
+    with two changes. There all bins have one width; widths keep its meaning, a constant density
+    within each quantized value, where bins are logarithmic. And there the clipped mass is added to
+    P's last bin, because Q is built without it; here Q has it.
     """
-    values, counts = histogram.finite()
-    codes = np.flatnonzero(histogram.counts)[: len(values)]
-    some = slice(1 if histogram.zeros else 0, None)
-    if not len(values[some]):
-        return 0.0
-    p = counts[some] / counts[some].sum()
-    widths = bin_widths(histogram.code_dtype)[codes[some]]
-    levels = encode(values[some] / np.float32(scale), fmt)
-    mass = np.bincount(levels, weights=p)
-    width = np.bincount(levels, weights=widths)
-    q = mass[levels] * widths / width[levels]
-    return float(p @ np.log(p / q))
+    return _divergence_of(histogram, fmt)(scale)
 
 
 def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
@@ -111,7 +105,8 @@ def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
     rounded = _rounded(values, fmt, scale)
     noise = float(counts @ (wide - rounded) ** 2)
     sqnr_db = 10 * np.log10(float(counts @ wide**2) / noise) if noise > 0 else np.inf
-    saturated = int(counts[wide > fmt.max * scale].sum())
+    last, largest = formats.grid(fmt)[-2:].astype(np.float64)
+    saturated = int(counts[wide > (largest + (largest - last) / 2) * scale].sum())
     underflow = int(counts[(values > 0) & (rounded == 0)].sum())
     return Quality(scale, float(sqnr_db), saturated / total, underflow / total)
 
@@ -126,14 +121,66 @@ def _scale_of(amax: float, fmt: Format) -> float:
     return float(scale_from_absmax(np.asarray(amax, np.float32), fmt))
 
 
-def _minimise(cost: Callable[[float], float], largest: float) -> float:
-    """The candidate of least cost; of equals, the largest scale, which saturates least."""
+def _error_of(histogram: Histogram, fmt: Format) -> Cost:
+    values, counts = histogram.finite()
+
+    def cost(scale: float) -> float:
+        error = values - _rounded(values, fmt, scale)
+        return float(counts @ (error * error))
+
+    return cost
+
+
+def _divergence_of(histogram: Histogram, fmt: Format) -> Cost:
+    values, counts = histogram.finite()
+    codes = np.flatnonzero(histogram.counts)[: len(values)]
+    some = slice(1 if histogram.zeros else 0, None)
+    values, p, widths = values[some], counts[some], bin_widths(histogram.code_dtype)[codes[some]]
+    if not len(values):
+        return lambda scale: 0.0
+    p = p / p.sum()
+
+    def cost(scale: float) -> float:
+        with np.errstate(over="ignore"):
+            levels = encode(values / np.float32(scale), fmt)
+        mass = np.bincount(levels, weights=p)
+        width = np.bincount(levels, weights=widths)
+        q = mass[levels] * widths / width[levels]
+        return float(p @ np.log(p / q))
+
+    return cost
+
+
+def _minimise(cost: Cost, largest: float) -> list[float]:
+    """The candidates of least cost, best first; of equals, the largest, which saturates least."""
     coarse = np.arange(_HIGHEST * _STEPS, _LOWEST * _STEPS - 1, -1) / _STEPS
     costs = [cost(_at(octave, largest)) for octave in coarse]
-    best = coarse[np.argsort(costs, kind="stable")[:_REFINED]]
+    best = coarse[np.argsort(costs, kind="stable")[:_KEPT]]
     around = np.arange(1 - _FINE_STEPS // _STEPS, _FINE_STEPS // _STEPS) / _FINE_STEPS
     fine = np.unique(best[:, None] + around)[::-1]
-    return min((_at(octave, largest) for octave in fine), key=cost)
+    return sorted((_at(octave, largest) for octave in fine), key=cost)[:_KEPT]
+
+
+def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
+    """The nearest local optimum of the squared error.
+
+    For codes q held fixed, Σ c·(v - s·q)² is least at s = Σ c·v·q / Σ c·q²; for s held fixed, the
+    nearest q is best. Each half lowers the error, and so do the two in turn (Lloyd, 1982).
+    """
+    values, counts = histogram.finite()
+    weighted = values * counts.astype(np.float64)
+    cost = _error_of(histogram, fmt)
+    error = cost(scale)
+    while True:
+        q = _rounded(values, fmt, scale) / scale
+        power = float(counts @ (q * q))
+        if power == 0:
+            return scale
+        better = float(np.float32(float(weighted @ q) / power))
+        lower = cost(better) if better > 0 else np.inf
+        if not lower < error:
+            return scale
+        scale, error = better, lower
 
 
 def _at(octave: float, largest: float) -> float:

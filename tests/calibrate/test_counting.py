@@ -1,0 +1,104 @@
+"""The compiled counter equals numpy's bincount, bin for bin."""
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.counting import Counter, count_reference
+from octet.calibration import BINS
+
+SIZES = [1, 2, 3, 4, 5, 127, 2047, 2048, 2049, 65_537, 200_003]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SPECIALS = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 448.0, 3.4e38, 1e-40]
+
+
+def contents(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that are hard for a histogram: equal bins, specials, every exponent, every code."""
+    generator = torch.Generator().manual_seed(size)
+    bits = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64)
+    any_float32 = bits.to(torch.int32).view(torch.float32)
+    any_half = bits.to(torch.int16).view(dtype) if dtype.itemsize == 2 else any_float32
+    return {
+        "zeros": torch.zeros(size, dtype=dtype),
+        "negative zeros": -torch.zeros(size, dtype=dtype),
+        "all equal": torch.full((size,), 3.14159).to(dtype),
+        "all NaN": torch.full((size,), float("nan")).to(dtype),
+        "specials": torch.tensor(SPECIALS).repeat(size // len(SPECIALS) + 1)[:size].to(dtype),
+        "subnormal": (torch.rand(size, generator=generator) * 1e-38).to(dtype),
+        "normal": torch.randn(size, generator=generator).to(dtype),
+        "any bits": any_half,
+    }
+
+
+def count(x: torch.Tensor, lengths: list[int], threads: int) -> np.ndarray:
+    counter = Counter(threads)
+    counts = np.zeros(BINS, np.int64)
+    try:
+        bad = counter.add(counts, x, lengths)
+    finally:
+        counter.close()
+    first_special = 0x7C00 if x.dtype == torch.float16 else 0x7F80
+    assert bad == counts[first_special:].sum()
+    return counts
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_reference_bin_for_bin(dtype: torch.dtype, threads: int) -> None:
+    for size in SIZES:
+        for name, x in contents(size, dtype).items():
+            counts = count(x.reshape(1, 1, size), [1], threads)
+            reference = count_reference(x)
+            assert counts.sum() == size, (name, size)
+            assert (counts == reference).all(), (name, size)
+
+
+def test_rounds_float32_to_nearest_even_at_every_middle() -> None:
+    codes = torch.arange(0x7F80, dtype=torch.int32) << 16
+    middles = (codes[:, None] + torch.tensor([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).view(
+        torch.float32
+    )
+    counts = count(middles.reshape(1, 1, -1), [1], 1)
+    expected = torch.bincount(
+        middles.flatten().to(torch.bfloat16).view(torch.int16).long(), minlength=BINS
+    )
+    assert (counts == expected.numpy()).all()
+
+
+def test_reads_only_the_rows_within_each_length() -> None:
+    x = torch.randn(4, 7, 3, 5)
+    lengths = [7, 0, 3, 1]
+    for row, length in enumerate(lengths):
+        x[row, length:] = float("nan")  # would be seen if it were read
+    kept = torch.cat([x[row, :length].flatten() for row, length in enumerate(lengths)])
+    assert (count(x, lengths, 2) == count_reference(kept)).all()
+
+
+def test_splits_runs_between_threads_without_loss() -> None:
+    x = torch.randn(3, 700, 129).to(torch.bfloat16)
+    lengths = [700, 1, 350]
+    kept = torch.cat([x[row, :length].flatten() for row, length in enumerate(lengths)])
+    for threads in (1, 2, 3, 8):
+        assert (count(x, lengths, threads) == count_reference(kept)).all(), threads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_takes_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 30, 64).to(dtype)  # [B, H, T, D]
+    assert (count(x.transpose(1, 2), [30, 30], 1) == count_reference(x)).all()
+    assert (count(x[..., ::2], [8, 8], 1) == count_reference(x[..., ::2])).all()
+
+
+def test_adds_to_what_is_there() -> None:
+    counter = Counter(1)
+    counts = np.zeros(BINS, np.int64)
+    x = torch.randn(1, 10, 10)
+    for _ in range(3):
+        assert counter.add(counts, x, [10]) == 0
+    counter.close()
+    assert (counts == 3 * count_reference(x)).all()
+
+
+def test_refuses_other_dtypes() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        count(torch.zeros(1, 1, 1, dtype=torch.float64), [1], 1)

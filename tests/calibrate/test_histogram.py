@@ -1,0 +1,52 @@
+"""A histogram knows the distribution it was made from, exactly."""
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.counting import count_reference
+from calibrate.histogram import Histogram, bin_widths, magnitudes
+
+
+def of(x: torch.Tensor) -> Histogram:
+    return Histogram(count_reference(x), "float16" if x.dtype == torch.float16 else "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_and_extremes(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -0.0, -3.0, 2.5, float("nan"), float("inf"), -float("inf")]).to(dtype)
+    histogram = of(x)
+    assert (histogram.total, histogram.zeros, histogram.nans, histogram.infs) == (7, 2, 1, 2)
+    assert histogram.absmax == 3.0
+    values, counts = histogram.finite()
+    assert values.tolist() == [0.0, 2.5, 3.0]
+    assert counts.tolist() == [2, 1, 1]
+
+
+def test_magnitudes_are_those_of_the_codes() -> None:
+    codes = torch.arange(32_768, dtype=torch.int16)
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        expected = codes.view(dtype).float().numpy()
+        np.testing.assert_array_equal(magnitudes(name), expected)
+        finite = expected[np.isfinite(expected)]
+        assert len(bin_widths(name)) == len(finite)
+        np.testing.assert_array_equal(bin_widths(name)[:-1], np.diff(finite.astype(np.float64)))
+
+
+def test_adding_is_counting_both() -> None:
+    a, b = torch.randn(1000), torch.randn(500) * 30
+    assert (of(a) + of(b)).counts.tolist() == of(torch.cat([a, b])).counts.tolist()
+    with pytest.raises(ValueError, match="cannot add"):
+        of(a) + of(b.half())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.5, 0.9, 0.999, 0.9999, 1.0])
+def test_quantiles_are_numpys_inverted_cdf(fraction: float) -> None:
+    x = torch.randn(12_345, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = np.quantile(x.abs().float().numpy(), fraction, method="inverted_cdf")
+    assert of(x).quantile(fraction) == expected
+
+
+def test_nothing_observed() -> None:
+    histogram = Histogram.empty("bfloat16")
+    assert (histogram.total, histogram.absmax, histogram.quantile(0.5)) == (0, 0.0, 0.0)

@@ -18,7 +18,7 @@ from serve.app import create_app
 from serve.config import EmbeddedConfig, GatewayConfig, Listen, ModelConfig
 from serve.gateway import Gateway
 
-__all__ = ["run", "serve_gateway"]
+__all__ = ["bind", "run", "serve_gateway"]
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
 FORCED = 1  # exit code when a second signal, or the deadline, cut requests short
@@ -44,7 +44,7 @@ def run(
     settings = settings.model_copy(update={"listen": listen})
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     gateway = Gateway.from_config(settings)
-    listener = _bind(listen)
+    listener = bind(listen)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         clean = runner.run(serve_gateway(gateway, listener))
     if not clean:
@@ -142,8 +142,12 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
     return GatewayConfig(models={name: ModelConfig(pool=(embedded,))})
 
 
-def _bind(listen: Listen) -> socket.socket:
-    """A bound socket that does not listen yet: before the backends run, nobody is kept waiting."""
+def bind(listen: Listen) -> socket.socket:
+    """A bound socket that does not listen yet: before the backends run, nobody is kept waiting.
+
+    Its protocol is named, because asyncio turns off Nagle's algorithm only for sockets that say
+    they are TCP; without that, each small answer waits 40 ms for the client's delayed ACK.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,10 +10,10 @@ import aiohttp
 import pytest
 
 from serve.backends.base import Backend
-from serve.config import GatewayConfig
+from serve.config import GatewayConfig, Listen
 from serve.gateway import Gateway
 from serve.pool import Pool
-from serve.server import DrainingServer, serve_gateway
+from serve.server import DrainingServer, bind, serve_gateway
 
 
 class Served:
@@ -61,8 +60,7 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
         {"models": {name: entry for name, _ in pools}, "drain_timeout_s": 0.5} | settings
     )
     gateway = Gateway(config, {name: Pool(name, backends) for name, backends in pools})
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener = bind(Listen(port=0))
     servers: list[DrainingServer] = []
     task = asyncio.create_task(serve_gateway(gateway, listener, on_started=servers.append))
     while not (servers and servers[0].started):

@@ -1,0 +1,137 @@
+"""The server's life: readiness, draining, forcing, and a thousand clients that go away."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from octet.errors import ArtifactError, ConfigError
+from serve.config import Listen
+from serve.server import bind, run
+from tests.fake_servers import FakeOpenAI, running
+from tests.fakes import FakeRunner, fake_backend
+from tests.serve.conftest import Served, serving
+
+BODY = {"model": "fake", "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
+SLOW = FakeRunner(delay_s=0.01)  # 60 tokens take 0.6 s
+
+
+async def test_the_first_signal_drains() -> None:
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=10) as served:
+        running_answer = asyncio.create_task(served.events("/v1/completions", BODY))
+        while not served.gateway.running:
+            await asyncio.sleep(0.01)
+        served.server.handle_exit(signal.SIGTERM, None)
+        async with served.session.get("/ready") as response:
+            assert response.status == 503 and (await response.json())["draining"]
+        async with served.session.get("/health") as response:
+            assert response.status == 200
+        status, error = await served.post("/v1/completions", BODY)
+        assert (status, error["error"]["code"]) == (503, "draining")
+        events = await running_answer
+        assert events[-1] == "[DONE]"
+    assert not served.server.cut_short
+
+
+@pytest.mark.parametrize("how", ["deadline", "second signal"])
+async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str) -> None:
+    timeout_s = 0.2 if how == "deadline" else 60
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=timeout_s) as served:
+        answer = asyncio.create_task(served.events("/v1/completions", BODY | {"max_tokens": 400}))
+        while not served.gateway.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        served.server.handle_exit(signal.SIGINT, None)
+        if how == "second signal":
+            served.server.handle_exit(signal.SIGTERM, None)
+        started = time.monotonic()
+        events = await answer
+        assert '"error"' in events[-1] and len(events) > 1
+        assert time.monotonic() - started < 3
+    assert served.server.cut_short
+
+
+async def go_away(served: Served, index: int) -> None:
+    """Opens a connection of its own, asks, reads a part of the answer, and closes it."""
+    async with aiohttp.ClientSession(served.url) as session:
+        body = BODY | {"stream": index % 2 == 0, "n": 1 + index % 3}
+        request = session.post("/v1/completions", json=body)
+        try:
+            async with asyncio.timeout(0.002 * (index % 20)), request as response:
+                await response.content.read(1)
+                response.close()
+        except TimeoutError:
+            pass
+
+
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+async def test_a_thousand_disconnects_leave_nothing_in_flight(kind: str) -> None:
+    async with running(FakeOpenAI(delay_s=0.005)) as vllm:
+        if kind == "embedded":
+            backend: Any = fake_backend(FakeRunner(delay_s=0.005))
+            engine = backend
+        else:
+            from serve.backends.openai_http import OpenAiHttpBackend
+            from serve.config import HttpConfig
+
+            backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
+            engine = vllm.engine
+        async with serving(("fake", [backend])) as served:
+            for start in range(0, 1000, 50):
+                await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
+            await served.idle()
+            async with asyncio.timeout(5):
+                while engine.stats.running or engine.stats.waiting or vllm.running:
+                    await asyncio.sleep(0.01)
+            endpoint = {"endpoint": "/v1/completions"}
+            assert await served.metric("octet_requests_in_flight", **endpoint) == 0
+            assert await served.metric("octet_client_disconnects_total", **endpoint) > 500
+            if kind == "vllm":
+                assert not backend._session.connector._acquired  # no connection is held
+            status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 2})
+            assert status == 200
+
+
+def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:
+    with bind(Listen(port=0)) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+            bind(Listen(port=port))
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host"):
+        bind(Listen(host="no.such.host.invalid", port=0))
+
+
+def test_a_target_that_is_no_export_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no such directory"):
+        run(tmp_path / "none")
+    with pytest.raises(ArtifactError, match="not an Octet artifact"):
+        run(tmp_path)
+    with pytest.raises(ConfigError, match="nothing to serve"):
+        run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Signals) -> None:
+    config = tmp_path / "octet.yaml"
+    config.write_text("models: {m: {pool: [{type: vllm, url: 'http://127.0.0.1:9'}]}}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octet.cli", "serve", "--config", str(config), "--port", "0"],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("serving m on http://127.0.0.1:")
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0, errors
+    assert errors == f"{number.name}: draining 0 requests, at most 30 s; again to force\n"

@@ -54,25 +54,29 @@ async def test_answers_are_those_of_the_embedded_engine(tokenizer: Path) -> None
 
 async def test_the_model_is_asked_only_for_what_it_lists(tokenizer: Path) -> None:
     """The vLLM backend's own interface: text in, and here no log-probabilities."""
-    async with running(FakeTriton(token_ids=False, logprobs=False)) as triton:
-        async with serving(("fake", [to(triton.url, tokenizer)])) as served:
-            status, text = await served.post("/v1/completions", BODY)
-            _, ids = await served.post("/v1/completions", BODY | {"prompt": [97, 98, 99]})
-            assert status == 200 and text["choices"] == ids["choices"]
-            assert all("text_input" in request["inputs"] for request in triton.requests)
-            status, error = await served.post("/v1/completions", BODY | {"logprobs": 1})
-            assert status == 400 and error["error"]["param"] == "logprobs"
-            status, error = await served.post("/v1/completions", BODY | {"prompt": [0xC3]})
-            assert status == 400 and "no text has exactly these" in error["error"]["message"]
+    async with (
+        running(FakeTriton(token_ids=False, logprobs=False)) as triton,
+        serving(("fake", [to(triton.url, tokenizer)])) as served,
+    ):
+        status, text = await served.post("/v1/completions", BODY)
+        _, ids = await served.post("/v1/completions", BODY | {"prompt": [97, 98, 99]})
+        assert status == 200 and text["choices"] == ids["choices"]
+        assert all("text_input" in request["inputs"] for request in triton.requests)
+        status, error = await served.post("/v1/completions", BODY | {"logprobs": 1})
+        assert status == 400 and error["error"]["param"] == "logprobs"
+        status, error = await served.post("/v1/completions", BODY | {"prompt": [0xC3]})
+        assert status == 400 and "no text has exactly these" in error["error"]["message"]
 
 
 async def test_without_a_tokenizer_chat_and_token_ids_are_refused() -> None:
-    async with running(FakeTriton(token_ids=False)) as triton:
-        async with serving(("fake", [to(triton.url)])) as served:
-            status, error = await served.post("/v1/chat/completions", CHAT)
-            assert status == 400 and "chat template" in error["error"]["message"]
-            status, error = await served.post("/v1/completions", BODY | {"prompt": [97]})
-            assert status == 400 and "give the backend a tokenizer" in error["error"]["message"]
+    async with (
+        running(FakeTriton(token_ids=False)) as triton,
+        serving(("fake", [to(triton.url)])) as served,
+    ):
+        status, error = await served.post("/v1/chat/completions", CHAT)
+        assert status == 400 and "chat template" in error["error"]["message"]
+        status, error = await served.post("/v1/completions", BODY | {"prompt": [97]})
+        assert status == 400 and "give the backend a tokenizer" in error["error"]["message"]
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"min_p": 0.2}, {"made_up": 1}])
@@ -84,10 +88,12 @@ async def test_what_triton_cannot_do_is_refused(fields: dict[str, Any]) -> None:
 
 async def test_sampling_fields_arrive(tokenizer: Path) -> None:
     fields = {"top_p": 0.5, "top_k": 4, "seed": 9, "stop": ["\n"]}
-    async with running(FakeTriton()) as triton:
-        async with serving(("fake", [to(triton.url, tokenizer)])) as served:
-            await served.post("/v1/completions", BODY | fields)
-            await served.post("/v1/chat/completions", CHAT | {"max_tokens": None})
+    async with (
+        running(FakeTriton()) as triton,
+        serving(("fake", [to(triton.url, tokenizer)])) as served,
+    ):
+        await served.post("/v1/completions", BODY | fields)
+        await served.post("/v1/chat/completions", CHAT | {"max_tokens": None})
     first, second = triton.requests
     assert first.items() >= (fields | {"temperature": 0, "max_tokens": 12}).items()
     assert second["max_tokens"] is None  # not vLLM's 16
@@ -125,12 +131,14 @@ async def test_a_failure_in_the_middle_is_an_error_event() -> None:
 
 
 async def test_an_unknown_model_or_server_is_unavailable() -> None:
-    async with running(FakeTriton()) as triton:
-        async with serving(("fake", [to(triton.url, model="nope")])) as served:
-            status, error = await served.post("/v1/completions", BODY)
-            assert status == 503 and "unknown model" in error["error"]["message"]
-            async with served.session.get("/ready") as response:
-                assert response.status == 503
+    async with (
+        running(FakeTriton()) as triton,
+        serving(("fake", [to(triton.url, model="nope")])) as served,
+    ):
+        status, error = await served.post("/v1/completions", BODY)
+        assert status == 503 and "unknown model" in error["error"]["message"]
+        async with served.session.get("/ready") as response:
+            assert response.status == 503
     async with serving(("fake", [to("127.0.0.1:9")])) as served:
         status, error = await served.post("/v1/completions", BODY)
         assert status == 503 and "triton 127.0.0.1:9" in error["error"]["message"]

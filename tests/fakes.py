@@ -74,6 +74,7 @@ class FakeRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.batches: list[int] = []  # rows of each step
+        self.lengths: list[int] = []  # tokens a row of each step
 
     def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
         self.gate.wait()
@@ -82,6 +83,7 @@ class FakeRunner:
         if not self.poison.isdisjoint(step.token_ids.ravel().tolist()):
             raise BackendError("the fake runner was told to fail here")
         self.batches.append(len(step.slots))
+        self.lengths.append(step.token_ids.shape[1])
         batch = len(step.slots)
         live = int(cache.lengths[step.slots].max())
         past = np.empty((4, batch, 1, live, 4), np.uint8)

@@ -1,0 +1,421 @@
+"""The engine's loop on the fake runner: what is answered, when it ends, and what is left behind.
+
+The fake model reads its own past from the cache, so a wrong slot or position changes the answer;
+`expected` computes the same answer without any engine.
+"""
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
+from serve.backends.embedded import EmbeddedBackend
+from serve.cache import SlotCache
+from serve.runner import StepBatch
+from serve.sampler import Sampling, log_softmax, sample
+from serve.types import Delta, Event, Finished, GenerateRequest
+from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend, fake_logits
+
+
+def ask(prompt: str | tuple[int, ...], **fields: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {"request_id": "r", "model": "fake", "temperature": 0.0}
+    return GenerateRequest(prompt=prompt, **(defaults | fields))
+
+
+def expected(request: GenerateRequest, context: int = 512) -> list[int]:
+    """The token ids of the answer, the end token included; stop strings are left out."""
+    prompt = request.prompt
+    tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+    answer: list[int] = []
+    sampling = Sampling.of(request)
+    room = context - len(tokens)
+    while len(answer) < min(request.max_tokens or room, room):
+        token = int(sample(fake_logits(tokens + answer)[None], [sampling])[0])
+        answer.append(token)
+        if token in request.stop_token_ids or (token == END and not request.ignore_eos):
+            break
+    return answer
+
+
+def text_of(tokens: list[int]) -> str:
+    return bytes(token for token in tokens if token != END).decode(errors="replace")
+
+
+@asynccontextmanager
+async def running(
+    runner: FakeRunner | None = None, **options: int
+) -> AsyncIterator[EmbeddedBackend]:
+    """A started backend; at the end every slot must be free and its memory zero."""
+    backend = fake_backend(runner, **options)
+    await backend.start()
+    assert backend._started is not None
+    engine = backend._started.engine
+    try:
+        yield backend
+    finally:
+        await backend.close()
+    assert engine.cache.free_slots == engine.cache.slots
+    assert not engine.cache.codes.any() and not engine.cache.lengths.any()
+    assert not backend._streams
+
+
+async def collect(
+    backend: EmbeddedBackend, request: GenerateRequest
+) -> tuple[str, list[int], Finished]:
+    events: list[Event] = [event async for event in backend.generate(request)]
+    *deltas, last = events
+    assert isinstance(last, Finished)
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    text = "".join(delta.text for delta in deltas if isinstance(delta, Delta))
+    ids = [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
+    return text, ids, last
+
+
+async def until(condition: Any, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_answers_are_those_of_the_model() -> None:
+    async with running() as backend:
+        for prompt in ("hello", "a", "def f", "héé", "x" * 300):
+            request = ask(prompt, max_tokens=100)
+            text, ids, last = await collect(backend, request)
+            tokens = expected(request)
+            assert ids == tokens
+            assert text == text_of(tokens)
+            assert last.reason == ("stop" if tokens[-1] == END else "length")
+            assert last.usage.prompt_tokens == len(prompt.encode())
+            assert last.usage.completion_tokens == len(tokens)
+
+
+async def test_requests_together_get_the_answers_they_get_alone() -> None:
+    requests = [
+        ask(f"prompt {i}" * (1 + i % 5), max_tokens=60, temperature=[0, 0.7, 1.5][i % 3], seed=i)
+        for i in range(40)
+    ]
+    runner = FakeRunner()
+    async with running(runner, slots=8) as backend:
+        answers = await asyncio.gather(*(collect(backend, request) for request in requests))
+    assert max(runner.batches) == 8, "requests were not batched"
+    for request, (_, ids, _) in zip(requests, answers, strict=True):
+        assert ids == expected(request)
+
+
+async def test_a_request_joins_while_another_is_decoding() -> None:
+    runner = FakeRunner(delay_s=0.002)
+    async with running(runner) as backend:
+        first = asyncio.create_task(collect(backend, ask("a", max_tokens=200, ignore_eos=True)))
+        await until(lambda: len(runner.batches) > 20)
+        await collect(backend, ask("b", max_tokens=5, ignore_eos=True))
+        assert not first.done(), "the second request waited for the first"
+        assert 2 in runner.batches, "they were not decoded in one batch"
+        assert len((await first)[1]) == 200
+
+
+async def test_a_long_prompt_lets_others_go_on() -> None:
+    runner = FakeRunner(context=4096)
+    async with running(runner) as backend:
+        stream = backend.generate(ask("a", max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        runner.gate.clear()
+        long = asyncio.create_task(collect(backend, ask("x" * 2000, max_tokens=1)))
+        await asyncio.sleep(0.05)
+        read_from = len(runner.lengths)
+        runner.gate.set()
+        await long
+        await stream.aclose()
+    steps = runner.lengths[read_from:]
+    chunks = [index for index, length in enumerate(steps) if length > 1]
+    assert [steps[i] for i in chunks] == [256] * 7 + [208]
+    assert all(b - a > 1 for a, b in itertools.pairwise(chunks)), steps
+
+
+async def test_hundreds_of_requests_with_cancellations() -> None:
+    chance = random.Random(7)
+    runner = FakeRunner()
+
+    async def one(backend: EmbeddedBackend, index: int) -> None:
+        request = ask(
+            tuple(chance.randrange(256) for _ in range(chance.randint(1, 90))),
+            max_tokens=chance.randint(1, 40),
+            temperature=chance.choice([0.0, 1.0]),
+            seed=index,
+            ignore_eos=chance.random() < 0.3,
+        )
+        leave_after = chance.randint(0, 20) if chance.random() < 0.4 else None
+        await asyncio.sleep(chance.random() * 0.5)
+        if leave_after == 0:
+            task = asyncio.create_task(collect(backend, request))
+            await asyncio.sleep(chance.random() * 0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return
+        stream, ids = backend.generate(request), []
+        async for event in stream:
+            if isinstance(event, Delta):
+                ids.extend(event.token_ids)
+            if leave_after is not None and len(ids) >= leave_after:
+                break
+        await stream.aclose()
+        whole = expected(request)
+        assert ids == whole[: len(ids)] and (leave_after is not None or len(ids) == len(whole))
+
+    async with running(runner, slots=6) as backend:
+        await asyncio.gather(*(one(backend, index) for index in range(300)))
+        assert await backend.ready()
+        await until(lambda: backend.stats.running == backend.stats.waiting == 0)
+    assert max(runner.batches) == 6
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7])
+async def test_length_is_the_reason_at_the_limit(max_tokens: int) -> None:
+    async with running() as backend:
+        _, ids, last = await collect(backend, ask("a", max_tokens=max_tokens, ignore_eos=True))
+    assert last.reason == "length" and len(ids) == last.usage.completion_tokens == max_tokens
+
+
+async def test_length_is_the_reason_at_the_end_of_the_context() -> None:
+    async with running(FakeRunner(context=100)) as backend:
+        for limit in (None, 1000):
+            _, ids, last = await collect(backend, ask("x" * 90, max_tokens=limit, ignore_eos=True))
+            assert last.reason == "length" and len(ids) == 10
+
+
+async def test_the_end_token_stops_and_is_not_text() -> None:
+    request = ask("hello", max_tokens=100)
+    tokens = expected(request)
+    assert tokens[-1] == END, "choose a prompt whose answer ends"
+    async with running() as backend:
+        text, ids, last = await collect(backend, request)
+        assert (ids, last.reason, last.stop_reason) == (tokens, "stop", None)
+        assert "<|end|>" not in text
+        exact = ask("hello", max_tokens=len(tokens))
+        assert (await collect(backend, exact))[2].reason == "stop"
+        _, more, _ = await collect(backend, ask("hello", max_tokens=100, ignore_eos=True))
+        assert len(more) == 100 and more[: len(tokens)] == tokens
+
+
+async def test_a_stop_token_stops_even_when_the_end_token_is_ignored() -> None:
+    tokens = expected(ask("a", max_tokens=50, ignore_eos=True))
+    stop = tokens[20]
+    async with running() as backend:
+        request = ask("a", max_tokens=50, ignore_eos=True, stop_token_ids=(stop,))
+        text, ids, last = await collect(backend, request)
+    end = tokens.index(stop)
+    assert (ids, last.reason, last.stop_reason) == (tokens[: end + 1], "stop", stop)
+    assert text == text_of(tokens[:end])
+
+
+async def test_a_stop_string_ends_the_text_before_it() -> None:
+    whole = text_of(expected(ask("a", max_tokens=50, ignore_eos=True)))
+    stop = whole[20:23]
+    async with running() as backend:
+        request = ask("a", max_tokens=50, ignore_eos=True, stop=("never seen", stop))
+        text, _, last = await collect(backend, request)
+        assert text == whole[: whole.index(stop)]
+        assert (last.reason, last.stop_reason) == ("stop", stop)
+        held = ask("a", max_tokens=22, ignore_eos=True, stop=(whole[20:24],))
+        text, ids, last = await collect(backend, held)
+        assert last.reason == "length"
+        assert text == text_of(ids), "what was held back is shown if no stop string came of it"
+
+
+async def test_a_seed_makes_sampling_repeatable() -> None:
+    async with running() as backend:
+        first, second, other, free, free_again = [
+            (await collect(backend, ask("q", max_tokens=40, temperature=1.5, seed=seed)))[1]
+            for seed in (3, 3, 4, None, None)
+        ]
+    assert first == second != other
+    assert free != free_again
+
+
+async def test_logprobs_are_those_of_the_raw_logits() -> None:
+    request = ask(
+        "log", max_tokens=6, temperature=1.7, top_k=5, seed=1, logprobs=3, ignore_eos=True
+    )
+    async with running() as backend:
+        events = [event async for event in backend.generate(request)]
+    tokens = [*b"log"]
+    offset = 0
+    for delta in events[:-1]:
+        assert isinstance(delta, Delta) and delta.logprobs is not None
+        (position,) = delta.logprobs
+        logprobs = log_softmax(fake_logits(tokens))
+        chosen = position.chosen
+        assert (chosen.token_id,) == delta.token_ids
+        assert chosen.logprob == pytest.approx(logprobs[chosen.token_id], abs=1e-12)
+        assert [top.token_id for top in position.top] == np.argsort(-logprobs)[:3].tolist()
+        assert chosen.bytes == bytes([chosen.token_id])
+        assert position.text_offset == offset
+        offset += len(delta.text)
+        tokens.append(chosen.token_id)
+
+
+@pytest.mark.parametrize("length", [1, 5, 300])
+async def test_an_echoed_prompt_is_scored_at_every_token(length: int) -> None:
+    prompt = ("abcdé" * 100)[:length]
+    request = ask(prompt, max_tokens=3, echo=True, logprobs=2, ignore_eos=True)
+    async with running() as backend:
+        events = [event async for event in backend.generate(request)]
+    tokens = list(prompt.encode())
+    first = events[0]
+    assert isinstance(first, Delta) and first.logprobs is not None
+    assert first.text == prompt and list(first.token_ids) == tokens
+    assert len(first.logprobs) == len(tokens) and first.logprobs[0].chosen.logprob is None
+    for index, position in enumerate(first.logprobs[1:], start=1):
+        logprobs = log_softmax(fake_logits(tokens[:index]))
+        assert position.chosen.token_id == tokens[index]
+        assert position.chosen.logprob == pytest.approx(logprobs[tokens[index]], abs=1e-12)
+        assert position.text_offset == len(bytes(tokens[:index]).decode(errors="ignore"))
+    answer = events[1]
+    assert isinstance(answer, Delta) and answer.logprobs is not None
+    assert answer.logprobs[0].text_offset == length
+    last = events[-1]
+    assert isinstance(last, Finished) and last.usage.completion_tokens == 3
+
+
+async def test_an_echo_without_logprobs_is_the_prompt_as_sent() -> None:
+    async with running() as backend:
+        text, ids, _ = await collect(backend, ask("né", max_tokens=2, echo=True, ignore_eos=True))
+        again, _, _ = await collect(
+            backend, ask(tuple("né".encode()), max_tokens=2, echo=True, ignore_eos=True)
+        )
+    assert text == again and text.startswith("né") and ids[:3] == list("né".encode())
+
+
+async def test_an_error_in_a_step_fails_those_in_it_and_no_one_else() -> None:
+    poison = 1
+    async with running(FakeRunner(poison=frozenset({poison}))) as backend:
+        other = asyncio.create_task(collect(backend, ask("fine", max_tokens=30, ignore_eos=True)))
+        with pytest.raises(BackendError, match="told to fail"):
+            await collect(backend, ask((65, poison), max_tokens=5))
+        assert len((await other)[1]) == 30
+        assert await backend.ready()
+
+
+async def test_a_failing_decoding_step_fails_its_batch_and_the_engine_goes_on() -> None:
+    answer = expected(ask("b", max_tokens=3, ignore_eos=True))
+    async with running(FakeRunner(poison=frozenset({answer[1]}))) as backend:
+        with pytest.raises(BackendError, match="told to fail"):
+            await collect(backend, ask("b", max_tokens=9, ignore_eos=True))
+        assert await backend.ready()
+        await collect(backend, ask("zz", max_tokens=1))
+
+
+class NoNumbers(FakeRunner):
+    """Gives NaN to the rows whose last token is 1."""
+
+    def forward(self, step: StepBatch, cache: SlotCache) -> np.ndarray:
+        logits = super().forward(step, cache)
+        logits[step.token_ids[:, -1] == 1] = np.nan
+        return logits
+
+
+async def test_nan_logits_are_an_error_of_that_request_alone() -> None:
+    async with running(NoNumbers()) as backend:
+        other = asyncio.create_task(collect(backend, ask("fine", max_tokens=20)))
+        with pytest.raises(BackendError, match="not finite"):
+            await collect(backend, ask((65, 1)))
+        await other
+
+
+async def test_a_full_queue_refuses_and_recovers() -> None:
+    runner = FakeRunner()
+    async with running(runner, slots=1, max_waiting=2) as backend:
+        runner.gate.clear()
+        tasks = [asyncio.create_task(collect(backend, ask("a", max_tokens=2)))]
+        await until(lambda: backend.stats.running == 1)
+        tasks += [asyncio.create_task(collect(backend, ask("b", max_tokens=2))) for _ in range(2)]
+        await until(lambda: backend.stats.waiting == 2)
+        with pytest.raises(BackendUnavailable, match="2 requests are waiting"):
+            await collect(backend, ask("c"))
+        tasks[-1].cancel()  # a waiting request that goes away makes room at the next step
+        runner.gate.set()
+        await asyncio.gather(*tasks[:-1])
+        await collect(backend, ask("d", max_tokens=2))
+
+
+async def test_a_closed_iterator_frees_its_slot_at_the_next_step() -> None:
+    async with running(slots=1) as backend:
+        stream = backend.generate(ask("a", max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: backend.stats.running == 0, timeout_s=1)
+        assert backend.stats.generated_tokens < 400
+        await collect(backend, ask("b", max_tokens=2))
+
+
+async def test_closing_fails_what_is_running_and_refuses_what_comes() -> None:
+    async with running(FakeRunner(delay_s=0.005), slots=1) as backend:
+        tasks = [
+            asyncio.create_task(collect(backend, ask("a", max_tokens=400, ignore_eos=True)))
+            for _ in range(3)
+        ]
+        await until(lambda: backend.stats.running == 1 and backend.stats.waiting == 2)
+        await backend.close()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, BackendError)
+        assert not await backend.ready()
+        with pytest.raises(BackendUnavailable):
+            await collect(backend, ask("a"))
+
+
+async def test_draining_lets_the_running_requests_end() -> None:
+    async with running(FakeRunner(delay_s=0.002)) as backend:
+        assert backend._started is not None
+        engine = backend._started.engine
+        task = asyncio.create_task(collect(backend, ask("a", max_tokens=50, ignore_eos=True)))
+        await until(lambda: backend.stats.running == 1)
+        closing = threading.Thread(target=engine.close, args=(10.0,))
+        closing.start()
+        assert len((await task)[1]) == 50
+        await asyncio.to_thread(closing.join)
+        assert not await backend.ready()
+
+
+async def test_requests_that_cannot_be_run_are_refused_with_the_field() -> None:
+    cases = [
+        (ask(""), "prompt", "empty"),
+        (ask((1, 9999)), "prompt", "9999"),
+        (ask((-1,)), "prompt", "-1"),
+        (ask("x" * 512), "prompt", "512"),
+        (ask("x", extra={"min_p": 0.1}), "min_p", "min_p"),
+    ]
+    async with running() as backend:
+        for request, param, part in cases:
+            with pytest.raises(RequestError, match=part) as caught:
+                await collect(backend, request)
+            assert caught.value.param == param and caught.value.status == 400
+        _, ids, _ = await collect(backend, ask("x" * 511, ignore_eos=True))
+        assert len(ids) == 1
+
+
+async def test_before_start_it_is_not_ready_and_says_so() -> None:
+    backend = fake_backend()
+    assert not await backend.ready() and backend.stats is None
+    with pytest.raises(BackendUnavailable, match="not been started"):
+        await collect(backend, ask("a"))
+    await backend.close()
+
+
+async def test_sizes_that_the_model_does_not_have_are_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="1 to 512"):
+        await fake_backend(context=513).start()
+    backend = fake_backend(context=20)
+    await backend.start()
+    assert backend.context_length == 20
+    await backend.close()
+
+
+def test_the_byte_tokenizer_is_the_identity() -> None:
+    assert byte_tokenizer().encode("é€") == list("é€".encode())

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -63,7 +64,7 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
     listener = bind(Listen(port=0))
     servers: list[DrainingServer] = []
     task = asyncio.create_task(serve_gateway(gateway, listener, on_started=servers.append))
-    while not (servers and servers[0].started):
+    while not servers:
         await asyncio.sleep(0.01)
         if task.done():
             task.result()
@@ -85,3 +86,18 @@ async def embedded() -> AsyncIterator[Served]:
 
     async with serving(("fake", [fake_backend(FakeRunner())])) as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def exports(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ONNX exports of the tiny model: `fp8` and `fp8-static` with an E5M2 cache, and `plain`."""
+    from export.onnx import export_onnx
+    from octet.recipe import Recipe
+    from tests.export.conftest import make_calibration
+
+    root = tmp_path_factory.mktemp("onnx")
+    for recipe in ("fp8", "fp8-static"):
+        make_calibration(root / f"{recipe}-calibration", tiny_model, Recipe.load(recipe))
+        export_onnx(root / f"{recipe}-calibration", root / recipe, kv_cache="e5m2")
+    export_onnx(root / "fp8-calibration", root / "plain", quantize=False)
+    return {name: root / name for name in ("fp8", "fp8-static", "plain")}

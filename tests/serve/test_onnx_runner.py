@@ -1,0 +1,173 @@
+"""The ONNX runner on real exports of a tiny random model: exact, and the same in any company."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octet.errors import ArtifactError
+from serve.backends.embedded import EmbeddedBackend
+from serve.cache import SlotCache
+from serve.onnx_runner import OnnxRunner
+from serve.runner import StepBatch
+from serve.types import Delta, GenerateRequest
+
+QUANTIZED = ("fp8", "fp8-static")
+PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130, 300, 7)
+
+
+@pytest.fixture(scope="module")
+def runners(exports: dict[str, Path]) -> dict[str, OnnxRunner]:
+    return {name: OnnxRunner(path, threads=2) for name, path in exports.items()}
+
+
+def prompt_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(1, 4096, (1, length))
+
+
+def forward(
+    runner: OnnxRunner, cache: SlotCache, tokens: np.ndarray, slots: list[int], wanted: Any
+) -> np.ndarray:
+    step = StepBatch(tokens.astype(np.int64), slots, np.asarray(wanted, np.int64))
+    return runner.forward(step, cache).copy()
+
+
+def alone(runner: OnnxRunner, length: int, steps: int) -> np.ndarray:
+    """Logits [steps, V] of a prompt and the tokens after it, greedy, with nobody else."""
+    cache = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
+    logits = [forward(runner, cache, prompt_of(length), [0], [[length - 1]])[0, 0]]
+    for _ in range(steps - 1):
+        token = np.array([[logits[-1].argmax()]])
+        logits.append(forward(runner, cache, token, [0], [[0]])[0, 0])
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("name", [*QUANTIZED, "plain"])
+def test_logits_do_not_depend_on_the_batch_in_any_bit(
+    runners: dict[str, OnnxRunner], name: str
+) -> None:
+    runner = runners[name]
+    cache = SlotCache(runner.spec, len(PROMPT_LENGTHS), 1024, runner.kv_dtype)
+    last = [
+        forward(runner, cache, prompt_of(length), [slot], [[length - 1]])[0, 0]
+        for slot, length in enumerate(PROMPT_LENGTHS)
+    ]
+    seen = [[row] for row in last]
+    order = list(range(len(PROMPT_LENGTHS)))[::-1]  # not the order of the slots
+    for _ in range(7):
+        tokens = np.array([[seen[slot][-1].argmax()] for slot in order])
+        rows = forward(runner, cache, tokens, order, np.zeros((len(order), 1)))[:, 0]
+        for slot, row in zip(order, rows, strict=True):
+            seen[slot].append(row)
+    for slot, length in enumerate(PROMPT_LENGTHS):
+        np.testing.assert_array_equal(np.stack(seen[slot]), alone(runner, length, 8), f"{length}")
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_reading_the_cache_as_float16_changes_no_bit(
+    runners: dict[str, OnnxRunner], exports: dict[str, Path], name: str
+) -> None:
+    as_exported = OnnxRunner(exports[name], threads=2, rewrite=False)
+    for length in (5, 64, 130):
+        np.testing.assert_array_equal(
+            alone(runners[name], length, 4), alone(as_exported, length, 4)
+        )
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(
+    runners: dict[str, OnnxRunner], name: str
+) -> None:
+    runner, tokens = runners[name], prompt_of(300)
+    cache = SlotCache(runner.spec, 2, 1024, runner.kv_dtype)
+    whole = forward(runner, cache, tokens, [0], [np.arange(300)])[0]
+    parts = [
+        forward(runner, cache, part, [1], [np.arange(part.shape[1])])[0]
+        for part in np.split(tokens, [256, 257, 290], axis=1)
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(cache.codes[0], cache.codes[1])
+
+
+def test_unquantized_logits_are_those_of_transformers(
+    runners: dict[str, OnnxRunner], tiny_model: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    runner, tokens = runners["plain"], prompt_of(100)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        reference = model(torch.from_numpy(tokens)).logits[0].numpy()
+    cache = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
+    head = forward(runner, cache, tokens[:, :90], [0], [np.arange(90)])[0]
+    tail = [forward(runner, cache, tokens[:, i : i + 1], [0], [[0]])[0] for i in range(90, 100)]
+    served = np.concatenate([head, *tail])
+    # A float16 cache rounds keys and values to 11 bits: 5e-4 of values of order 1.
+    np.testing.assert_allclose(served, reference, atol=5e-3)
+
+
+def test_a_slot_that_was_used_before_gives_the_same_logits(
+    runners: dict[str, OnnxRunner],
+) -> None:
+    runner = runners["fp8"]
+    cache = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
+    fresh = forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[19]])
+    cache.release(0)
+    forward(runner, cache, prompt_of(300), [cache.acquire() or 0], [[0]])
+    cache.codes[0, :, :, 100:300] = 0x7F  # NaN, as a broken request would leave
+    cache.release(0)
+    np.testing.assert_array_equal(
+        forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[19]]), fresh
+    )
+
+
+def test_an_altered_export_is_refused(exports: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(exports["fp8"], tmp_path / "copy")
+    content = bytearray((copy / "model.onnx").read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / "model.onnx").write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"model\.onnx: altered"):
+        OnnxRunner(copy)
+
+
+def test_another_kind_of_artifact_is_refused(exports: dict[str, Path]) -> None:
+    with pytest.raises(ArtifactError, match="is a calibration, not a onnx"):
+        OnnxRunner(exports["fp8"].parent / "fp8-calibration")
+
+
+async def tokens_of(backend: EmbeddedBackend, prompt: tuple[int, ...], count: int) -> list[int]:
+    request = GenerateRequest(
+        request_id="r", model="m", prompt=prompt, max_tokens=count, temperature=0, ignore_eos=True
+    )
+    deltas = [event async for event in backend.generate(request)]
+    return [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+async def test_greedy_answers_are_the_same_in_any_company(
+    exports: dict[str, Path], name: str
+) -> None:
+    import asyncio
+
+    backend = EmbeddedBackend(exports[name], slots=5, threads=2)
+    await backend.start()
+    prompts = [tuple(prompt_of(length)[0].tolist()) for length in PROMPT_LENGTHS]
+    single = [await tokens_of(backend, prompt, 12) for prompt in prompts]
+    together = await asyncio.gather(*(tokens_of(backend, prompt, 12) for prompt in prompts))
+    await backend.close()
+    assert list(together) == single
+
+
+async def test_cached_decoding_and_full_recomputation_agree(exports: dict[str, Path]) -> None:
+    backend = EmbeddedBackend(exports["fp8"], threads=2)
+    await backend.start()
+    prompt = tuple(prompt_of(30)[0].tolist())
+    cached = await tokens_of(backend, prompt, 10)
+    recomputed: list[int] = []
+    for _ in range(10):
+        recomputed += await tokens_of(backend, (*prompt, *recomputed), 1)
+    await backend.close()
+    assert recomputed == cached

@@ -62,12 +62,7 @@ async def serve_gateway(
     Returns whether every request ran to its end.
     """
     await gateway.start()
-    server = DrainingServer(gateway)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"serving {', '.join(gateway.pools)} on {url}", file=sys.stderr, flush=True)
-    if on_started is not None:
-        on_started(server)
+    server = DrainingServer(gateway, on_started)
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -78,7 +73,9 @@ async def serve_gateway(
 class DrainingServer(uvicorn.Server):
     """Uvicorn, but it goes on listening while it drains, so that /ready can say 503."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(
+        self, gateway: Gateway, on_started: Callable[["DrainingServer"], None] | None = None
+    ) -> None:
         app = create_app(gateway)
         settings = uvicorn.Config(
             app,
@@ -94,7 +91,18 @@ class DrainingServer(uvicorn.Server):
         super().__init__(settings)
         self.gateway = gateway
         self.cut_short = False
+        self._on_started = on_started
         self._deadline: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
+        await super().startup(sockets)
+        assert sockets
+        host, port = sockets[0].getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        _say(f"serving {', '.join(self.gateway.pools)} on {url}")
+        if self._on_started is not None:
+            self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal starts the drain; another one ends it."""
@@ -103,12 +111,8 @@ class DrainingServer(uvicorn.Server):
             timeout_s = self.gateway.config.drain_timeout_s
             self.gateway.draining = True
             self._deadline = time.monotonic() + timeout_s
-            print(
-                f"{name}: draining {self.gateway.running} requests, at most {timeout_s:g} s; "
-                "again to force",
-                file=sys.stderr,
-                flush=True,
-            )
+            running = self.gateway.running
+            _say(f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force")
         else:
             self._deadline = 0.0
 
@@ -129,6 +133,10 @@ class DrainingServer(uvicorn.Server):
         give_up = time.monotonic() + 1.0
         while self.gateway.running and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _settings(target: Path | None, config: Path | None) -> GatewayConfig:

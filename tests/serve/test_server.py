@@ -130,7 +130,6 @@ def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Si
     )
     assert process.stderr is not None
     assert process.stderr.readline().startswith("serving m on http://127.0.0.1:")
-    time.sleep(0.3)
     process.send_signal(number)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 0, errors

@@ -2,6 +2,7 @@
 
     python examples/python-lm/evaluate.py
     python examples/python-lm/evaluate.py --model DIR --dtype float32 --limit 16
+    python examples/python-lm/evaluate.py --record --completions
 
 The loss is the mean cross-entropy in nats over every predicted token of `samples/heldout.jsonl`:
 each sample is encoded alone, without a beginning or end token, its first token is context only,
@@ -16,6 +17,7 @@ import math
 from pathlib import Path
 
 import torch
+import transformers
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -47,12 +49,28 @@ def heldout_loss(model: PreTrainedModel, samples: list[list[int]]) -> tuple[floa
     return total / count, count
 
 
+def record(loss: float, count: int, samples: int, dtype: str) -> None:
+    """Write the figure, with its conditions, under "heldout" in training.json."""
+    path = HERE / "training.json"
+    log = json.loads(path.read_text())
+    log["heldout"] = {
+        "loss": round(loss, 4),
+        "perplexity": round(math.exp(loss), 4),
+        "samples": samples,
+        "predicted_tokens": count,
+        "conditions": f"CPU, {dtype}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; see evaluate.py",
+    }
+    path.write_text(json.dumps(log, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=HERE / "model")
     parser.add_argument("--samples", type=Path, default=HERE / "samples" / "heldout.jsonl")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--limit", type=int, default=None, help="first samples only")
+    parser.add_argument("--record", action="store_true", help="write into training.json")
     parser.add_argument("--completions", action="store_true", help="print completions as well")
     args = parser.parse_args()
 
@@ -64,6 +82,8 @@ def main() -> None:
         f"{len(texts)} samples, {count} predicted tokens, {args.dtype}: "
         f"loss {loss:.4f}, perplexity {math.exp(loss):.4f}"
     )
+    if args.record:
+        record(loss, count, len(texts), args.dtype)
     if not args.completions:
         return
     for prompt in PROMPTS:

@@ -219,7 +219,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     command: Any = typer.main.get_command(app)
     try:
-        sys.exit(command.main(arguments, prog_name="octet", standalone_mode=False) or 0)
+        code = command.main(arguments, prog_name="octet", standalone_mode=False) or 0
+        if code == 130:  # typer has turned KeyboardInterrupt into this code
+            raise KeyboardInterrupt
+        sys.exit(code)
     except OctetError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:

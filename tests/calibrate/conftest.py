@@ -1,0 +1,52 @@
+"""A checkpoint loaded once, its batches, and one calibration of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate import run
+from calibrate.batches import Batch, make_batches, tokenize
+from calibrate.loading import load_model, load_tokenizer
+from calibrate.samples import load_samples
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.recipe import Recipe
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_model: Path) -> Checkpoint:
+    return Checkpoint.open(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Checkpoint) -> Any:
+    """The tiny model in float32; tests leave it as it was."""
+    return load_model(checkpoint, "float32")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Checkpoint) -> Any:
+    return load_tokenizer(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def sequences(tokenizer: Any, tiny_samples: Path) -> list[list[int]]:
+    """Token ids of 12 samples of unequal length."""
+    samples = load_samples(tiny_samples).samples[:12]
+    return tokenize(samples, tokenizer, max_length=512, vocab_size=4096)
+
+
+@pytest.fixture(scope="session")
+def batch(sequences: list[list[int]]) -> Batch:
+    return make_batches(sequences, ["line 1"] * len(sequences), batch_size=12)[0]
+
+
+@pytest.fixture(scope="session")
+def calibration(
+    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Calibration:
+    """`fp8-static` in float32 on 128 samples; two are left to be held out."""
+    out = tmp_path_factory.mktemp("calibration") / "out"
+    recipe = Recipe.load("fp8-static")
+    return run(tiny_model, tiny_samples, out, recipe=recipe, count=128, dtype="float32")

@@ -1,0 +1,83 @@
+"""Golden records are what the model says, and their prompts can be replayed as text."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.golden import CONTINUATION, LONGEST, choose_prompts, golden_set, record
+from calibrate.loading import load_model
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.errors import SampleError
+
+
+def test_records_can_be_computed_again_without_a_cache(
+    calibration: Calibration, model: Any
+) -> None:
+    """One forward pass over prompt and continuation, the whole sequence at once."""
+    golden = calibration.golden
+    assert golden.compute_dtype == "float32"
+    assert len(golden.records) == 64
+    for item in golden.records[::9]:
+        prompt, answer = item.prompt_token_ids, item.continuation_token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        logprobs = logits[len(prompt) - 1].double().log_softmax(-1)
+        top = logprobs.topk(20)
+        np.testing.assert_allclose(item.top_logprobs, top.values.numpy(), atol=1e-4)
+        assert item.top_token_ids[0] == answer[0] == int(top.indices[0])
+        assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
+        assert len(answer) == CONTINUATION
+
+
+def test_prompts_are_text_that_encodes_to_their_tokens(
+    calibration: Calibration, tokenizer: Any
+) -> None:
+    for item in calibration.golden.records:
+        text = json.loads(json.dumps(item.prompt))
+        assert tuple(tokenizer(text)["input_ids"]) == item.prompt_token_ids
+
+
+def test_prompts_have_mixed_lengths(tokenizer: Any) -> None:
+    text = "".join(f"def function_{i}(value):\n    return value * {i}\n\n" for i in range(200))
+    sequences = [tokenizer(text[i:])["input_ids"] for i in range(5)]
+    prompts = choose_prompts(sequences, tokenizer, max_positions=1024)
+    lengths = [len(ids) for _, ids in prompts]
+    assert len(prompts) == 64
+    assert lengths == sorted(lengths)
+    assert lengths[0] <= 5
+    assert 400 < lengths[-1] <= LONGEST
+    assert sum(length > 200 for length in lengths) >= 8
+    limited = choose_prompts(sequences, tokenizer, max_positions=64)
+    assert max(len(ids) for _, ids in limited) <= 64 - CONTINUATION
+
+
+def test_a_cut_never_falls_inside_a_character(tokenizer: Any) -> None:
+    ids = tokenizer("x = '" + "日本語のテキスト€𝄞" * 40 + "'")["input_ids"]
+    for text, prompt in choose_prompts([ids], tokenizer, max_positions=1024):
+        assert "�" not in text
+        assert tokenizer(text)["input_ids"] == prompt
+
+
+def test_nothing_to_cut_prompts_from_is_an_error(tokenizer: Any) -> None:
+    inside_a_character = [tokenizer("日")["input_ids"][1:2]]
+    if tokenizer.decode(inside_a_character[0]) != "�":
+        raise AssertionError("choose another character: this token is a whole one")
+    with pytest.raises(SampleError, match="no held-out sample"):
+        choose_prompts(inside_a_character, tokenizer, max_positions=1024)
+
+
+def test_an_end_token_ends_the_continuation(model: Any) -> None:
+    free = record(model, "", [10, 20, 30], eos_token_ids=())
+    second = free.continuation_token_ids[1]
+    ended = record(model, "", [10, 20, 30], eos_token_ids=(second,))
+    stop = free.continuation_token_ids.index(second) + 1
+    assert ended.continuation_token_ids == free.continuation_token_ids[:stop]
+
+
+def test_the_reference_must_compute_in_float32(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="float32"):
+        golden_set(load_model(checkpoint, "bfloat16"), checkpoint, [])

@@ -1,0 +1,224 @@
+"""`calibrate.run`, end to end: what it writes, refuses, prints and leaves behind."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from calibrate import run
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.errors import (
+    ArtifactError,
+    CheckpointError,
+    NumericsError,
+    OctetError,
+    SampleError,
+    UnsupportedError,
+)
+from octet.recipe import Recipe
+from octet.tensors import Tensor, TensorFile, write_tensors
+
+FP8 = Recipe.load("fp8")
+ROOT = Path(__file__).parents[2]
+
+
+def poisoned(model: Path, to: Path, name: str) -> Path:
+    """A copy of the checkpoint with one NaN in the tensor `name`."""
+    shutil.copytree(model, to)
+    file = TensorFile.open(model / "model.safetensors")
+    tensors = {key: file.read(key) for key in file.names}
+    codes = tensors[name].codes.copy()
+    codes.flat[7] = 0x7FC0
+    write_tensors(to / "model.safetensors", tensors | {name: Tensor("BF16", codes)})
+    return to
+
+
+def without(model: Path, to: Path, name: str) -> Path:
+    """A copy of the checkpoint that lacks the tensor `name`."""
+    shutil.copytree(model, to)
+    file = TensorFile.open(model / "model.safetensors")
+    tensors = {key: file.read(key) for key in file.names if key != name}
+    write_tensors(to / "model.safetensors", tensors)
+    return to
+
+
+def test_what_it_writes(
+    calibration: Calibration, checkpoint: Checkpoint, tiny_model: Path, tiny_samples: Path
+) -> None:
+    loaded = Calibration.load(calibration.path)
+    manifest, spec = loaded.manifest, checkpoint.spec
+    manifest.model.require(checkpoint)
+    assert manifest.details["source"] == str(tiny_model)
+    assert manifest.details["compute_dtype"] == "float32"
+    assert manifest.details["held_out"]["count"] == 2
+    assert manifest.samples is not None
+    assert (manifest.samples.count, manifest.samples.batch_size) == (128, 8)
+    assert {"torch", "transformers", "tokenizers", "numpy"} <= manifest.software.keys()
+    assert loaded.observations.keys() == loaded.histograms.keys()
+    assert len(loaded.histograms) == 6 * spec.layers
+    for linear in spec.linears():
+        counts = loaded.histograms[linear.input]
+        assert counts.sum() == manifest.samples.tokens * linear.in_features
+        assert loaded.scales[f"{linear.name}.weight_scale"].shape == ()
+        assert loaded.scales[f"{linear.name}.input_scale"].shape == ()
+    for index in range(spec.layers):
+        assert loaded.scales[f"{spec.layer(index)}.self_attn.k_scale"] == 1.0
+
+
+def test_input_scales_follow_from_the_stored_histograms(calibration: Calibration) -> None:
+    finite = np.arange(0x7F80, dtype=np.uint32)
+    for name, observation in calibration.observations.items():
+        if observation.kind != "input":
+            continue
+        largest = np.flatnonzero(calibration.histograms[name][: len(finite)]).max()
+        amax = np.uint32(largest << 16).view(np.float32)
+        for consumer in observation.consumers:
+            assert calibration.scales[f"{consumer}.input_scale"] == amax / np.float32(448)
+
+
+def test_the_report_compares_every_method(calibration: Calibration) -> None:
+    report = json.loads((calibration.path / "report.json").read_text())
+    assert report["tensors"].keys() == calibration.observations.keys()
+    for tensor in report["tensors"].values():
+        methods = tensor["methods"]
+        assert methods.keys() == {"max", "mse", "percentile", "kl"}
+        assert methods["mse"]["sqnr_db"] >= max(m["sqnr_db"] for m in methods.values()) - 1e-9
+        assert tensor["chosen"]["sqnr_db"] > 20
+    assert len(report["weights"]) == 14
+
+
+def test_two_runs_write_the_same_bytes_in_silence(
+    calibration: Calibration,
+    tiny_model: Path,
+    tiny_samples: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe = Recipe.load("fp8-static")
+    again = run(
+        tiny_model, tiny_samples, tmp_path / "out", recipe=recipe, count=128, dtype="float32"
+    )
+    assert capfd.readouterr() == ("", "")  # no console was given
+    assert again.manifest.files == calibration.manifest.files
+    assert again.manifest.identity == calibration.manifest.identity
+
+
+def test_reports_progress_tensors_and_warnings(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=120)
+    result = run(
+        tiny_model,
+        tiny_samples,
+        tmp_path / "out",
+        recipe=FP8,
+        count=8,
+        allow_few_samples=True,
+        console=console,
+    )
+    text = stream.getvalue()
+    assert "tokens/s" in text
+    assert "lowest SQNR" in text
+    assert "model.layers.0.self_attn.key" in text
+    assert "warning: 8 samples are few" in " ".join(text.split())
+    assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
+    assert not any(name.endswith("input_scale") for name in result.scales)  # dynamic
+
+
+def test_refuses_a_weight_with_nan_before_it_runs(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    for name in (
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.embed_tokens.weight",
+    ):
+        model = poisoned(tiny_model, tmp_path / name, name)
+        with pytest.raises(NumericsError, match=name) as error:
+            run(model, tiny_samples, tmp_path / "out", recipe=FP8, count=128)
+        assert "1 NaN" in str(error.value)
+        assert not (tmp_path / "out").exists()
+
+
+def refused(kind: type[OctetError], match: str, out: Path, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(kind, match=match) as error:
+        run(*arguments, out, recipe=FP8, **options)
+    assert "\n" not in str(error.value)
+    assert [path for path in out.parent.iterdir() if path.name.startswith((".", "out"))] == []
+
+
+def test_refuses_what_is_not_a_whole_checkpoint(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused(CheckpointError, "no such directory", out, tmp_path / "nothing", tiny_samples)
+
+    model = shutil.copytree(tiny_model, tmp_path / "truncated")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refused(CheckpointError, "truncated", out, model, tiny_samples)
+
+    name = "model.norm.weight"  # transformers would initialise it and go on
+    model = without(tiny_model, tmp_path / "incomplete", name)
+    refused(CheckpointError, f"tensor {name} is missing", out, model, tiny_samples)
+
+    model = shutil.copytree(tiny_model, tmp_path / "no tokenizer")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    refused(CheckpointError, "no tokenizer files", out, model, tiny_samples)
+
+    model = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    refused(UnsupportedError, "GPT2LMHeadModel.*LlamaForCausalLM", out, model, tiny_samples)
+
+
+def test_refuses_too_few_samples(tiny_model: Path, tmp_path: Path) -> None:
+    samples = tmp_path / "few.jsonl"
+    samples.write_text('{"text": "import os"}\n' * 100)
+    refused(SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
+
+
+def test_a_destination_that_exists_is_kept(
+    tiny_model: Path, tiny_samples: Path, calibration: Calibration, tmp_path: Path
+) -> None:
+    before = calibration.manifest.identity
+    with pytest.raises(ArtifactError, match="exists already; add --force"):
+        run(tiny_model, tiny_samples, calibration.path, recipe=FP8)
+    assert Calibration.load(calibration.path).manifest.identity == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_leaves_nothing_behind(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "octet", "calibrate", str(tiny_model)]
+    command += ["--samples", str(tiny_samples), "--recipe", "fp8", "-o", str(out), "-n", "128"]
+    environment = os.environ | {"COLUMNS": "120", "FORCE_COLOR": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    seen = b""
+    deadline = time.monotonic() + 120
+    while b"Calibrating" not in seen and time.monotonic() < deadline:
+        seen += os.read(process.stderr.fileno(), 4096)
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=60)
+    assert b"interrupted: nothing was written" in seen + rest
+    assert b"Traceback" not in seen + rest
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []

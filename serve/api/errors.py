@@ -16,7 +16,7 @@ __all__ = ["error_bytes", "error_response", "install", "sse_error", "status_of"]
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it
 
-_log = logging.getLogger("octet.serve")
+_log = logging.getLogger(__name__)
 
 
 def status_of(error: Exception) -> int:

@@ -5,6 +5,7 @@ that cannot be reached, or dies before its first byte, costs the client nothing 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -24,6 +25,8 @@ __all__ = ["DONE", "EVENT_STREAM", "JSON", "Answer", "Exchange", "Open", "Tally"
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+_log = logging.getLogger(__name__)
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -110,6 +113,7 @@ class Exchange(Response):
             except BackendUnavailable as error:
                 self.pool.failed(backend)
                 self.gateway.metrics.failovers.labels(self.pool.name, backend.name).inc()
+                _log.warning("model %s: %s", self.pool.name, error)
                 refusal = error
             except UnsupportedField as error:  # another backend of the pool may take the field
                 refusal = refusal or error
@@ -135,6 +139,7 @@ class Exchange(Response):
                     last_at = now
             except Exception as error:
                 tail = sse_error(error)
+                _log.warning("model %s: a stream broke: %s", model, error)
                 metrics.broken.labels(model).inc()
             else:
                 tail = b""

@@ -131,11 +131,13 @@ class OpenAiHttpBackend:
                 raise _refusal(self.name, relay.status, b"".join([p async for p in content]))
             reason: str | None = None
             stop_reason: str | int | None = None
+            offset = 0
             async for event in _sse(content):
                 if "error" in event:
                     raise BackendError(f"{self.name}: {event['error'].get('message')}")
                 for choice in event.get("choices", ()):
-                    delta = _delta(choice)
+                    delta = _delta(choice, offset)
+                    offset += len(delta.text)
                     if delta.text or delta.token_ids:
                         yield delta
                     reason = choice.get("finish_reason") or reason
@@ -179,26 +181,33 @@ def _completion(request: GenerateRequest, model: str) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-def _delta(choice: dict[str, Any]) -> Delta:
-    """A Delta from a streamed choice. Token ids are there only if the server sends them."""
-    token_ids = tuple(choice.get("token_ids") or ())
+def _delta(choice: dict[str, Any], offset: int) -> Delta:
+    """A Delta from a streamed choice that begins `offset` characters into the answer.
+
+    Token ids are there only if the server sends them.
+    """
+    text, token_ids = choice.get("text") or "", tuple(choice.get("token_ids") or ())
     found = choice.get("logprobs")
     if not found:
-        return Delta(choice.get("text") or "", token_ids)
-    positions = []
+        return Delta(text, token_ids)
     tops = found.get("top_logprobs") or [None] * len(found["tokens"])
-    for i, text in enumerate(found["tokens"]):
-        top = tuple(_token(t, lp) for t, lp in (tops[i] or {}).items())
-        chosen = _token(text, found["token_logprobs"][i])
-        positions.append(PositionLogprobs(chosen, top, found["text_offset"][i]))
-    return Delta(choice.get("text") or "", token_ids, tuple(positions))
+    positions = tuple(
+        PositionLogprobs(
+            _token(found["tokens"][i], found["token_logprobs"][i]),
+            tuple(_token(name, logprob) for name, logprob in (tops[i] or {}).items()),
+            offset,
+        )
+        for i in range(len(found["tokens"]))
+    )
+    return Delta(text, token_ids, positions)
 
 
-def _token(text: str, logprob: float | None) -> TokenLogprob:
-    # -1 and the text where the server has no way to name tokens by id; with ids, text is unknown.
-    number = text.removeprefix("token_id:")
-    token_id = int(number) if number != text and number.isdigit() else -1
-    return TokenLogprob(token_id, text, text.encode(), logprob)
+def _token(name: str, logprob: float | None) -> TokenLogprob:
+    """A token by the name the server gives it: `token_id:N` from vLLM, else its text alone."""
+    number = name.removeprefix("token_id:")
+    if number != name and number.isdigit():
+        return TokenLogprob(int(number), "", b"", logprob)
+    return TokenLogprob(-1, name, name.encode(), logprob)
 
 
 async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -235,4 +244,9 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _reason(error: BaseException) -> str:
+    """A few words for people; aiohttp's own repeat the address and its internals."""
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "it closed the connection"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
     return str(error) or type(error).__name__

@@ -43,14 +43,20 @@ class Served:
         return [line.removeprefix("data: ") for line in lines]
 
     async def metric(self, name: str, **labels: str) -> float:
+        """A sample's value, once the requests whose answers have arrived are counted."""
+        await self.idle()
         value = self.gateway.metrics.registry.get_sample_value(name, labels)
         return value or 0.0
 
     async def idle(self, timeout_s: float = 5.0) -> None:
         """Waits until no request is in flight; fails if that takes too long."""
         async with asyncio.timeout(timeout_s):
-            while self.gateway.running:
+            while self.gateway.running or self._in_flight():
                 await asyncio.sleep(0.01)
+
+    def _in_flight(self) -> float:
+        (gauge,) = self.gateway.metrics.in_flight.collect()
+        return sum(sample.value for sample in gauge.samples)
 
 
 @asynccontextmanager

@@ -213,6 +213,7 @@ async def test_health_ready_and_metrics(embedded: Served) -> None:
     assert ready["models"] == {"fake": [{"backend": "embedded", "ready": True}]}
     await embedded.post("/v1/completions", {**GREEDY, "prompt": "abc", "max_tokens": 4})
     await embedded.events("/v1/completions", {**GREEDY, "prompt": "abc", "max_tokens": 4})
+    await embedded.idle()
     async with embedded.session.get("/metrics") as response:
         text = await response.text()
     labels = 'endpoint="/v1/completions",model="fake",status="200"'

@@ -34,7 +34,7 @@ class SlotCache:
 
     `codes` is uint8 (E5M2) or uint16 (the bits of a float16), [slots, 2·layers, Hkv, positions, D]:
     the keys of layer i at index 2i, its values at 2i + 1. `lengths` int64 [slots] counts the filled
-    positions of each slot.
+    positions of each slot, `tenants` int64 [slots] the requests that have had it.
     """
 
     def __init__(self, spec: ModelSpec, slots: int, positions: int, dtype: CacheDtype) -> None:
@@ -52,6 +52,7 @@ class SlotCache:
         shape = (slots, 2 * spec.layers, spec.kv_heads, window(positions), spec.head_dim)
         self.codes: NDArray[Any] = np.zeros(shape, np.uint8 if dtype == "e5m2" else np.uint16)
         self.lengths = np.zeros(slots, np.int64)
+        self.tenants = np.zeros(slots, np.int64)
         self._free = list(range(slots))[::-1]
 
     @property
@@ -71,6 +72,7 @@ class SlotCache:
         assert slot not in self._free
         self.codes[slot, :, :, : self.lengths[slot]] = 0
         self.lengths[slot] = 0
+        self.tenants[slot] += 1
         self._free.append(slot)
 
     def read(self, slots: Sequence[int], out: NDArray[Any]) -> None:
@@ -85,6 +87,16 @@ class SlotCache:
                 e5m2_to_float16(codes, out=out[:, row])
             else:
                 out.view(codes.dtype)[:, row] = codes
+
+    def read_newest(self, slots: Sequence[int], out: NDArray[Any]) -> None:
+        """Only the last filled position of each of `slots`, into the same place of `out`."""
+        at = self.lengths[slots] - 1
+        codes = self.codes[slots, :, :, at]  # [B, 2·layers, Hkv, D]
+        rows = np.arange(len(slots))
+        if self.dtype == "e5m2" and out.dtype == np.float16:
+            out[:, rows, :, at] = e5m2_to_float16(codes)
+        else:
+            out.view(codes.dtype)[:, rows, :, at] = codes
 
     def append(self, slots: Sequence[int], rows: NDArray[Any]) -> None:
         """Writes new `rows` [2·layers, B, Hkv, T, D] (codes) after what each slot holds."""

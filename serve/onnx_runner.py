@@ -5,8 +5,8 @@ export/onnx_decoder.py lists the graph's inputs and outputs. What makes a step l
 - E5M2 inputs become FLOAT16 ones in memory (ONNX Runtime 1.31 casts E5M2 to float32 at 2.4 ns an
   element, FLOAT16 some ten times faster). The values are the same, for an E5M2 is the top byte of
   an FP16; the codes in the cache stay bytes.
-- All inputs and outputs are bound to arrays that are reused while the shapes stay the same, so a
-  decoding step fills in a few numbers, gathers the live windows and runs.
+- All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
+- While the same requests go on decoding, the windows held there need only their newest row.
 """
 
 from pathlib import Path
@@ -27,6 +27,7 @@ from serve.runner import StepBatch
 __all__ = ["OnnxRunner"]
 
 MODEL_FILE = "model.onnx"
+_ONE_TOKEN_MORE = np.array([0, 0, 1])
 
 
 class OnnxRunner:
@@ -59,17 +60,17 @@ class OnnxRunner:
         except Exception as error:  # protobuf's and ONNX Runtime's own classes, of no common base
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ArtifactError(f"{path}: ONNX Runtime cannot load it: {reason}") from error
-        self._plan: _Plan | None = None
+        self._plans: dict[bool, _Plan] = {}  # the last one for reading, and for decoding
 
     def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
         """See `Runner`. The logits are valid until the next call."""
         past = window(int(cache.lengths[step.slots].max()))
         shape = (*step.token_ids.shape, past, step.logit_positions.shape[1])
-        plan = self._plan
+        decoding = shape[1] == 1
+        plan = self._plans.get(decoding)
         if plan is None or plan.shape != shape:
-            plan = self._plan = _Plan(
-                shape, self._session, self.spec, self.kv_dtype, self._past_type
-            )
+            plan = _Plan(shape, self._session, self.spec, self.kv_dtype, self._past_type)
+            self._plans[decoding] = plan
         plan.fill(step, cache)
         try:
             self._session.run_with_iobinding(plan.binding)
@@ -106,6 +107,8 @@ class _Plan:
         self.past = np.zeros((tensors, batch, heads, past, dim), past_dtype)
         self.logits = np.empty((batch, wanted, spec.vocab_size), np.float32)
         self.present = np.empty((tensors, batch, heads, count, dim), code_dtype)
+        self._cache: SlotCache | None = None  # whose windows `past` holds, and of which rows
+        self._rows = np.empty((batch, 3), np.int64)
         self.binding = session.io_binding()
         self._input("input_ids", self.ids, TensorProto.INT64)
         self._input("position_ids", self.positions, TensorProto.INT64)
@@ -118,12 +121,19 @@ class _Plan:
             self._output(f"present.{name}", self.present[index], code_type)
 
     def fill(self, step: StepBatch, cache: SlotCache) -> None:
+        """Sets every input for `step`."""
         lengths = cache.lengths[step.slots, None]
         self.ids[:] = step.token_ids
         self.wanted[:] = step.logit_positions
         np.add(lengths, self.offsets, out=self.positions)
         self.mask[:, 0, :, : len(self.cached)] = (self.cached < lengths)[:, None]
-        cache.read(step.slots, self.past)
+        # Who is in which row, with how many tokens: int64 [B, 3].
+        rows = np.column_stack([step.slots, cache.tenants[step.slots], lengths])
+        if self._cache is cache and np.array_equal(self._rows + _ONE_TOKEN_MORE, rows):
+            cache.read_newest(step.slots, self.past)
+        else:
+            cache.read(step.slots, self.past)
+        self._cache, self._rows = cache, rows
 
     def _input(self, name: str, array: NDArray[Any], kind: int) -> None:
         self.binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)

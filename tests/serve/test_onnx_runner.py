@@ -124,6 +124,24 @@ def test_a_slot_that_was_used_before_gives_the_same_logits(
     )
 
 
+def test_a_slot_that_changes_hands_between_steps_is_read_anew(
+    runners: dict[str, OnnxRunner],
+) -> None:
+    """The next request in the slot has one token more, as the last one would have had."""
+    runner = runners["fp8"]
+    cache = SlotCache(runner.spec, 2, 1024, runner.kv_dtype)
+    for slot, length in ((0, 21), (1, 19)):
+        forward(runner, cache, prompt_of(length), [cache.acquire() or slot], [[0]])
+    token = np.array([[5], [6]])
+    forward(runner, cache, token, [0, 1], [[0], [0]])
+    cache.release(1)
+    forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[0]])
+    changed = forward(runner, cache, token, [0, 1], [[0], [0]])[1, 0]
+    fresh = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
+    forward(runner, fresh, prompt_of(20), [0], [[0]])
+    np.testing.assert_array_equal(changed, forward(runner, fresh, token[1:], [0], [[0]])[0, 0])
+
+
 def test_an_altered_export_is_refused(exports: dict[str, Path], tmp_path: Path) -> None:
     copy = shutil.copytree(exports["fp8"], tmp_path / "copy")
     content = bytearray((copy / "model.onnx").read_bytes())

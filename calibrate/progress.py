@@ -33,7 +33,7 @@ def progress_bar(
         TextColumn("{task.completed:,}/{task.total:,} tokens"),
         _RateColumn(),
         TextColumn("ETA"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=tokens)

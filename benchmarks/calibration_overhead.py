@@ -1,0 +1,138 @@
+"""What observing costs: a forward pass with exact histograms against the bare one.
+
+The claim it checks: under 20 % of an FP32 forward pass and 40 % of a BF16 one. Each round runs the
+same batches bare, observed, watched by `x.abs().amax()` (what a max calibrator keeps, for scale)
+and bare again, so that a change of the machine's speed meets all of them; the figure is the median
+over rounds of each pass over the mean of its two bare neighbours. The bare pass is the decoder
+without its logits, as calibration runs it; against the whole forward pass the share is smaller, and
+is given too. `noise` is the median distance of the two bare passes from each other.
+
+    python benchmarks/calibration_overhead.py [--model DIR] [--samples FILE] [--output FILE]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from card import conditions, report
+
+from calibrate.batches import Batch, make_batches, tokenize
+from calibrate.counting import Counter
+from calibrate.loading import ComputeDtype, load_model, load_tokenizer
+from calibrate.observe import Observer, observe
+from calibrate.samples import load_samples
+from octet.checkpoint import Checkpoint
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+MAX_LENGTH = 512
+DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=EXAMPLE / "model")
+    parser.add_argument("--samples", type=Path, default=EXAMPLE / "samples" / "calibration.jsonl")
+    parser.add_argument("--count", type=int, default=24, help="samples in a pass")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    checkpoint = Checkpoint.open(options.model)
+    batches = read_batches(checkpoint, options)
+    card = conditions(
+        model=f"{options.model.name}, {checkpoint.spec.layers} layers of"
+        f" {checkpoint.spec.hidden_size}",
+        recipe="none: observation is the same for every recipe",
+        workload=f"{options.count} samples, {sum(b.tokens for b in batches)} tokens,"
+        f" batches of {options.batch_size}",
+        rounds=options.rounds,
+        torch_threads=torch.get_num_threads(),
+        counting_threads=max(1, torch.get_num_threads() // 2),
+        figures="seconds are medians; overheads are medians over rounds, in % of the bare pass",
+    )
+    rows = [measure(checkpoint, batches, dtype, options.rounds) for dtype in DTYPES]
+    report("calibration_overhead", card, rows, options.output)
+
+
+def read_batches(checkpoint: Checkpoint, options: argparse.Namespace) -> list[Batch]:
+    samples = load_samples(options.samples).samples[: options.count]
+    tokenizer = load_tokenizer(checkpoint)
+    sequences = tokenize(
+        samples, tokenizer, max_length=MAX_LENGTH, vocab_size=checkpoint.spec.vocab_size
+    )
+    origins = [sample.origin for sample in samples]
+    return make_batches(sequences, origins, batch_size=options.batch_size)
+
+
+class AbsmaxCounter(Counter):
+    """Keeps the largest magnitude only; padding is not left out."""
+
+    def add(self, counts: Any, x: torch.Tensor, lengths: Sequence[int]) -> int:
+        counts[0] = max(counts[0], x.abs().amax().item())
+        return 0
+
+
+@torch.inference_mode()
+def measure(
+    checkpoint: Checkpoint, batches: Sequence[Batch], dtype: ComputeDtype, rounds: int
+) -> dict[str, Any]:
+    model = load_model(checkpoint, dtype)
+
+    def forward(module: Any) -> Callable[[], None]:
+        def run() -> None:
+            for batch in batches:
+                module(batch.token_ids, use_cache=False)
+
+        return run
+
+    def watched(observer: Observer) -> Callable[[], None]:
+        def run() -> None:
+            for batch in batches:
+                observer.run(batch)
+
+        return run
+
+    bare, whole = forward(model.base_model), forward(model)
+    times: dict[str, list[float]] = {
+        name: [] for name in ("bare", "observed", "absmax", "again", "whole")
+    }
+    for _ in range(rounds + 1):  # the first round warms up
+        times["bare"].append(seconds(bare))
+        with observe(model, checkpoint.spec) as observer:
+            times["observed"].append(seconds(watched(observer)))
+        with observe(model, checkpoint.spec) as observer:
+            observer._counter = AbsmaxCounter(1)
+            times["absmax"].append(seconds(watched(observer)))
+        times["again"].append(seconds(bare))
+        times["whole"].append(seconds(whole))
+    kept = {name: values[1:] for name, values in times.items()}
+    base = [(a + b) / 2 for a, b in zip(kept["bare"], kept["again"], strict=True)]
+
+    def over(name: str, reference: Sequence[float]) -> float:
+        extra = zip(kept[name], base, reference, strict=True)
+        return 100 * statistics.median((x - bare) / ref for x, bare, ref in extra)
+
+    apart = zip(kept["bare"], kept["again"], base, strict=True)
+    return {
+        "dtype": dtype,
+        "bare s": statistics.median(base),
+        "observed s": statistics.median(kept["observed"]),
+        "overhead %": over("observed", base),
+        "of forward %": over("observed", kept["whole"]),
+        "absmax %": over("absmax", base),
+        "noise %": 100 * statistics.median(abs(a - b) / mean for a, b, mean in apart),
+    }
+
+
+def seconds(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

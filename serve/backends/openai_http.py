@@ -136,7 +136,7 @@ class OpenAiHttpBackend:
                 if "error" in event:
                     raise BackendError(f"{self.name}: {event['error'].get('message')}")
                 for choice in event.get("choices", ()):
-                    delta = _delta(choice, offset)
+                    delta = _delta(choice, offset, request.logprobs or 0)
                     offset += len(delta.text)
                     if delta.text or delta.token_ids:
                         yield delta
@@ -181,25 +181,23 @@ def _completion(request: GenerateRequest, model: str) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-def _delta(choice: dict[str, Any], offset: int) -> Delta:
+def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     """A Delta from a streamed choice that begins `offset` characters into the answer.
 
-    Token ids are there only if the server sends them.
+    Token ids are there only if the server sends them. vLLM lists the chosen token beside the
+    `alternatives` most likely ones.
     """
     text, token_ids = choice.get("text") or "", tuple(choice.get("token_ids") or ())
     found = choice.get("logprobs")
     if not found:
         return Delta(text, token_ids)
     tops = found.get("top_logprobs") or [None] * len(found["tokens"])
-    positions = tuple(
-        PositionLogprobs(
-            _token(found["tokens"][i], found["token_logprobs"][i]),
-            tuple(_token(name, logprob) for name, logprob in (tops[i] or {}).items()),
-            offset,
-        )
-        for i in range(len(found["tokens"]))
-    )
-    return Delta(text, token_ids, positions)
+    positions = []
+    for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
+        likely = sorted((top or {}).items(), key=lambda item: -item[1])[:alternatives]
+        best = tuple(_token(other, value) for other, value in likely)
+        positions.append(PositionLogprobs(_token(name, logprob), best, offset))
+    return Delta(text, token_ids, tuple(positions))
 
 
 def _token(name: str, logprob: float | None) -> TokenLogprob:

@@ -1,4 +1,4 @@
-"""What every backend owes the gateway: one suite over the embedded engine, vLLM and Triton."""
+"""Every backend over the fake model: the contract, and what only a fake server lets one see."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,9 +13,10 @@ from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
 from serve.config import HttpConfig, TritonConfig
-from serve.types import Delta, Event, Finished, GenerateRequest
+from serve.types import Delta, Event, GenerateRequest
 from tests.fake_servers import FakeOpenAI, FakeTriton
 from tests.fakes import FakeRunner, fake_backend
+from tests.serve.contract import CHECKS, Check, ask, collect
 
 KINDS = ("embedded", "vllm", "triton")
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -54,45 +55,28 @@ async def subject(kind: str, delay_s: float = 0.0) -> AsyncIterator[Subject]:
         await server.stop()
 
 
-def ask(prompt: Any = "abc", **fields: Any) -> GenerateRequest:
-    settings = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields}
-    return GenerateRequest(request_id="r", model="fake", prompt=prompt, **settings)
+def abc(**fields: Any) -> GenerateRequest:
+    return ask(fake_backend(), "abc", **fields)
 
 
-async def collect(backend: Backend, request: GenerateRequest) -> tuple[str, list[Event]]:
-    events = [event async for event in backend.generate(request)]
-    return "".join(event.text for event in events if isinstance(event, Delta)), events
-
-
-async def test_deltas_then_one_finished(kind: str) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_contract(kind: str, check: Check) -> None:
     async with subject(kind) as it:
-        text, events = await collect(it.backend, ask())
-    *deltas, end = events
-    assert text and all(isinstance(delta, Delta) for delta in deltas)
-    assert isinstance(end, Finished) and end.reason == "length"
-    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (3, 12)
+        await check(it.backend, "abc", (97, 98, 99))
 
 
 async def test_the_answer_is_that_of_the_engine_alone(kind: str) -> None:
     async with subject(kind) as it, subject("embedded") as alone:
-        for request in (ask(), ask((97, 98)), ask(temperature=1.0, seed=5), ask(top_k=3, seed=1)):
-            assert (await collect(it.backend, request))[0] == (
-                await collect(alone.backend, request)
-            )[0]
-
-
-async def test_a_stop_string_ends_the_answer_before_it(kind: str) -> None:
-    async with subject(kind) as it:
-        free, _ = await collect(it.backend, ask(max_tokens=20))
-        text, events = await collect(it.backend, ask(max_tokens=20, stop=(free[5:7],)))
-    assert text == free[: free.index(free[5:7])]
-    assert isinstance(events[-1], Finished) and events[-1].reason == "stop"
+        for fields in ({}, {"temperature": 1.0, "seed": 5}, {"top_k": 3, "seed": 1}):
+            request = abc(**fields)
+            text, _ = await collect(it.backend, request)
+            assert text == (await collect(alone.backend, request))[0]
 
 
 async def test_log_probabilities(kind: str) -> None:
     async with subject(kind) as it, subject("embedded") as alone:
-        _, events = await collect(it.backend, ask(logprobs=3))
-        _, expected = await collect(alone.backend, ask(logprobs=3))
+        _, events = await collect(it.backend, abc(logprobs=3))
+        _, expected = await collect(alone.backend, abc(logprobs=3))
 
     def positions(events: list[Event]) -> list[Any]:
         return [p for e in events if isinstance(e, Delta) for p in e.logprobs or ()]
@@ -108,7 +92,7 @@ async def test_log_probabilities(kind: str) -> None:
 
 async def test_closing_the_iterator_cancels_the_request(kind: str) -> None:
     async with subject(kind, delay_s=0.02) as it:
-        stream: Any = it.backend.generate(ask(max_tokens=400))
+        stream: Any = it.backend.generate(abc(max_tokens=400))
         async with aclosing(stream):
             await anext(stream)
             assert it.engine.stats.running == 1
@@ -120,7 +104,7 @@ async def test_closing_the_iterator_cancels_the_request(kind: str) -> None:
 
 async def test_cancelling_the_task_cancels_the_request(kind: str) -> None:
     async with subject(kind, delay_s=0.02) as it:
-        task = asyncio.create_task(collect(it.backend, ask(max_tokens=400)))
+        task = asyncio.create_task(collect(it.backend, abc(max_tokens=400)))
         while not it.engine.stats.running:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -130,14 +114,6 @@ async def test_cancelling_the_task_cancels_the_request(kind: str) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_many_requests_at_once_keep_their_answers(kind: str) -> None:
-    async with subject(kind) as it:
-        prompts = [f"prompt {i}" for i in range(12)]
-        alone = [(await collect(it.backend, ask(prompt)))[0] for prompt in prompts]
-        both = await asyncio.gather(*(collect(it.backend, ask(prompt)) for prompt in prompts))
-    assert [text for text, _ in both] == alone
-
-
 async def test_ready_never_raises_and_unavailable_says_who(kind: str) -> None:
     async with subject(kind) as it:
         assert await it.backend.ready()
@@ -145,8 +121,8 @@ async def test_ready_never_raises_and_unavailable_says_who(kind: str) -> None:
             await it.stop_server()
             assert not await it.backend.ready()
             with pytest.raises(BackendUnavailable, match=kind):
-                await collect(it.backend, ask())
+                await collect(it.backend, abc())
         await it.backend.close()
         assert not await it.backend.ready()
         with pytest.raises(BackendUnavailable):
-            await collect(it.backend, ask())
+            await collect(it.backend, abc())

@@ -10,12 +10,20 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from serve.api.exchange import DONE, EVENT_STREAM, JSON, Answer, Tally
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.backends.base import Backend
-from serve.types import Delta, Event, Finished, GenerateRequest
+from serve.types import (
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenLogprob,
+)
 
 __all__ = ["LOWEST_LOGPROB", "Dialect", "open_generate", "requests_of"]
 
@@ -87,7 +95,10 @@ async def open_generate(
         "created": int(time.time()),
         "model": body.model,
     }
-    events = _merge([backend.generate(request) for request in requests])
+    streams = [backend.generate(request) for request in requests]
+    if body.return_tokens_as_token_ids:
+        streams = [_named_by_id(stream) for stream in streams]
+    events = _merge(streams)
     per_prompt = body.n or 1
     if not body.stream:
         content = await _whole(events, dialect, envelope, len(requests), per_prompt, tally)
@@ -152,6 +163,27 @@ async def _chunks(
     if include_usage:
         usage = head + b'],"usage":' + _dumps(_usage(tally)) + b"}\n\n"
     yield usage + DONE
+
+
+async def _named_by_id(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """The same events, each token of their log-probabilities called `token_id:<id>`, as in vLLM.
+
+    Texts are no names: several tokens have the same one, or are half a character.
+    """
+    async with aclosing(cast(AsyncGenerator[Event, None], stream)) as events:
+        async for event in events:
+            if isinstance(event, Delta) and event.logprobs:
+                event = replace(event, logprobs=tuple(map(_position_by_id, event.logprobs)))
+            yield event
+
+
+def _position_by_id(position: PositionLogprobs) -> PositionLogprobs:
+    def named(token: TokenLogprob) -> TokenLogprob:
+        name = f"token_id:{token.token_id}"
+        return replace(token, text=name, bytes=name.encode())
+
+    top = tuple(map(named, position.top))
+    return replace(position, chosen=named(position.chosen), top=top)
 
 
 async def _merge(

@@ -108,6 +108,7 @@ class _Sampling(BaseModel):
     stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # vLLM's: names of tokens in log-probabilities
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

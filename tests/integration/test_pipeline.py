@@ -191,9 +191,10 @@ def test_the_three_backends_side_by_side(client: OpenAI, exports: Path) -> None:
     Console(width=140).print(table)
     assert answers["triton"] == answers["embedded"], "the Triton entry runs the same engine"
     assert means["triton"] == pytest.approx(means["embedded"], rel=1e-3)
-    # vLLM's CPU build truncates into the cache where the others round to nearest.
-    assert 1e-6 < means["embedded"] < 0.02
-    assert 1e-6 < means["vllm"] < 3 * means["embedded"]
+    # FP8 and E5M2 show, so nobody serves BF16 in silence; and they cost no more than they must.
+    # vLLM's CPU build truncates into the cache where the others round to nearest: 2.5 to 3 times.
+    assert 1e-4 < means["embedded"] < 0.02
+    assert 1e-4 < means["vllm"] < 5 * means["embedded"]
 
 
 def test_tensorrt_rtx_builds_the_fp8_engine(

@@ -178,6 +178,20 @@ async def test_logprobs_of_chat(client: AsyncOpenAI) -> None:
     assert all(position.top_logprobs == [] for position in bare.choices[0].logprobs.content)
 
 
+async def test_tokens_are_named_by_id_on_request(embedded: Served) -> None:
+    """What a proof needs: as texts, several tokens would be one key of `top_logprobs`."""
+    named = {"return_tokens_as_token_ids": True}
+    body = {**GREEDY, "prompt": "hello", "max_tokens": 5, "logprobs": 20}
+    _, answer = await embedded.post("/v1/completions", body | named)
+    logprobs = answer["choices"][0]["logprobs"]
+    for chosen, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        ids = [int(name.removeprefix("token_id:")) for name in top]
+        assert chosen in top and len(set(ids)) == len(ids) >= 20
+    _, plain = await embedded.post("/v1/completions", body)
+    assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert plain["choices"][0]["logprobs"]["token_logprobs"] == logprobs["token_logprobs"]
+
+
 async def test_streamed_logprobs_are_those_of_the_whole_answer(embedded: Served) -> None:
     body = {**GREEDY, "prompt": "ab", "max_tokens": 12, "logprobs": 2}
     _, whole = await embedded.post("/v1/completions", body)

@@ -304,7 +304,8 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
                     await context.abort(grpc.StatusCode.INTERNAL, "the model raised")
                 yield pb.ModelStreamInferResponse(infer_response=_tensors(event, asked))
         except RequestError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            text = json.dumps({"message": str(error), "param": error.param, "code": error.code})
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         final = pb.ModelInferResponse()
         final.parameters["triton_final_response"].bool_param = True
         yield pb.ModelStreamInferResponse(infer_response=final)

@@ -184,7 +184,7 @@ class TritonBackend:
             self._inputs = None  # the model may come back as another
             return BackendError(line) if started else BackendUnavailable(line)
         if code == grpc.StatusCode.INVALID_ARGUMENT and not started:
-            return RequestError(" ".join(details.split()))
+            return _refusal(details)
         return BackendError(line)
 
 
@@ -233,6 +233,15 @@ class _Answer:
         best = sorted(tokens, key=lambda token: -(token.logprob or 0.0))[: self._logprobs]
         offset, self._offset = self._offset, self._offset + len(tokens[0].text)
         return PositionLogprobs(tokens[0], tuple(best), offset)
+
+
+def _refusal(details: str) -> RequestError:
+    """A refusal in words, or from our own entry as JSON with the field at fault."""
+    try:
+        error = json.loads(details)
+        return RequestError(str(error["message"]), param=error["param"], code=error["code"])
+    except (ValueError, TypeError, KeyError):
+        return RequestError(" ".join(details.split()))
 
 
 def _bytes_of(entry: dict[str, Any]) -> bytes:

@@ -116,6 +116,13 @@ async def test_errors_before_the_first_token(prompt: str, status: int, message: 
             assert got == status and message in error["error"]["message"]
 
 
+async def test_a_refusal_keeps_its_field_and_code() -> None:
+    async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
+        _, answer = await served.post("/v1/completions", BODY | {"prompt": "x" * 600})
+        assert answer["error"]["param"] == "prompt"
+        assert answer["error"]["code"] == "context_length_exceeded"
+
+
 async def test_a_dead_model_process_gives_way_to_the_next_backend() -> None:
     async with running(FakeTriton()) as triton:
         pool = [to(triton.url), fake_backend()]

@@ -39,6 +39,7 @@ def run(
     out: Path,
     *,
     recipe: Recipe,
+    name: str | None = None,
     count: int = 256,
     held_out: Path | None = None,
     text_field: str = "text",
@@ -51,9 +52,10 @@ def run(
 ) -> Calibration:
     """Calibrates the checkpoint `model` on the first `count` of `samples`, and writes `out`.
 
-    Golden records come from `held_out`, or from the samples after the first `count`. `max_length`
-    is in tokens; `dtype` is that of the forward pass. Without a console nothing is printed. Raises
-    a subclass of OctetError for anything the user can mend; then `out` is as it was.
+    Golden records come from `held_out`, or from the samples after the first `count`. `name` is
+    what the model will be served as (default: its directory's name). `max_length` is in tokens;
+    `dtype` is that of the forward pass. Without a console nothing is printed. Raises a subclass of
+    OctetError for anything the user can mend; then `out` is as it was.
     """
     check_destination(out, force=force)
     check_recipe(recipe)
@@ -94,7 +96,7 @@ def run(
     )
     manifest = Manifest(
         kind="calibration",
-        model=ModelIdentity.of(checkpoint),
+        model=ModelIdentity.of(checkpoint, name),
         recipe=recipe,
         samples=sample_set,
         details={

@@ -143,7 +143,7 @@ def _worst(report: Report) -> Table:
         ]
         for quality, name, tensor in sorted(rows, key=lambda row: row[0].sqnr_db)[:_WORST]:
             table.add_row(
-                name,
+                name.removeprefix("model."),
                 tensor.format,
                 f"{quality.scale:.3g}" if tensor.chosen else "dynamic",
                 f"{quality.sqnr_db:.1f}",
@@ -153,7 +153,8 @@ def _worst(report: Report) -> Table:
     for name, weight in sorted(report.weights.items(), key=lambda item: item[1].sqnr_db)[:_WORST]:
         shape = "x".join(str(size) for size in weight.scale.shape)
         scale = shape or f"{float(weight.scale):.3g}"
-        table.add_row(f"{name}.weight", weight.format, scale, f"{weight.sqnr_db:.1f}", "", "")
+        shown = f"{name.removeprefix('model.')}.weight"
+        table.add_row(shown, weight.format, scale, f"{weight.sqnr_db:.1f}", "", "")
     return table
 
 

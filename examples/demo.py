@@ -22,7 +22,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-EXAMPLE = Path(__file__).parent / "python-lm"
+EXAMPLE = Path(os.path.relpath(Path(__file__).parent / "python-lm"))
 MODEL = EXAMPLE / "model"
 OCTET = [sys.executable, "-m", "octet"]
 PROMPTS = (
@@ -112,7 +112,8 @@ def main() -> None:
     samples = EXAMPLE / "samples"
     octet(
         *("calibrate", MODEL, "--samples", samples / "calibration.jsonl", "--count", "256"),
-        *("--held-out", samples / "heldout.jsonl", "--recipe", "fp8", "--out", out / "calibration"),
+        *("--held-out", samples / "heldout.jsonl", "--recipe", "fp8"),
+        *("--name", "python-lm", "--out", out / "calibration"),
     )
     octet("export", out / "calibration", "--to", "checkpoint", "--out", out / "checkpoint")
     octet("export", out / "calibration", "--to", "onnx", "--out", out / "onnx")

@@ -45,6 +45,9 @@ def calibrate(
     samples: Annotated[Path, typer.Option("--samples", help="JSONL, one text a line.")],
     out: Out,
     recipe: Annotated[str, typer.Option(help=f"{_RECIPES}, or a YAML file.")] = "fp8",
+    name: Annotated[
+        str | None, typer.Option(help="What to serve the model as [its directory's name].")
+    ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")] = 256,
     held_out: Annotated[
         Path | None, typer.Option(help="JSONL for the golden records; not used for scales.")
@@ -72,6 +75,7 @@ def calibrate(
         samples,
         out,
         recipe=chosen,
+        name=name,
         count=count,
         held_out=held_out,
         text_field=text_field,

@@ -85,10 +85,12 @@ class Exchange(Response):
             else:
                 scope["octet"]["gone"] = True
         finally:
-            self.gateway.running -= 1
             work.cancel()
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            try:
+                await asyncio.gather(work, gone, return_exceptions=True)
+            finally:
+                self.gateway.running -= 1
 
     async def _answer(self, started: float, send: Send) -> None:
         answer = await self._open()

@@ -82,8 +82,14 @@ class Linears:
             size = scheme.group_size or 0
             scale = scale.repeat(size, axis=0)[: linear.out_features]
             attributes = {"axis": 1, "block_size": size}
-        scales = graph.array(f"{name}_scale", scale.astype(self.dtype))
-        return graph.node("DequantizeLinear", [codes, scales], f"{name}.dequantized", **attributes)
+        scales = graph.array(f"{name}_scale", scale)
+        return self._dequantize(codes, scales, f"{name}.dequantized", **attributes)
+
+    def _dequantize(self, codes: str, scales: str, name: str, **attributes: int) -> str:
+        """Values in the compute type from float32 scales: as FP16, small ones would lose bits."""
+        if self.compute != TensorProto.FLOAT:
+            attributes["output_dtype"] = self.compute
+        return self.graph.node("DequantizeLinear", [codes, scales], name, **attributes)
 
     def _quantized_input(self, linear: Linear, x: str) -> str:
         """x rounded to E4M3 values; once for the linears that share an input and a scale."""
@@ -101,10 +107,10 @@ class Linears:
 
     def _static(self, linear: Linear, x: str) -> str:
         graph, name = self.graph, f"{linear.name}.input"
-        scale = graph.array(f"{name}_scale", self.source.input_scale(linear).astype(self.dtype))
+        scale = graph.array(f"{name}_scale", self.source.input_scale(linear))
         zero = graph.array("zero.e4m3", np.zeros((), np.uint8), TensorProto.FLOAT8E4M3FN)
         codes = graph.node("QuantizeLinear", [x, scale, zero], f"{name}.quantized", saturate=1)
-        return graph.node("DequantizeLinear", [codes, scale], f"{name}.dequantized")
+        return self._dequantize(codes, scale, f"{name}.dequantized")
 
     def _dynamic(self, x: str, name: str) -> str:
         """One scale for each slice along the last axis."""

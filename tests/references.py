@@ -2,9 +2,17 @@
 
 Weights come through `safetensors`, FP8 is torch's own cast, attention is written out. It computes
 every position at once, without a cache: keys and values are rounded where a cache would hold them.
+
+FP8 rounding is chaotic: a sum taken in another order now and then moves a value across a rounding
+boundary, that is a whole step of the grid, and the layers after it multiply it. The same reference
+with its contractions summed in another order diverges from itself by some 4e-3 nats on the example
+model. So an engine is compared in two ways: freely, against that noise floor; and with `decisions`,
+the codes that it chose at every rounding. Those the reference checks, each must be what its own
+value rounds to within a few units of float32 noise, and then computes on with them.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +23,7 @@ from torch.nn.functional import silu
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
+NOISE = 1e-5  # of a row's absolute maximum: what float32 sums in another order differ by
 KvCache = Literal["e5m2", "float16", "none"]
 
 
@@ -27,14 +36,8 @@ def to_e5m2(x: Tensor) -> Tensor:
     return x.clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2).float()
 
 
-def round_per_token(x: Tensor) -> Tensor:
-    """E4M3 with one scale for each slice along the last axis, from its absolute maximum."""
-    scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=2.0**-126)
-    return to_e4m3(x / scale) * scale
-
-
-def round_per_group(x: Tensor, size: int) -> Tensor:
-    return round_per_token(x.unflatten(-1, (-1, size))).flatten(-2)
+def to_float16(x: Tensor) -> Tensor:
+    return x.clamp(-65504.0, 65504.0).half().float()
 
 
 def round_weight(weight: Tensor, scale: Tensor, granularity: str) -> Tensor:
@@ -46,10 +49,19 @@ def round_weight(weight: Tensor, scale: Tensor, granularity: str) -> Tensor:
 
 
 class Reference:
-    """A Llama in float32: as stored if `calibration` is None, quantized as it says otherwise."""
+    """A Llama in float32: as stored if `calibration` is None, quantized as it says otherwise.
+
+    `decisions` maps `<first linear>.input` and `present.{i}.key|value` to the values of the codes
+    that an engine chose; `differing` counts those other than the reference's own, of `rounded`.
+    """
 
     def __init__(
-        self, model: Path, calibration: Path | None = None, kv_cache: KvCache = "none"
+        self,
+        model: Path,
+        calibration: Path | None = None,
+        kv_cache: KvCache = "none",
+        *,
+        reorder: bool = False,
     ) -> None:
         self.config = json.loads((model / "config.json").read_text())
         self.weights: dict[str, Tensor] = {}
@@ -57,8 +69,11 @@ class Reference:
             loaded = safetensors.torch.load_file(shard)
             self.weights |= {name: tensor.float() for name, tensor in loaded.items()}
         self.kv_cache = kv_cache
+        self.reorder = reorder  # sum the contractions backwards
         self.scales: dict[str, Tensor] = {}
         self.activations: str | None = None
+        self.decisions: dict[str, Tensor] | None = None
+        self.differing = self.rounded = 0
         if calibration is not None:
             self._quantize(calibration)
 
@@ -75,38 +90,69 @@ class Reference:
 
     def linear(self, module: str, x: Tensor) -> Tensor:
         if f"{module}.weight_scale" in self.scales:
-            if self.activations == "token":
-                x = round_per_token(x)
-            elif self.activations == "group":
-                x = round_per_group(x, 128)
-            else:
-                scale = self.scales[f"{module}.input_scale"]
-                x = to_e4m3(x / scale) * scale
-        return x @ self.weights[f"{module}.weight"].T
+            x = self.round_input(module, x)
+        return self.product(x, self.weights[f"{module}.weight"])
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., K] and [N, K] → [..., N]."""
+        return x.flip(-1) @ weight.flip(-1).T if self.reorder else x @ weight.T
+
+    def round_input(self, module: str, x: Tensor) -> Tensor:
+        if self.activations == "group":
+            x = x.unflatten(-1, (-1, 128))
+        if self.activations == "tensor":
+            scale = self.scales[f"{module}.input_scale"]
+        else:  # one scale for each slice along the last axis, from its absolute maximum
+            scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=2.0**-126)
+        first = module.replace("k_proj", "q_proj").replace("v_proj", "q_proj")
+        name = first.replace("up_proj", "gate_proj") + ".input"
+        rounded = self.choose(name, x / scale, to_e4m3) * scale
+        return rounded.flatten(-2) if self.activations == "group" else rounded
+
+    def choose(self, name: str, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        """x on the format's grid: the nearest value, or an engine's decision if it is as near."""
+        own = rounding(x)
+        if self.decisions is None:
+            return own
+        theirs = self.decisions[name].float().view_as(x)
+        other = (theirs != own).nonzero(as_tuple=True)
+        value, choice = x[other], theirs[other]
+        noise = NOISE * x.abs().amax(-1, keepdim=True).expand_as(x)[other]
+        wrong = (choice < rounding(value - noise)) | (choice > rounding(value + noise))
+        if wrong.any():
+            at = tuple(int(axis[wrong][0]) for axis in other)
+            raise AssertionError(
+                f"{name}{list(at)}: {x[at]:.6g} was rounded to {theirs[at]:.6g}, not {own[at]:.6g};"
+                f" so are {int(wrong.sum())} of {own.numel()}"
+            )
+        self.differing += wrong.numel()
+        self.rounded += own.numel()
+        return theirs
 
     def norm(self, module: str, x: Tensor) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
         scaled = x * torch.rsqrt(variance + self.config["rms_norm_eps"])
         return scaled * self.weights[f"{module}.weight"]
 
-    def cached(self, rows: Tensor, scale_name: str) -> Tensor:
+    def cached(self, rows: Tensor, layer: int, kind: Literal["key", "value"]) -> Tensor:
         """Keys or values as they come back from the cache."""
         if self.kv_cache == "none":
             return rows
-        if self.kv_cache == "float16":
-            return rows.half().float()
+        scale_name = f"model.layers.{layer}.self_attn.{kind[0]}_scale"
         scale = self.scales.get(scale_name, torch.tensor(1.0))
-        return to_e5m2(rows / scale) * scale
+        rounding = to_e5m2 if self.kv_cache == "e5m2" else to_float16
+        return self.choose(f"present.{layer}.{kind}", rows / scale, rounding) * scale
 
-    def attention(self, module: str, x: Tensor) -> Tensor:
+    def attention(self, layer: int, x: Tensor) -> Tensor:
+        module = f"model.layers.{layer}.self_attn"
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
         q = self.linear(f"{module}.q_proj", x).unflatten(-1, (heads, dim)).transpose(1, 2)
         k = self.linear(f"{module}.k_proj", x).unflatten(-1, (kv_heads, dim)).transpose(1, 2)
         v = self.linear(f"{module}.v_proj", x).unflatten(-1, (kv_heads, dim)).transpose(1, 2)
         q, k = self.rotate(q), self.rotate(k)
-        k = self.cached(k, f"{module}.k_scale").repeat_interleave(heads // kv_heads, 1)
-        v = self.cached(v, f"{module}.v_scale").repeat_interleave(heads // kv_heads, 1)
+        k = self.cached(k, layer, "key").repeat_interleave(heads // kv_heads, 1)
+        v = self.cached(v, layer, "value").repeat_interleave(heads // kv_heads, 1)
         length = x.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = (q @ k.transpose(-1, -2) * dim**-0.5).masked_fill(hidden, -torch.inf)
@@ -134,7 +180,7 @@ class Reference:
         x = self.weights["model.embed_tokens.weight"][ids]
         for index in range(self.config["num_hidden_layers"]):
             layer = f"model.layers.{index}"
-            x = x + self.attention(f"{layer}.self_attn", self.norm(f"{layer}.input_layernorm", x))
+            x = x + self.attention(index, self.norm(f"{layer}.input_layernorm", x))
             x = x + self.mlp(f"{layer}.mlp", self.norm(f"{layer}.post_attention_layernorm", x))
         x = self.norm("model.norm", x)
         tied = self.config.get("tie_word_embeddings", False)

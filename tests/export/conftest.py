@@ -1,11 +1,11 @@
-"""A tiny random Llama and calibrations of it, made without the calibrate stage."""
+"""Calibrations of the tiny model, made without the calibrate stage, and what they export to."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from export.onnx import export_onnx
 from octet import scaling
 from octet.artifact import Manifest, ModelIdentity, software
 from octet.calibration import Calibration
@@ -15,38 +15,6 @@ from octet.golden import GoldenRecord, GoldenSet
 from octet.recipe import Recipe
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
-
-
-def make_model(path: Path, *, tied: bool = True, seed: int = 0, layers: int = 2) -> Path:
-    """Saves a random BF16 Llama: 4 query heads on 2 KV heads of 64, vocabulary 4,096."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=4096,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # livelier than the initialisation, so that distributions are not flat
-        for name, parameter in model.named_parameters():
-            parameter.mul_(3.0 if "proj" in name else 1.0)
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "embed" in name:
-                parameter.mul_(4.0)
-    model.to(torch.bfloat16).save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
 
 
 def make_calibration(
@@ -87,12 +55,19 @@ def make_calibration(
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("export") / "tiny")
-
-
-@pytest.fixture(scope="session")
 def calibrations(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
     """A calibration of the tiny model for each preset recipe."""
     root = tmp_path_factory.mktemp("calibrations")
     return {name: make_calibration(root / name, tiny_model, Recipe.load(name)) for name in RECIPES}
+
+
+@pytest.fixture(scope="session")
+def decoders(
+    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
+) -> dict[str, Path]:
+    """The ONNX export of each calibration, and `full`: the one without quantization."""
+    root = tmp_path_factory.mktemp("decoders")
+    for name, calibration in calibrations.items():
+        export_onnx(calibration, root / name)
+    export_onnx(calibrations["fp8"], root / "full", quantize=False)
+    return {name: root / name for name in (*RECIPES, "full")}

@@ -1,26 +1,43 @@
 """Runs an exported decoder with ONNX Runtime, as a serving engine would, but plainly."""
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime
 from onnx import TensorProto
+
+from octet import formats
 
 E5M2, FLOAT16 = TensorProto.FLOAT8E5M2, TensorProto.FLOAT16
 WINDOW = 64  # cached slots are given in multiples of this
 
 
 class OnnxModel:
-    """`step` runs the graph; caches are lists of codes (uint8 or float16) [B, Hkv, S, D]."""
+    """`step` runs the graph; caches are lists of codes (uint8 or float16) [B, Hkv, S, D].
 
-    def __init__(self, directory: Path) -> None:
+    With `observe`, `decisions` holds what the last step's roundings gave, as float32: the inputs of
+    the linears by `<first linear>.input`, and the new rows by `present.{i}.key|value`.
+    """
+
+    def __init__(self, directory: Path, *, observe: bool = False) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 2
+        # Idle threads must not spin: torch computes the reference on the same cores.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # ONNX Runtime fuses FP8 Q/DQ of a float32 graph into integer kernels that refuse it.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+        model = onnx.load(directory / "model.onnx")
+        rounded = [node.name for node in model.graph.node if node.name.endswith(".quantized")]
+        self.observed = rounded if observe else []
+        for name in self.observed:
+            kind = TensorProto.FLOAT8E4M3FN
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+        self.decisions: dict[str, npt.NDArray[np.float32]] = {}
         self.session = onnxruntime.InferenceSession(
-            str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"]
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         pasts = [i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")]
         self.pasts = [item.name for item in pasts]
@@ -56,17 +73,24 @@ class OnnxModel:
         binding = self.session.io_binding()
         for name, item in bound.items():
             binding.bind_ortvalue_input(name, item)
-        for name in ("logits", *self.presents):
+        for name in ("logits", *self.presents, *self.observed):
             binding.bind_output(name)
         self.session.run_with_iobinding(binding)
-        logits, *new = binding.get_outputs()
-        return logits.numpy(), [self._codes(item) for item in new]
+        logits, *rest = binding.get_outputs()
+        codes = [self._codes(item) for item in rest]
+        new = codes[: len(self.presents)]
+        if self.observed:
+            kv = [formats.decode(x, formats.E5M2) if self.kind == E5M2 else x for x in new]
+            inputs = [formats.decode(x, formats.E4M3) for x in codes[len(new) :]]
+            names = [
+                name.removesuffix(".quantized").removesuffix(".group") for name in self.observed
+            ]
+            self.decisions = dict(zip((*self.presents, *names), (*kv, *inputs), strict=True))
+        return logits.numpy(), new
 
     def _codes(self, item: onnxruntime.OrtValue) -> npt.NDArray:
-        if self.kind == FLOAT16:
+        if "float16" in item.data_type():
             return item.numpy()
-        import ctypes
-
         size = int(np.prod(item.shape()))
         buffer = (ctypes.c_uint8 * size).from_address(item.data_ptr())
         return np.frombuffer(buffer, np.uint8).reshape(item.shape()).copy()

@@ -1,0 +1,50 @@
+"""A progress bar for TensorRT's builder, and the way to interrupt it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+__all__ = ["progress_monitor"]
+
+
+@contextmanager
+def progress_monitor(trt: Any, console: Console | None) -> Iterator[Any]:
+    """An `IProgressMonitor` that draws on `console`, or nothing if that is None.
+
+    Ctrl-C reaches Python inside one of the builder's calls, through which no exception may pass:
+    the monitor then asks the builder to stop, and `cancelled` is set.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=console is None) as bars:
+
+        class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IProgressMonitor.__init__(self)
+                self.cancelled = False
+                self.tasks: dict[str, TaskID] = {}
+
+            def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+                try:
+                    self.tasks[phase] = bars.add_task(phase, total=steps)
+                except KeyboardInterrupt:
+                    self.cancelled = True
+
+            def step_complete(self, phase: str, step: int) -> bool:
+                try:
+                    if phase in self.tasks:
+                        bars.update(self.tasks[phase], completed=step + 1)
+                except KeyboardInterrupt:
+                    self.cancelled = True
+                return not self.cancelled
+
+            def phase_finish(self, phase: str) -> None:
+                try:
+                    if phase in self.tasks:
+                        bars.remove_task(self.tasks.pop(phase))
+                except KeyboardInterrupt:
+                    self.cancelled = True
+
+        yield Monitor()

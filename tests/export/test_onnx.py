@@ -1,0 +1,323 @@
+"""The ONNX decoder: what is in the file, and that it computes the quantization it says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from export.onnx import export_onnx
+from octet import scaling
+from octet.artifact import Manifest
+from octet.checkpoint import Checkpoint
+from octet.errors import ArtifactError, OctetError, UnsupportedError
+from octet.formats import E4M3
+from octet.recipe import Recipe
+from tests.export.conftest import RECIPES, make_calibration
+from tests.export.runner import WINDOW, OnnxModel
+from tests.references import Reference, divergence
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, 4096, (batch, length))
+
+
+def settled(model: OnnxModel, reference: Reference, ids: npt.NDArray[np.int64]) -> torch.Tensor:
+    """KL of each position, where the reference rounds as the graph did wherever it may."""
+    logits = torch.from_numpy(model.forward(ids))
+    reference.decisions = {k: torch.from_numpy(v.copy()) for k, v in model.decisions.items()}
+    return divergence(reference.logits(torch.from_numpy(ids)), logits)
+
+
+# What is in the file
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_fp8_in_the_file_and_equal_the_checkpoints_quantized(
+    recipe: str, decoders: dict[str, Path], calibrations: dict[str, Path], tiny_model: Path
+) -> None:
+    stored = {t.name: t for t in onnx.load(decoders[recipe] / "model.onnx").graph.initializer}
+    checkpoint = Checkpoint.open(tiny_model)
+    scheme = Recipe.load(recipe).weights
+    granularity = scaling.Granularity.of(scheme.granularity, scheme.group_size)
+    for linear in checkpoint.spec.linears():
+        name = f"{linear.name}.weight"
+        weight = checkpoint.read(name).float32()
+        scale = scaling.scale_from_absmax(scaling.absmax(weight, granularity), E4M3)
+        assert stored[name].data_type == TensorProto.FLOAT8E4M3FN
+        codes = np.frombuffer(stored[name].raw_data, np.uint8).reshape(weight.shape)
+        np.testing.assert_array_equal(codes, scaling.quantize(weight, scale, E4M3, granularity))
+
+
+def test_tied_embeddings_are_in_the_file_once_bit_for_bit(
+    decoders: dict[str, Path], tiny_model: Path
+) -> None:
+    graph = onnx.load(decoders["fp8"] / "model.onnx").graph
+    large = [t.name for t in graph.initializer if len(t.raw_data) > 1_000_000]
+    assert large == ["model.embed_tokens.weight"]
+    table = next(t for t in graph.initializer if t.name == large[0])
+    assert table.raw_data == Checkpoint.open(tiny_model).read(large[0]).codes.tobytes()
+
+
+def test_the_graph_has_the_interface_that_the_engine_expects(decoders: dict[str, Path]) -> None:
+    model = onnx.load(decoders["fp8"] / "model.onnx")
+    inputs = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
+    pasts = [f"past_key_values.{i}.{kind}" for i in range(2) for kind in ("key", "value")]
+    assert inputs == {
+        "input_ids": TensorProto.INT64,
+        "position_ids": TensorProto.INT64,
+        "attention_mask": TensorProto.BOOL,
+        "logit_positions": TensorProto.INT64,
+        **dict.fromkeys(pasts, TensorProto.FLOAT8E5M2),
+    }
+    outputs = [o.name for o in model.graph.output]
+    assert sorted(outputs) == sorted(
+        ["logits", *(p.replace("past_key_values", "present") for p in pasts)]
+    )
+    for name in pasts:  # the one node that a runner may replace to read float16
+        casts = [n.name for n in model.graph.node if name in n.input and n.op_type != "Shape"]
+        assert casts == [f"{name}.cast"]
+    assert model.opset_import[0].version == 23
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_the_directory_is_complete(
+    decoders: dict[str, Path], calibrations: dict[str, Path]
+) -> None:
+    manifest = Manifest.load(decoders["fp8"], "onnx")
+    assert manifest.details == {"opset": 23, "kv_cache": "e5m2", "quantized": True}
+    assert manifest.calibration == Manifest.load(calibrations["fp8"]).identity
+    expected = {"model.onnx", "config.json", "tokenizer.json", "golden.json"}
+    assert expected <= manifest.files.keys()
+
+
+def test_the_bytes_are_the_same_every_time(
+    tmp_path: Path, decoders: dict[str, Path], calibrations: dict[str, Path]
+) -> None:
+    export_onnx(calibrations["fp8"], tmp_path / "again")
+    assert Manifest.load(tmp_path / "again").files == Manifest.load(decoders["fp8"]).files
+
+
+# What it computes
+
+
+def test_the_reference_unquantized_is_transformers(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.from_numpy(random_ids(2, 40))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    torch.testing.assert_close(Reference(tiny_model).logits(ids), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kv_cache", ["e5m2", "float16"])
+def test_the_graph_computes_the_reference_quantization(
+    recipe: str, kv_cache: str, tmp_path: Path, calibrations: dict[str, Path], tiny_model: Path
+) -> None:
+    export_onnx(calibrations[recipe], tmp_path / "out", kv_cache=kv_cache)
+    reference = Reference(tiny_model, calibrations[recipe], kv_cache)  # type: ignore[arg-type]
+    model = OnnxModel(tmp_path / "out", observe=True)
+    assert settled(model, reference, random_ids(8, 64)).mean() < 1e-8
+    assert reference.differing < 1e-3 * reference.rounded
+
+
+def test_the_unquantized_graph_computes_the_unquantized_reference(
+    decoders: dict[str, Path], tiny_model: Path
+) -> None:
+    ids = random_ids(4, 64)
+    logits = torch.from_numpy(OnnxModel(decoders["full"]).forward(ids))
+    expected = Reference(tiny_model, None, "float16").logits(torch.from_numpy(ids))
+    assert divergence(expected, logits).mean() < 1e-6
+
+
+def test_cache_scales_other_than_one_are_applied(
+    tmp_path: Path, tiny_model: Path, calibrations: dict[str, Path]
+) -> None:
+    scales = {f"model.layers.1.self_attn.{x}_scale": s for x, s in (("k", 0.3), ("v", 1.7))}
+    calibration = tmp_path / "scaled"
+    make_calibration(calibration, tiny_model, Recipe.load("fp8"), scales=scales)
+    export_onnx(calibration, tmp_path / "out")
+    model = OnnxModel(tmp_path / "out", observe=True)
+    assert (
+        settled(model, Reference(tiny_model, calibration, "e5m2"), random_ids(2, 64)).mean() < 1e-8
+    )
+    model.forward(random_ids(2, 64))
+    plain = OnnxModel(tmp_path / "out")
+    prefill_and_decode(plain, random_ids(1, 70)[0], prompt=33)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-static"])
+def test_the_example_over_64_held_out_sequences(
+    recipe: str, tmp_path: Path, example_model: Path, example_samples: Path
+) -> None:
+    """Two bounds: rounding as the graph did where float32 noise decides, mean KL below 1e-4 nats
+    (1.5e-12 measured); each rounding for itself, no further than the reference is from itself
+    with its sums taken in another order, give or take the spread of that (4e-3 measured)."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(example_model / "tokenizer.json"))
+    lines = (example_samples / "heldout.jsonl").read_text().splitlines()[:64]
+    sequences = [tokenizer.encode(json.loads(line)["text"]).ids[:96] for line in lines]
+    calibration = make_calibration(tmp_path / "cal", example_model, Recipe.load(recipe))
+    export_onnx(calibration, tmp_path / "out")
+    model = OnnxModel(tmp_path / "out", observe=True)
+    reference = Reference(example_model, calibration, "e5m2")
+    reordered = Reference(example_model, calibration, "e5m2", reorder=True)
+    bound, free, floor = [], [], []
+    for sequence in sequences:
+        ids = np.array([sequence])
+        bound.append(settled(model, reference, ids)[0])
+        reference.decisions = None
+        own = reference.logits(torch.from_numpy(ids))
+        free.append(divergence(own, torch.from_numpy(model.forward(ids)))[0])
+        floor.append(divergence(own, reordered.logits(torch.from_numpy(ids)))[0])
+    assert torch.cat(bound).mean() < 1e-4
+    assert reference.differing < 1e-4 * reference.rounded
+    assert torch.cat(free).mean() < 2 * torch.cat(floor).mean()
+
+
+# What must not depend on how it is run
+
+
+def prefill_and_decode(
+    model: OnnxModel, ids: npt.NDArray[np.int64], prompt: int, spare: int = 0
+) -> None:
+    """Feeds `ids` as a prompt and then one by one; each row must equal a full pass's, bit for bit.
+
+    `spare` more windows than needed stay unused.
+    """
+    full = model.forward(ids[None])[0]
+    slots = -(-len(ids) // WINDOW) * WINDOW + spare * WINDOW
+    cache = model.empty(1, slots)
+    at = np.arange(prompt)
+    mask = np.tril(np.ones((1, 1, prompt, prompt), bool))
+    logits, new = model.step(ids[None, :prompt], at[None], mask, at[None, -1:], model.empty(1))
+    np.testing.assert_array_equal(logits[0, 0], full[prompt - 1])
+    for position in range(prompt, len(ids)):
+        for tensor, rows in zip(cache, new, strict=True):
+            tensor[:, :, position - rows.shape[2] : position] = rows
+        window = -(-position // WINDOW) * WINDOW + spare * WINDOW
+        logits, new = decode(model, ids[position], position, [c[:, :, :window] for c in cache])
+        np.testing.assert_array_equal(logits[0, 0], full[position], err_msg=f"at {position}")
+
+
+def decode(
+    model: OnnxModel, token: int, position: int, past: list[npt.NDArray]
+) -> tuple[npt.NDArray[np.float32], list[npt.NDArray]]:
+    mask = np.ones((1, 1, 1, past[0].shape[2] + 1), bool)
+    mask[..., position:-1] = False
+    zero = np.zeros((1, 1), np.int64)
+    return model.step(np.array([[token]]), np.array([[position]]), mask, zero, past)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "full"])
+def test_decoding_with_the_cache_equals_a_full_pass_bit_for_bit(
+    name: str, decoders: dict[str, Path]
+) -> None:
+    prefill_and_decode(OnnxModel(decoders[name]), random_ids(1, 140)[0], prompt=20)
+    prefill_and_decode(OnnxModel(decoders[name]), random_ids(1, 70)[0], prompt=64, spare=3)
+
+
+def test_greedy_tokens_agree_with_recomputation(
+    decoders: dict[str, Path], calibrations: dict[str, Path]
+) -> None:
+    model = OnnxModel(decoders["fp8"])
+    ids = list(random_ids(1, 10)[0])
+    cached: list[int] = []
+    past, length = model.empty(1, WINDOW), len(ids)
+    at = np.arange(length)
+    mask = np.tril(np.ones((1, 1, length, length), bool))
+    logits, new = model.step(np.array([ids]), at[None], mask, at[None, -1:], model.empty(1))
+    for position in range(length, length + 24):
+        for tensor, rows in zip(past, new, strict=True):
+            tensor[:, :, position - rows.shape[2] : position] = rows
+        cached.append(int(logits.argmax()))
+        logits, new = decode(model, cached[-1], position, past)
+    recomputed: list[int] = []
+    for _ in cached:
+        recomputed.append(int(model.forward(np.array([ids + recomputed]))[0, -1].argmax()))
+    assert cached == recomputed
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "full"])
+def test_a_row_does_not_depend_on_the_others_in_the_batch(
+    name: str, decoders: dict[str, Path]
+) -> None:
+    """16 rows of 1 to 400 cached tokens against each row alone in a window of its own."""
+    model = OnnxModel(decoders[name])
+    lengths = np.random.default_rng(1).integers(1, 400, 16)
+    lengths[:4] = 1, 63, 64, 65
+    slots = -(-int(lengths.max()) // WINDOW) * WINDOW
+    cache = model.empty(16, slots)
+    for row, length in enumerate(lengths):
+        at = np.arange(length)
+        mask = np.tril(np.ones((1, 1, length, length), bool))
+        prompt = random_ids(1, length, seed=row)
+        _, new = model.step(prompt, at[None], mask, at[None, -1:], model.empty(1))
+        for tensor, rows in zip(cache, new, strict=True):
+            tensor[row, :, :length] = rows[0]
+    ids, zeros = random_ids(16, 1), np.zeros((16, 1), np.int64)
+    live = np.arange(slots) < lengths[:, None]
+    mask = np.concatenate([live, np.ones((16, 1), bool)], 1)[:, None, None]
+    together, _ = model.step(ids, lengths[:, None], mask, zeros, cache)
+    for row, length in enumerate(lengths):
+        window = -(-int(length) // WINDOW) * WINDOW
+        past = [tensor[row : row + 1, :, :window] for tensor in cache]
+        alone, _ = decode(model, int(ids[row, 0]), int(length), past)
+        np.testing.assert_array_equal(alone[0], together[row], err_msg=f"{length} cached")
+
+
+# What is refused
+
+
+def test_an_e4m3_cache_is_refused_by_name(tmp_path: Path, calibrations: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedError, match=r"kv_cache 'e4m3'.*e5m2 or float16"):
+        export_onnx(calibrations["fp8"], tmp_path / "out", kv_cache="e4m3")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_destination_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="not an Octet artifact"):
+        export_onnx(tmp_path / "missing", tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_export_leaves_nothing(
+    interruption: type[BaseException],
+    tmp_path: Path,
+    calibrations: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr("export.source.Source.weight_codes", interrupt)
+    with pytest.raises(interruption):
+        export_onnx(calibrations["fp8"], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_groups_that_do_not_divide_a_projection_are_refused(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    recipe = Recipe.load("fp8-block")
+    odd = recipe.model_copy(
+        update={
+            "weights": recipe.weights.model_copy(update={"group_size": 96}),
+            "activations": recipe.activations.model_copy(update={"group_size": 96}),
+        }
+    )
+    calibration = make_calibration(tmp_path / "cal", tiny_model, odd)
+    with pytest.raises(OctetError, match=f"{Q_PROJ} has 256 inputs, not a multiple of 96"):
+        export_onnx(calibration, tmp_path / "out")

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from calibrate.histogram import Histogram
@@ -104,7 +105,7 @@ def scale_warnings(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[
         elif recipe.kv_cache == "e5m2" and tensor.chosen.scale != 1.0:
             warnings.append(
                 f"{name} reaches {tensor.absmax:.3g}: its E5M2 cache needs the scale"
-                f" {tensor.chosen.scale:.3g}, which vLLM ignores for fp8_e5m2"
+                f" {tensor.chosen.scale:.3g}; an engine that does not apply it will be wrong"
             )
     if worse:
         loss, name = max(worse)
@@ -124,16 +125,16 @@ def print_report(console: Console, report: Report, *, tokens: int, seconds: floa
     )
     console.print(_worst(report))
     for line in _clipping(report):
-        console.print(line)
+        console.print(line, highlight=False)
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 
 def _worst(report: Report) -> Table:
     """The tensors of each kind that lose most, lowest SQNR first."""
     table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
     table.add_column("tensor", overflow="fold")
-    for column in ("format", "scale", "SQNR dB", "saturated", "underflow"):
+    for column in ("format", "scale", "SQNR dB", "clipped", "to zero"):
         table.add_column(column, justify="right", no_wrap=True)
     for kinds in (("input",), ("key", "value")):
         rows = [

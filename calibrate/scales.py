@@ -33,8 +33,8 @@ Float32Array = NDArray[np.float32]
 # every octave, and a weight's distribution has no tail worth clipping by more than half.
 _MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
 
-# A cache scale other than 1 must gain this much over it, in dB: engines with an E5M2 cache ignore
-# scales, and E5M2's range holds any normal key or value as it is.
+# A cache scale other than 1 must gain this much over it, in dB: E5M2's range holds any normal key
+# or value as it is, and not every engine applies a scale to an E5M2 cache.
 _WORTH_A_SCALE_DB = 1.0
 
 

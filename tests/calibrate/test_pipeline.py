@@ -124,14 +124,16 @@ def test_reports_progress_tensors_and_warnings(
         tiny_samples,
         tmp_path / "out",
         recipe=FP8,
+        name="served-name",
         count=8,
         allow_few_samples=True,
         console=console,
     )
+    assert result.manifest.model.name == "served-name"
     text = stream.getvalue()
     assert "tokens/s" in text
     assert "lowest SQNR" in text
-    assert "model.layers.0.self_attn.key" in text
+    assert "layers.0.self_attn.key " in text
     assert "warning: 8 samples are few" in " ".join(text.split())
     assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
     assert not any(name.endswith("input_scale") for name in result.scales)  # dynamic

@@ -7,7 +7,7 @@ tensors travel here as a dtype tag and an array of codes: uint16 for BF16, uint8
 import json
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from octet import formats
 from octet.errors import CheckpointError
 
-__all__ = ["Tensor", "TensorFile", "write_tensors"]
+__all__ = ["PendingTensor", "Tensor", "TensorFile", "write_tensors"]
 
 # safetensors dtype tag -> the numpy dtype of the codes that carry it
 CONTAINERS: dict[str, np.dtype[Any]] = {
@@ -74,6 +74,19 @@ class Tensor:
             if container == array.dtype and not tag.startswith(("BF", "F8")):
                 return cls(tag, array)
         raise TypeError(f"no safetensors dtype for numpy's {array.dtype}")
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """A tensor to be written, whose codes are made by `read` when its turn comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * CONTAINERS[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -161,23 +174,37 @@ def _parse_header(path: Path, header: bytes, size: int) -> dict[str, _Entry]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | PendingTensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes one safetensors file, tensors in the order given, data 8-byte aligned."""
+    """Writes one safetensors file, tensors in the order given.
+
+    A `PendingTensor` is in memory only while it is written.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    pending = {name: _pending(tensor) for name, tensor in tensors.items()}
     offset = 0
-    for name, tensor in tensors.items():
-        stop = offset + tensor.codes.nbytes
+    for name, tensor in pending.items():
         header[name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        offset = stop
+        offset += tensor.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-len(encoded) % 8)  # so that the data begins at a multiple of 8
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor.codes).data)
+        for name, tensor in pending.items():
+            codes = tensor.read()
+            if codes.shape != tensor.shape or codes.dtype != CONTAINERS[tensor.dtype]:
+                raise RuntimeError(f"{name}: {codes.dtype} {codes.shape} is not what was announced")
+            file.write(np.ascontiguousarray(codes).data)
+
+
+def _pending(tensor: Tensor | PendingTensor) -> PendingTensor:
+    if isinstance(tensor, PendingTensor):
+        return tensor
+    return PendingTensor(tensor.dtype, tensor.shape, lambda: tensor.codes)

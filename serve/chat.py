@@ -9,18 +9,10 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from octet.chat import DEFAULT_TEMPLATE, template_of, tokenizer_config
 from octet.errors import ArtifactError, RequestError
 
-__all__ = ["DEFAULT_TEMPLATE", "ChatTemplate"]
-
-# For models without a template, which are mostly base models: headings that any of them has read.
-DEFAULT_TEMPLATE = r"""
-{%- for message in messages -%}
-### {{ message.role | capitalize }}:
-{{ message.content | trim }}
-
-{% endfor -%}
-### Assistant:{{ "\n" }}"""
+__all__ = ["ChatTemplate"]
 
 
 class ChatTemplate:
@@ -43,26 +35,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
-        """From chat_template.jinja, else from tokenizer_config.json, else the default."""
-        config: dict[str, Any] = {}
-        path = directory / "tokenizer_config.json"
-        if path.exists():
-            try:
-                config = json.loads(path.read_text())
-            except ValueError as error:
-                raise ArtifactError(f"{path}: not valid JSON ({error})") from None
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = next((t["template"] for t in source if t.get("name") == "default"), None)
-        alone = directory / "chat_template.jinja"
-        if alone.exists():
-            source = alone.read_text()
+        """The directory's own template (octet/chat.py says where), or the default."""
+        config = tokenizer_config(directory)
         tokens = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
-        return cls(source, tokens)
+        return cls(template_of(directory), tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt, ending where the assistant begins. Raises RequestError if it refuses them."""

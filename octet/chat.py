@@ -1,0 +1,43 @@
+"""The chat template of models that bring none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octet.errors import ArtifactError
+
+__all__ = ["DEFAULT_TEMPLATE", "TEMPLATE_FILE", "template_of", "tokenizer_config"]
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+# For models without a template, which are mostly base models: headings that any of them has read.
+DEFAULT_TEMPLATE = r"""
+{%- for message in messages -%}
+### {{ message.role | capitalize }}:
+{{ message.content | trim }}
+
+{% endfor -%}
+### Assistant:{{ "\n" }}"""
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing if there is none. Raises ArtifactError if it is no JSON."""
+    path = directory / "tokenizer_config.json"
+    if not path.exists():
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error})") from None
+    return config
+
+
+def template_of(directory: Path) -> str | None:
+    """The Jinja source from chat_template.jinja, else from tokenizer_config.json, else None."""
+    alone = directory / TEMPLATE_FILE
+    if alone.exists():
+        return alone.read_text()
+    source: Any = tokenizer_config(directory).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    return None if source is None else str(source)

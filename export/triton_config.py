@@ -65,18 +65,18 @@ class Parameter:
     string_value: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoupled model that batches by itself, so that Triton's batcher is off (size 0)."""
 
     name: str
     backend: str
+    max_batch_size: int = 0
+    model_transaction_policy: TransactionPolicy = TransactionPolicy(decoupled=True)
     instance_group: tuple[InstanceGroup, ...]
     input: tuple[Tensor, ...] = ()
     output: tuple[Tensor, ...] = ()
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
-    max_batch_size: int = 0
-    model_transaction_policy: TransactionPolicy = TransactionPolicy(decoupled=True)
 
     def pbtxt(self) -> str:
         """The content of config.pbtxt."""

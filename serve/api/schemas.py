@@ -21,7 +21,7 @@ from pydantic import (
 from octet.errors import RequestError
 from serve.config import Limits
 
-__all__ = ["ChatRequest", "CompletionRequest", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "parse", "validate"]
 
 Prompt = str | tuple[int, ...]
 S = TypeVar("S", bound=BaseModel)
@@ -223,8 +223,13 @@ def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, An
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise RequestError("the body should be a JSON object")
+    return validate(schema, data, limits), data
+
+
+def validate(schema: type[S], data: dict[str, Any], limits: Limits) -> S:
+    """Checks a decoded object. Raises RequestError naming the first field that does not fit."""
     try:
-        return schema.model_validate(data, context=limits), data
+        return schema.model_validate(data, context=limits)
     except ValidationError as error:
         raise _request_error(error) from None
 

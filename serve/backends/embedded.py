@@ -15,7 +15,7 @@ from serve.runner import Runner
 from serve.tokenizer import Tokenizer
 from serve.types import Event, Finished, GenerateRequest
 
-__all__ = ["EmbeddedBackend"]
+__all__ = ["EmbeddedBackend", "Loaded", "load_onnx"]
 
 # A prompt of so many characters takes about 10 ms to tokenize: done beside the event loop.
 _LONG_TEXT = 20_000
@@ -47,8 +47,8 @@ class EmbeddedBackend:
         self._slots = slots
         self._context = context
         self._max_waiting = max_waiting
-        self._load = load or (lambda: _load_onnx(path, threads))
-        self._started: _Started | None = None
+        self._load = load or (lambda: load_onnx(path, threads))
+        self._started: Loaded | None = None
         self._streams: dict[Generation, _Stream] = {}
 
     @property
@@ -80,7 +80,7 @@ class EmbeddedBackend:
             max_waiting=self._max_waiting,
         )
         engine.start()
-        self._started = _Started(engine, tokenizer, runner.spec)
+        self._started = Loaded(engine, tokenizer, runner.spec)
 
     async def close(self) -> None:
         if self._started is not None:
@@ -107,7 +107,7 @@ class EmbeddedBackend:
             del self._streams[generation]
             started.engine.cancel(generation)
 
-    def _require_started(self) -> "_Started":
+    def _require_started(self) -> "Loaded":
         if self._started is None:
             raise BackendUnavailable(f"{self._model}: the embedded engine has not been started")
         return self._started
@@ -121,8 +121,8 @@ class EmbeddedBackend:
 
 
 @dataclass(frozen=True)
-class _Started:
-    """What exists from `start` on."""
+class Loaded:
+    """What answers requests: an engine, and the model and tokenizer that it runs with."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -133,7 +133,10 @@ class _Started:
         if request.extra:
             field = min(request.extra)
             raise RequestError(f"{field}: the embedded engine has no such field", param=field)
-        prompt = await self._prompt_ids(request)
+        return self.checked(request, await self._prompt_ids(request))
+
+    def checked(self, request: GenerateRequest, prompt: Sequence[int]) -> Generation:
+        """`request` with its prompt as token ids. Raises RequestError for what cannot be run."""
         if not prompt:
             raise RequestError("the prompt is empty: it has no token", param="prompt")
         wrong = next((t for t in prompt if not 0 <= t < self.spec.vocab_size), None)
@@ -192,7 +195,8 @@ class _Stream:
         return event
 
 
-def _load_onnx(path: Path, threads: int) -> tuple[Runner, Tokenizer]:
+def load_onnx(path: Path, threads: int = 0) -> tuple[Runner, Tokenizer]:
+    """What runs an ONNX export. Raises ArtifactError for what is not a whole, unaltered one."""
     from serve.onnx_runner import OnnxRunner  # loads ONNX Runtime
 
     return OnnxRunner(path, threads=threads), Tokenizer.load(path)

@@ -1,0 +1,223 @@
+"""The embedded engine as a model of Triton's Python backend.
+
+    Triton ──execute──▶ engine thread ──queue──▶ sender thread ──response senders──▶ Triton
+
+`execute` reads and checks requests and returns. The engine must not wait for Triton's shared
+memory, so a thread of its own sends: what has been queued of a request by then is one response.
+The same thread asks Triton, 20 times a second, whether anybody still waits for each request. Every
+request gets exactly one final response, whatever happens.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Self
+
+from octet.errors import BackendError, BackendUnavailable, ConfigError, OctetError, RequestError
+from serve.backends.embedded import Loaded, load_onnx
+from serve.engine import Delivery, Engine
+from serve.generation import Generation
+from serve.runner import Runner
+from serve.tokenizer import Tokenizer
+from serve.triton_messages import Asked, outputs, read_request
+from serve.types import Event, Finished
+
+__all__ = ["TritonEntry"]
+
+POLL_S = 0.05
+DRAIN_S = 30.0  # Triton unloads a model once its requests are done; this is for those that are not
+
+log = logging.getLogger(__name__)
+
+
+class TritonEntry:
+    """What a `TritonPythonModel` delegates to; `pb_utils` is triton_python_backend_utils."""
+
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer, pb_utils: Any, *, slots: int = 16
+    ) -> None:
+        self._pb_utils = pb_utils
+        # Deliveries of the engine; [] wakes the sender up, None ends it.
+        self._queue: SimpleQueue[list[Delivery] | None] = SimpleQueue()
+        engine = Engine(runner, self._queue.put, slots=slots)
+        self._loaded = Loaded(engine, tokenizer, runner.spec)
+        # Requests without a final response; who takes one out of here sends it.
+        self._live: dict[Generation, _Answer] = {}
+        self._sender = threading.Thread(target=self._send, name="octet-sender", daemon=True)
+        engine.start()
+        self._sender.start()
+
+    @classmethod
+    def load(cls, args: Mapping[str, str], pb_utils: Any) -> Self:
+        """From what Triton gives `initialize`: the export is `onnx` in the version's directory.
+
+        Raises ArtifactError for what is not an unaltered export, ConfigError for the parameters
+        `slots` and `threads` of config.pbtxt.
+        """
+        version = Path(args["model_repository"]) / args["model_version"]
+        parameters = json.loads(args["model_config"]).get("parameters", {})
+        slots = _whole_number(parameters, "slots", default=16, least=1)
+        threads = _whole_number(parameters, "threads", default=0, least=0)
+        runner, tokenizer = load_onnx(version / "onnx", threads)
+        return cls(runner, tokenizer, pb_utils, slots=slots)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Starts `requests`; their answers come later, through their response senders."""
+        for request in requests:
+            answer = _Answer(request.get_response_sender(), self._pb_utils)
+            try:
+                self._start(request, answer)
+            except Exception as error:
+                answer.fail(error)
+
+    def close(self) -> None:
+        """Lets running requests finish for up to DRAIN_S, fails the rest, and stops."""
+        self._loaded.engine.close(drain_s=DRAIN_S)
+        self._queue.put(None)
+        self._sender.join()
+
+    def _start(self, request: Any, answer: "_Answer") -> None:
+        asked = read_request(request, self._pb_utils)
+        prompt = asked.request.prompt
+        tokenizer = self._loaded.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        generation = self._loaded.checked(asked.request, ids)
+        prefix = ""
+        if asked.with_prompt:
+            prefix = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        answer.begin(asked, len(ids), prefix)
+        self._live[generation] = answer  # the engine may be faster than the next line
+        try:
+            self._loaded.engine.submit(generation)
+        except BaseException:
+            del self._live[generation]
+            raise
+        self._queue.put([])
+
+    def _send(self) -> None:
+        next_poll = 0.0
+        stopping = False
+        while not stopping:
+            deliveries, stopping = self._take(next_poll - time.monotonic())
+            outcomes: dict[Generation, list[list[Event] | BackendError]] = {}
+            for generation, outcome in deliveries:
+                outcomes.setdefault(generation, []).append(outcome)
+            for generation, of_request in outcomes.items():
+                self._pass_on(generation, of_request)
+            if time.monotonic() >= next_poll:
+                self._drop_cancelled()
+                next_poll = time.monotonic() + POLL_S
+
+    def _take(self, timeout_s: float) -> tuple[list[Delivery], bool]:
+        """All that is queued, and whether to stop; waits for it as long as there is a live request.
+
+        Without one there is nothing to look after meanwhile.
+        """
+        try:
+            items = [self._queue.get(timeout=max(timeout_s, 0) if self._live else None)]
+        except Empty:
+            return [], False
+        while not self._queue.empty():
+            items.append(self._queue.get())
+        return [delivery for item in items for delivery in item or ()], None in items
+
+    def _pass_on(self, generation: Generation, outcomes: list[list[Event] | BackendError]) -> None:
+        answer = self._live.get(generation)
+        if answer is None:  # cancelled meanwhile
+            return
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, BackendError):
+                    raise outcome
+                answer.events += outcome
+            ended = answer.send()
+        except Exception as error:
+            self._end(generation, error)
+            return
+        if ended:
+            del self._live[generation]
+
+    def _drop_cancelled(self) -> None:
+        for generation, answer in list(self._live.items()):
+            if answer.cancelled:
+                self._end(generation, None)
+
+    def _end(self, generation: Generation, error: Exception | None) -> None:
+        self._loaded.engine.cancel(generation)
+        self._live.pop(generation).fail(error)
+
+
+class _Answer:
+    """The response sender of one request, and what it has not sent yet."""
+
+    def __init__(self, sender: Any, pb_utils: Any) -> None:
+        self._sender = sender
+        self._pb_utils = pb_utils
+        self._asked: Asked | None = None
+        self.events: list[Event] = []
+
+    def begin(self, asked: Asked, prompt_tokens: int, prefix: str) -> None:
+        self._asked = asked
+        self._prompt_tokens = prompt_tokens
+        self._prefix = prefix
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+    def send(self) -> bool:
+        """Sends `events`, or if not streamed waits for the last; whether that was among them."""
+        assert self._asked is not None
+        ended = bool(self.events) and isinstance(self.events[-1], Finished)
+        if not ended and not self._asked.stream:
+            return False
+        pb_utils = self._pb_utils
+        tensors = outputs(self._asked, self._prompt_tokens, self.events, self._prefix)
+        self.events.clear()
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array) for name, array in tensors.items()]
+        )
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if ended else 0
+        self._sender.send(response, flags=final)
+        return ended
+
+    def fail(self, error: Exception | None) -> None:
+        """Ends the request with `error`, or as cancelled by its client."""
+        pb_utils = self._pb_utils
+        response = pb_utils.InferenceResponse(error=_triton_error(error, pb_utils))
+        try:
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception:  # nobody is left to tell
+            log.exception("a final response could not be sent")
+
+
+def _triton_error(error: Exception | None, pb_utils: Any) -> Any:
+    """A refusal is JSON with the field at fault, which the gateway reads back."""
+    kinds = pb_utils.TritonError
+    if error is None:
+        return kinds("the request was cancelled", kinds.CANCELLED)
+    if isinstance(error, RequestError):
+        refusal = {"message": str(error), "param": error.param, "code": error.code}
+        return kinds(json.dumps(refusal), kinds.INVALID_ARG)
+    if isinstance(error, BackendUnavailable):
+        return kinds(str(error), kinds.UNAVAILABLE)
+    if isinstance(error, OctetError):
+        return kinds(str(error), kinds.INTERNAL)
+    log.error("a request failed", exc_info=error)
+    return kinds("internal error; see Triton's log", kinds.INTERNAL)
+
+
+def _whole_number(
+    parameters: Mapping[str, Mapping[str, str]], name: str, *, default: int, least: int
+) -> int:
+    text = parameters.get(name, {}).get("string_value", str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(
+            f"config.pbtxt: parameter '{name}' should be a whole number of at least {least},"
+            f" got '{text}'"
+        )
+    return int(text)

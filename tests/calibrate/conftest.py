@@ -1,9 +1,11 @@
 """A checkpoint loaded once, its batches, and one calibration of it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from calibrate import run
 from calibrate.batches import Batch, make_batches, tokenize
@@ -12,6 +14,15 @@ from calibrate.samples import load_samples
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.recipe import Recipe
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tiny model's operations are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

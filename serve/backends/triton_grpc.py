@@ -203,7 +203,8 @@ class _Answer:
         reason = outputs.get("finish_reason", "")
         if reason and reason != "None":  # the vLLM backend writes Python's None until the end
             self._reason = reason
-        self._stop_reason = outputs.get("stop_reason") or self._stop_reason
+        if "stop_reason" in outputs:  # our own entry's, as JSON
+            self._stop_reason = json.loads(outputs["stop_reason"])
         self._read = outputs.get("num_input_tokens", self._read)
         self._written += outputs.get("num_output_tokens", 0)
         text = outputs.get("text_output", "")
@@ -225,14 +226,19 @@ class _Answer:
         return Finished(reasons[self._reason], Usage(self._read, self._written), self._stop_reason)
 
     def _position(self, entries: dict[str, dict[str, Any]]) -> PositionLogprobs:
-        """One position: token id -> {logprob, rank, decoded_token}, the chosen token first."""
+        """One position: token id -> {logprob, rank, decoded_token}, the chosen token first.
+
+        Our own entry adds `bytes`, and to the chosen token its `text_offset`.
+        """
         tokens = [
             TokenLogprob(int(i), e.get("decoded_token") or "", _bytes_of(e), e["logprob"])
             for i, e in entries.items()
         ]
         best = sorted(tokens, key=lambda token: -(token.logprob or 0.0))[: self._logprobs]
-        offset, self._offset = self._offset, self._offset + len(tokens[0].text)
-        return PositionLogprobs(tokens[0], tuple(best), offset)
+        chosen, first = tokens[0], next(iter(entries.values()))
+        offset = first.get("text_offset", self._offset)
+        self._offset = offset + len(chosen.text)
+        return PositionLogprobs(chosen, tuple(best), offset)
 
 
 def _refusal(details: str) -> RequestError:

@@ -1,11 +1,17 @@
 """calibration + checkpoint → a compressed-tensors checkpoint that vLLM loads.
 
-Format `float-quantized`: `<linear>.weight` E4M3 [N, K], `<linear>.weight_scale` float32 ([1],
-[N, 1] or [⌈N/128⌉, ⌈K/128⌉], a multiplier), `<linear>.input_scale` float32 [1] for static recipes.
-All other tensors are copied bit for bit, shard by shard under the same names.
+FP8 weights and their scales take the place of the projections' weights; every other tensor is
+copied bit for bit, shard by shard, one tensor in memory at a time. There is no `kv_cache_scheme`:
+with one, vLLM refuses an E5M2 cache; without, it takes `--kv-cache-dtype fp8_e5m2`.
 
-There is no `kv_cache_scheme`: with one, vLLM refuses `--kv-cache-dtype fp8_e5m2`; without, it
-takes the cache's scales from `k_scale` and `v_scale` tensors, written only where they are not 1.
+| recipe     | weight_scale                | input_scale |
+|------------|-----------------------------|-------------|
+| fp8        | f32 [N, 1]                  | none        |
+| fp8-static | f32 [1]                     | f32 [1]     |
+| fp8-block  | f32 [⌈N/128⌉, ⌈K/128⌉]      | none        |
+
+Scales multiply: real = stored * scale. Tensor names and the configuration are those of
+compressed-tensors' `float-quantized` format.
 """
 
 import json
@@ -16,15 +22,16 @@ import numpy as np
 
 from export.source import Source, require_space
 from octet.artifact import Manifest, check_destination, write_artifact
-from octet.calibration import Calibration
+from octet.chat import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
 from octet.errors import UnsupportedError
 from octet.model import Linear
-from octet.recipe import BLOCK, Recipe
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.recipe import TensorScheme
+from octet.tensors import PendingTensor, Tensor, TensorFile, write_tensors
 
-__all__ = ["export_checkpoint", "quantization_config"]
+__all__ = ["export_checkpoint", "write_checkpoint"]
 
 INDEX_FILE = "model.safetensors.index.json"
+Tensors = dict[str, Tensor | PendingTensor]
 
 
 def export_checkpoint(
@@ -32,115 +39,155 @@ def export_checkpoint(
 ) -> Manifest:
     """Writes the checkpoint directory `out`; `model` overrides where the original is.
 
-    Memory is bounded by the largest shard. Raises UnsupportedError for a recipe that
-    compressed-tensors cannot say, ArtifactError and CheckpointError for inputs that do not fit
-    each other, ExportError without enough disk space; nothing is left then.
+    Raises UnsupportedError for a recipe that vLLM would refuse, naming the layer, and ArtifactError
+    or ExportError before the first byte for all else that stands in the way.
     """
     check_destination(out, force=force)
     source = Source.open(calibration, model)
-    configuration = quantization_config(source)
+    check_supported(source)
     require_space(out, sum(shard.path.stat().st_size for shard in source.checkpoint.shards))
-    details = {"format": "compressed-tensors", "kv_cache": source.recipe.kv_cache}
     with write_artifact(out, force=force) as writer:
-        source.copy_side_files(writer.path, config=False)
-        config = source.checkpoint.config | {"quantization_config": configuration}
-        (writer.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(source, writer.path)
+        details = write_checkpoint(source, writer.path)
         return writer.finish(source.manifest("checkpoint", details))
 
 
-def quantization_config(source: Source) -> dict[str, Any]:
-    """`quantization_config` of config.json; `ignore` lists the linears left as they were."""
+def write_checkpoint(source: Source, directory: Path) -> dict[str, Any]:
+    """Fills `directory` with what an engine loads; returns the facts for a manifest."""
+    source.copy_side_files(directory, config=False)
+    config = source.checkpoint.config | {"quantization_config": quantization_config(source)}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weight_map: dict[str, str] = {}
+    for shard in source.checkpoint.shards:
+        tensors = _quantized_shard(source, shard)
+        write_tensors(directory / shard.path.name, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard.path.name)
+    if (source.checkpoint.path / INDEX_FILE).exists():
+        _write_index(directory, weight_map)
+    details: dict[str, Any] = {"format": "compressed-tensors float-quantized"}
+    if source.recipe.kv_cache == "e5m2":
+        details["serve_with"] = "--kv-cache-dtype fp8_e5m2"
+    if template_of(source.checkpoint.path) is None:
+        # vLLM answers no chat without a template, and takes none from a request.
+        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
+        details["chat_template"] = "plain default: the model brings none"
+    return details
+
+
+def check_supported(source: Source) -> None:
+    """Raises UnsupportedError for what vLLM would refuse or get wrong."""
     recipe = source.recipe
-    _require_expressible(recipe)
-    weights: dict[str, Any] = {"strategy": recipe.weights.granularity, "dynamic": False}
-    if recipe.weights.granularity == "block":
-        weights["block_structure"] = [BLOCK, BLOCK]
-    activations: dict[str, Any] = {
-        "strategy": recipe.activations.granularity,
-        "dynamic": recipe.activations.dynamic,
+    if recipe.kv_cache == "e4m3":
+        raise UnsupportedError(
+            f"recipe {recipe.name}: kv_cache e4m3 is not supported by the checkpoint export;"
+            " use e5m2 or float16"
+        )
+    quantized = source.quantized_linears()
+    pair = (recipe.weights.granularity, recipe.activations.granularity)
+    if pair not in (("channel", "token"), ("tensor", "tensor"), ("block", "group")):
+        raise UnsupportedError(
+            f"recipe {recipe.name}: {pair[0]} weights with {pair[1]} activations is no combination"
+            " that vLLM serves in FP8; use those of fp8, fp8-static or fp8-block"
+        )
+    fused: dict[str, list[Linear]] = {}
+    for linear in source.spec.linears():
+        fused.setdefault(linear.input, []).append(linear)
+    for group in fused.values():
+        inside = [linear for linear in group if linear.name in quantized]
+        if inside and len(inside) < len(group):
+            outside = next(linear for linear in group if linear.name not in quantized)
+            raise UnsupportedError(
+                f"recipe {recipe.name} excludes {outside.name} but not {inside[0].name}: vLLM"
+                " fuses them; exclude both or neither"
+            )
+    size = recipe.weights.group_size or 1
+    for linear in quantized.values():
+        if linear.out_features % size or linear.in_features % size:
+            raise UnsupportedError(
+                f"recipe {recipe.name}: {linear.name} is {linear.out_features}x"
+                f"{linear.in_features}, and vLLM needs multiples of {size}; use recipe fp8"
+            )
+
+
+def quantization_config(source: Source) -> dict[str, Any]:
+    """config.json's `quantization_config`, as compressed-tensors defines it."""
+    recipe = source.recipe
+    excluded = [item.name for item in source.spec.linears() if not source.quantizes(item)]
+    group = {
+        "targets": ["Linear"],
+        "format": "float-quantized",
+        "weights": _scheme(recipe.weights),
+        "input_activations": _scheme(recipe.activations),
+        "output_activations": None,
     }
-    if recipe.activations.granularity == "group":
-        activations["group_size"] = recipe.activations.group_size
-    e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
-    kept = [linear.name for linear in source.spec.linears() if not source.quantizes(linear)]
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": [*kept, "lm_head"],
+        "ignore": ["lm_head", *excluded],
         "kv_cache_scheme": None,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "float-quantized",
-                "weights": e4m3 | weights,
-                "input_activations": e4m3 | activations,
-            }
-        },
+        "config_groups": {"group_0": group},
     }
 
 
-def _require_expressible(recipe: Recipe) -> None:
-    sizes = {recipe.weights.group_size, recipe.activations.group_size} - {None}
-    pair = (recipe.weights.granularity, recipe.activations.granularity)
-    known = {("channel", "token"), ("tensor", "tensor"), ("block", "group")}
-    if pair not in known or sizes - {BLOCK}:
-        raise UnsupportedError(
-            f"recipe {recipe.name}: {pair[0]} weights with {pair[1]} activations"
-            f"{f' and groups of {max(sizes)}' if sizes else ''} is no combination that vLLM serves;"
-            " use the granularities of fp8, fp8-static or fp8-block"
-        )
+def _scheme(scheme: TensorScheme) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": scheme.granularity,
+        "symmetric": True,
+        "dynamic": scheme.dynamic,
+    }
+    if scheme.granularity == "block":
+        described["block_structure"] = [scheme.group_size, scheme.group_size]
+    elif scheme.granularity == "group":
+        described["group_size"] = scheme.group_size
+    return described
 
 
-def _write_shards(source: Source, directory: Path) -> None:
-    """One output shard for each input shard, and the index if there was one."""
-    weight_map: dict[str, str] = {}
-    linears = source.quantized_linears()
-    total = 0
-    for shard in source.checkpoint.shards:
-        tensors = quantize_shard(source, shard, linears)
-        write_tensors(directory / shard.path.name, tensors, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, shard.path.name)
-        total += sum(tensor.codes.nbytes for tensor in tensors.values())
-    if (source.checkpoint.path / INDEX_FILE).exists():
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def quantize_shard(
-    source: Source, shard: TensorFile, linears: dict[str, Linear]
-) -> dict[str, Tensor]:
-    """The tensors of one output shard: quantized weights followed by their scales, all else as is.
-
-    The cache's scales go with the shard that has their k_proj or v_proj.
-    """
-    tensors: dict[str, Tensor] = {}
+def _quantized_shard(source: Source, shard: TensorFile) -> Tensors:
+    """The tensors of `shard` as they will be written, in their order; nothing is computed yet."""
+    quantized = {f"{name}.weight": item for name, item in source.quantized_linears().items()}
+    tensors: Tensors = {}
     for name in shard.names:
-        module, _, kind = name.rpartition(".")
-        linear = linears.get(module) if kind == "weight" else None
-        if linear is None:
+        if name in quantized:
+            tensors |= _quantized_linear(source, quantized[name])
+        else:
             tensors[name] = shard.read(name)
-            continue
-        tensors[name] = Tensor("F8_E4M3", source.weight_codes(linear))
-        tensors[f"{module}.weight_scale"] = _scale(source.weight_scale(linear))
-        if not source.recipe.activations.dynamic:
-            tensors[f"{module}.input_scale"] = _scale(source.input_scale(linear))
-    tensors |= _cache_scales(source.calibration, shard)
+        tensors |= _cache_scales(source, name)
     return tensors
 
 
-def _cache_scales(calibration: Calibration, shard: TensorFile) -> dict[str, Tensor]:
-    found = {}
-    for name in shard.names:
-        for kind in "kv":
-            module = name.removesuffix(f".{kind}_proj.weight")
-            scale = calibration.scales.get(f"{module}.{kind}_scale")
-            if module != name and scale is not None and float(scale) != 1.0:
-                found[f"{module}.{kind}_scale"] = _scale(scale)
-    return found
+def _quantized_linear(source: Source, linear: Linear) -> Tensors:
+    shape = (linear.out_features, linear.in_features)
+    tensors: Tensors = {
+        f"{linear.name}.weight": PendingTensor(
+            "F8_E4M3", shape, lambda: source.weight_codes(linear)
+        ),
+        f"{linear.name}.weight_scale": _at_least_1d(source.weight_scale(linear)),
+    }
+    if not source.recipe.activations.dynamic:
+        tensors[f"{linear.name}.input_scale"] = _at_least_1d(source.input_scale(linear))
+    return tensors
 
 
-def _scale(scale: np.ndarray[Any, np.dtype[np.float32]]) -> Tensor:
-    """A scalar becomes [1], the shape that compressed-tensors gives its per-tensor parameters."""
-    return Tensor("F32", scale.reshape(1) if scale.ndim == 0 else scale)
+def _cache_scales(source: Source, name: str) -> Tensors:
+    """`k_scale` after a k_proj's weight and `v_scale` after a v_proj's, where they are not 1."""
+    attention, _, projection = name.removesuffix(".weight").rpartition(".")
+    if projection not in ("k_proj", "v_proj"):
+        return {}
+    scale_name = f"{attention}.{projection[0]}_scale"
+    scale = source.calibration.scales.get(scale_name)
+    return {} if scale is None or scale == 1 else {scale_name: _at_least_1d(scale)}
+
+
+def _at_least_1d(scale: Any) -> Tensor:
+    return Tensor.of(np.atleast_1d(np.asarray(scale, np.float32)))
+
+
+def _write_index(directory: Path, weight_map: dict[str, str]) -> None:
+    files = {directory / name for name in weight_map.values()}
+    index = {
+        "metadata": {"total_size": sum(path.stat().st_size for path in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

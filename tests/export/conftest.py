@@ -1,5 +1,6 @@
 """Calibrations of the tiny model, made without the calibrate stage, and what they export to."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,17 @@ RECIPES = ("fp8", "fp8-static", "fp8-block")
 
 
 def make_calibration(
-    path: Path, model: Path, recipe: Recipe, *, scales: dict[str, float] | None = None
+    path: Path,
+    model: Path,
+    recipe: Recipe,
+    *,
+    scales: Mapping[str, float | np.ndarray] | None = None,
+    drop: str | None = None,
 ) -> Path:
-    """Saves weight scales from the absolute maximum, and plausible input scales."""
+    """Saves weight scales from the absolute maximum, and plausible input scales.
+
+    `scales` replaces some, `drop` leaves one out.
+    """
     checkpoint = Checkpoint.open(model)
     granularity = scaling.Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
     found: dict[str, np.ndarray] = {}
@@ -35,6 +44,7 @@ def make_calibration(
             found[f"model.layers.{index}.self_attn.{kind}_scale"] = np.array(1, np.float32)
     for name, value in (scales or {}).items():
         found[name] = np.array(value, np.float32)
+    found.pop(drop or "", None)
     record = GoldenRecord(
         prompt="a",
         prompt_token_ids=(5,),

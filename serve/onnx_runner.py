@@ -151,6 +151,9 @@ def _session_options(directory: Path, threads: int) -> Any:
     # FP8 Q/DQ of a float32 graph would be fused into integer kernels that refuse it; without that
     # fusion the weights' DQ is folded and the products get prepacked float32 weights.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
+    # Threads that spin while they wait gain up to a fifth on two idle cores, and cost half as soon
+    # as anything else runs there: the gateway itself, or a client on the same machine.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # A model given as bytes looks for model.onnx.data here.
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory)

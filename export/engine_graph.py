@@ -43,10 +43,14 @@ def build_engine_graph(source: Source, compute: int = TensorProto.FLOAT16) -> Gr
 def check_recipe(source: Source) -> None:
     """Raises UnsupportedError for a recipe that TensorRT's compiler does not build in FP8."""
     recipe = source.recipe
-    if recipe.activations.dynamic or recipe.weights.granularity == "block":
-        problem = "scales activations at run time" if recipe.activations.dynamic else "has blocks"
+    if recipe.activations.dynamic:
         raise UnsupportedError(
-            f"recipe {recipe.name} {problem}, which TensorRT does not build in FP8;"
+            f"recipe {recipe.name} scales activations at run time, which TensorRT refuses in FP8;"
+            " calibrate with --recipe fp8-static"
+        )
+    if recipe.weights.granularity == "block":
+        raise UnsupportedError(
+            f"recipe {recipe.name} has block weights, which TensorRT refuses with FP8 activations;"
             " calibrate with --recipe fp8-static"
         )
     if recipe.kv_cache != "e5m2":
@@ -63,8 +67,7 @@ class CodeCache:
     compute: int = TensorProto.FLOAT16
 
     def past(self, graph: Graph, name: str, spec: ModelSpec) -> str:
-        shape = ["batch", spec.kv_heads, "past", spec.head_dim]
-        return graph.input(f"past_key_values.{name}", TensorProto.UINT8, shape)
+        return graph.input(f"past_key_values.{name}", TensorProto.UINT8, _shape(spec, "past"))
 
     def read(self, graph: Graph, past: str, scale: float) -> str:
         """The rows of the input `past`: the values of its codes, times the scale."""
@@ -83,8 +86,7 @@ class CodeCache:
             x = graph.node("Mul", [x, inverse], f"{output}.stored")
         rounded = round_to_e5m2(graph, x, output)
         graph.node("Cast", [rounded], output, to=TensorProto.FLOAT16)
-        shape = ["batch", spec.kv_heads, "sequence", spec.head_dim]
-        graph.output(output, TensorProto.FLOAT16, shape)
+        graph.output(output, TensorProto.FLOAT16, _shape(spec, "sequence"))
         if scale != 1:
             factor = graph.array(f"{output}.scale", np.array(scale, np.float32))
             rounded = graph.node("Mul", [rounded, factor], f"{output}.real")
@@ -123,3 +125,7 @@ def round_to_e5m2(graph: Graph, x: str, name: str) -> str:
     scaled = graph.node("Mul", [clipped, inverse], f"{name}.scaled")
     whole = graph.node("Round", [scaled], f"{name}.whole")
     return graph.node("Mul", [whole, step], f"{name}.rounded")
+
+
+def _shape(spec: ModelSpec, length: str) -> list[int | str]:
+    return ["batch", spec.kv_heads, length, spec.head_dim]

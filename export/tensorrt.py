@@ -6,6 +6,7 @@ ends the build: an input that it would not read, above all, for it only warns of
 """
 
 import importlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,11 +102,9 @@ def build_plan(
     build = _Build(trt, _logger(trt))
     network = build.parse(model)
     config = build.configure(profiles, targets)
-    with progress_monitor(trt, console) as monitor:
+    with progress_monitor(trt, console, build.log.interrupted) as monitor:
         config.progress_monitor = monitor
         data = build.builder.build_serialized_network(build.network, config)
-    if monitor.cancelled:
-        raise KeyboardInterrupt
     build.log.check(f"the builder for {', '.join(targets)}")
     if data is None:
         raise ExportError(f"{NAME} built no engine for {', '.join(targets)} and did not say why")
@@ -132,7 +131,7 @@ class _Build:
         parser = self.trt.OnnxParser(self.network, self.log)
         if not parser.parse_from_file(str(model)):
             errors = [parser.get_error(index) for index in range(parser.num_errors)]
-            said = "; ".join(f"{error.node_name()}: {error.desc()}" for error in errors)
+            said = "; ".join(f"{error.node_name() or 'graph'}: {error.desc()}" for error in errors)
             raise ExportError(f"{NAME}'s parser refuses the graph: {_line(said)}")
         self.log.check("the parser")
         return count(self.trt, self.network)
@@ -195,14 +194,20 @@ def _logger(trt: Any) -> Any:
             def clear(self) -> None:
                 self.errors: list[str] = []
                 self.unused: list[str] = []
+                self.interrupted = threading.Event()
 
             def log(self, severity: Any, message: str) -> None:
-                if severity <= trt.ILogger.ERROR:
-                    self.errors.append(message)
-                if "Unused Input" in message:
-                    self.unused.append(message)
+                try:
+                    if severity <= trt.ILogger.ERROR:
+                        self.errors.append(message)
+                    if "Unused Input" in message:
+                        self.unused.append(message)
+                except KeyboardInterrupt:  # which may not pass through the caller
+                    self.interrupted.set()
 
             def check(self, who: str) -> None:
+                if self.interrupted.is_set():
+                    raise KeyboardInterrupt
                 if self.unused:
                     said = _line("; ".join(self.unused))
                     raise ExportError(f"{NAME}: {who} would drop a part of the graph: {said}")

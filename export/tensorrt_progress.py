@@ -1,5 +1,6 @@
 """A progress bar for TensorRT's builder, and the way to interrupt it."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,13 @@ __all__ = ["progress_monitor"]
 
 
 @contextmanager
-def progress_monitor(trt: Any, console: Console | None) -> Iterator[Any]:
+def progress_monitor(
+    trt: Any, console: Console | None, interrupted: threading.Event
+) -> Iterator[Any]:
     """An `IProgressMonitor` that draws on `console`, or nothing if that is None.
 
     Ctrl-C reaches Python inside one of the builder's calls, through which no exception may pass:
-    the monitor then asks the builder to stop, and `cancelled` is set.
+    then `interrupted` is set, and the builder is asked to stop at its next step.
     """
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=console is None) as bars:
@@ -23,28 +26,29 @@ def progress_monitor(trt: Any, console: Console | None) -> Iterator[Any]:
         class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
             def __init__(self) -> None:
                 trt.IProgressMonitor.__init__(self)
-                self.cancelled = False
                 self.tasks: dict[str, TaskID] = {}
 
             def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-                try:
+                with _noting(interrupted):
                     self.tasks[phase] = bars.add_task(phase, total=steps)
-                except KeyboardInterrupt:
-                    self.cancelled = True
 
             def step_complete(self, phase: str, step: int) -> bool:
-                try:
+                with _noting(interrupted):
                     if phase in self.tasks:
                         bars.update(self.tasks[phase], completed=step + 1)
-                except KeyboardInterrupt:
-                    self.cancelled = True
-                return not self.cancelled
+                return not interrupted.is_set()
 
             def phase_finish(self, phase: str) -> None:
-                try:
+                with _noting(interrupted):
                     if phase in self.tasks:
                         bars.remove_task(self.tasks.pop(phase))
-                except KeyboardInterrupt:
-                    self.cancelled = True
 
         yield Monitor()
+
+
+@contextmanager
+def _noting(interrupted: threading.Event) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupted.set()

@@ -1,0 +1,163 @@
+"""The command line as a user meets it: one line and exit code 2 for each mistake."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octet.artifact import Manifest
+
+OCTET = [sys.executable, "-m", "octet"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*OCTET, *(str(argument) for argument in arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def refused(*arguments: object) -> str:
+    """The one line on standard error; asserts that it is one, and that the exit code is 2."""
+    done = run(*arguments)
+    assert done.returncode == 2, done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    assert done.stdout == ""
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def calibration(
+    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "calibration"
+    done = run("calibrate", tiny_model, "--samples", tiny_samples, "-n", 128, "-o", out, "--json")
+    assert done.returncode == 0, done.stderr
+    reported = json.loads(done.stdout)
+    assert reported["identity"] == Manifest.load(out, "calibration").identity
+    return out
+
+
+def truncate(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def rename_architecture(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent": (lambda p: shutil.rmtree(p), "no such directory"),
+    "not a model": (lambda p: (p / "config.json").unlink(), "not a Hugging Face checkpoint"),
+    "truncated": (truncate, "model.safetensors: the header describes"),
+    "other architecture": (rename_architecture, "BertModel is not supported; supported: Llama"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_bad_model_is_refused(
+    case: str, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    damage, message = MODELS[case]
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    damage(copy)
+    out = tmp_path / "out"
+    assert message in refused("calibrate", copy, "--samples", tiny_samples, "-o", out)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "model"] == []
+
+
+SAMPLES = {
+    "empty": ("", "samples.jsonl"),
+    "not JSONL": ("hello\n", "samples.jsonl"),
+    "without the field": ('{"content": "x"}\n' * 130, "content"),
+    "too few": ('{"text": "x = 1"}\n' * 100, "--allow-few-samples"),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_bad_samples_are_refused(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    text, message = SAMPLES[case]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(text)
+    assert message in refused("calibrate", tiny_model, "--samples", samples, "-o", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_an_unknown_recipe_flag_or_command_names_the_nearest(tmp_path: Path) -> None:
+    common = ("calibrate", tmp_path, "--samples", "x", "-o", tmp_path / "out")
+    assert "did you mean 'fp8-static'?" in refused(*common, "--recipe", "fp8-statc")
+    assert "--samples" in refused("calibrate", tmp_path, "--sample", "x", "-o", tmp_path / "out")
+    assert "calibrate" in refused("calibrat", tmp_path)
+
+
+def test_options_of_another_target_are_refused(calibration: Path, tmp_path: Path) -> None:
+    line = refused(
+        "export", calibration, "--to", "checkpoint", "--kv-cache", "e5m2", "-o", tmp_path
+    )
+    assert "--kv-cache applies to --to onnx only" in line
+
+
+def test_export_refuses_what_is_no_calibration_or_has_changed(
+    calibration: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert "no such directory" in refused("export", tmp_path / "absent", "-o", out)
+    assert "not an Octet artifact" in refused("export", tiny_model, "-o", out)
+    damaged = Path(shutil.copytree(calibration, tmp_path / "calibration"))
+    scales = damaged / "scales.safetensors"
+    scales.write_bytes(scales.read_bytes()[:-4] + b"\0\0\0\0")
+    assert "scales.safetensors: altered" in refused("export", damaged, "-o", out)
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\1\1")
+    line = refused("export", calibration, "--model", model, "-o", out)
+    assert "model.safetensors has changed since calibration" in line
+    assert not out.exists()
+
+
+def test_an_existing_artifact_is_kept_unless_forced(calibration: Path, tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint"
+    assert run("export", calibration, "-o", out).returncode == 0
+    before = Manifest.load(out, "checkpoint")
+    assert "exists already; add --force" in refused("export", calibration, "-o", out)
+    assert run("export", calibration, "-o", out, "--force").returncode == 0
+    assert Manifest.load(out, "checkpoint") == before
+
+
+def test_serve_wants_one_thing_to_serve(tmp_path: Path) -> None:
+    assert "--config" in refused("serve")
+    assert "no such directory" in refused("serve", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("after_s", [0.3, 2.5, 4.0])
+def test_an_interrupted_calibration_leaves_nothing(
+    number: signal.Signals, after_s: float, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*OCTET, "calibrate", str(tiny_model), "--samples", str(tiny_samples), "-o", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(after_s)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode == 0:  # it had finished before: then it is whole
+        Manifest.load(out, "calibration")
+    else:
+        assert process.returncode in (130, -number), errors
+        assert list(tmp_path.iterdir()) == []
+        assert "Traceback" not in errors or process.returncode == -number

@@ -70,9 +70,12 @@ class Graph:
 
     def weight(self, weight: Weight) -> str:
         """Adds an initializer; a name that is there already must be the same one (tied)."""
-        if weight.name not in self.weights:
+        known = self.weights.get(weight.name)
+        if known is None:
             self.weights[weight.name] = weight
-            self._define(weight.name)
+            return self._define(weight.name)
+        if (known.elem_type, known.shape) != (weight.elem_type, weight.shape):
+            raise ValueError(f"the graph's weight {weight.name} is another one")
         return weight.name
 
     def array(self, name: str, array: npt.NDArray[Any], elem_type: int | None = None) -> str:

@@ -41,7 +41,7 @@ class Source:
         Raises ArtifactError if either has changed since calibration, or if a scale is missing.
         """
         opened = Calibration.load(calibration)
-        where = model or Path(str(opened.manifest.details.get("source", "")))
+        where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
         if model is None and not where.is_dir():
             raise ArtifactError(
                 f"{calibration}: its checkpoint {where} is not there; say where with --model"

@@ -185,6 +185,21 @@ def test_the_example_over_64_held_out_sequences(
     assert torch.cat(free).mean() < 2 * torch.cat(floor).mean()
 
 
+def test_an_untied_head_is_used_instead_of_the_embeddings(tmp_path: Path, tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False)
+    torch.manual_seed(1)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
+    model.save_pretrained(tmp_path / "untied")
+    make_calibration(tmp_path / "cal", tmp_path / "untied", Recipe.load("fp8"))
+    export_onnx(tmp_path / "cal", tmp_path / "out", quantize=False)
+    ids = random_ids(2, 40)
+    logits = torch.from_numpy(OnnxModel(tmp_path / "out").forward(ids))
+    expected = Reference(tmp_path / "untied", None, "float16").logits(torch.from_numpy(ids))
+    assert divergence(expected, logits).mean() < 1e-6
+
+
 # What must not depend on how it is run
 
 

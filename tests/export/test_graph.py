@@ -1,0 +1,90 @@
+"""The graph builder: what it refuses, and weights inside and outside the protobuf."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from export.graph import Graph, Weight
+from export.onnx_decoder import rope_tables
+from octet.errors import ExportError
+
+
+def example() -> Graph:
+    graph = Graph("example")
+    x = graph.input("x", TensorProto.FLOAT, ["n", 3])
+    codes = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    weight = graph.array("weight", codes, TensorProto.FLOAT8E4M3FN)
+    cast = graph.node("Cast", [weight], "weight.cast", to=TensorProto.FLOAT)
+    turned = graph.node("Transpose", [cast], "weight.transposed", perm=[1, 0])
+    bias = graph.array("bias", np.array([0.5, -0.5], np.float32))
+    product = graph.node("MatMul", [x, turned], "product")
+    graph.node("Add", [product, bias], "y")
+    graph.output("y", TensorProto.FLOAT, ["n", 2])
+    return graph
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    model = onnx.load(path)  # with the external data
+    return {t.name: numpy_helper.to_array(t).tobytes() for t in model.graph.initializer}
+
+
+def test_a_large_model_has_its_weights_in_a_file_beside(tmp_path: Path) -> None:
+    for name in ("inline", "external"):
+        (tmp_path / name).mkdir()
+    inline = example().save(tmp_path / "inline")
+    external = example().save(tmp_path / "external", inline_limit=4)
+    assert [path.name for path in (tmp_path / "inline").iterdir()] == ["model.onnx"]
+    assert (tmp_path / "external" / "model.onnx.data").stat().st_size > 0
+    assert weights(inline) == weights(external)
+    bare = onnx.load(external, load_external_data=False)
+    assert not any(tensor.raw_data for tensor in bare.graph.initializer)
+
+
+def test_an_input_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    graph = example()
+    graph.input("lengths", TensorProto.INT64, ["n"])
+    with pytest.raises(ExportError, match="no node reads the graph input lengths"):
+        graph.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_that_the_checker_refuses_is_an_export_error(tmp_path: Path) -> None:
+    graph = example()
+    graph.node("Transpose", ["y"], "z", perm=[0, 1, 2])
+    with pytest.raises(ExportError, match=r"onnx\.checker refuses the graph"):
+        graph.save(tmp_path)
+
+
+def test_a_name_is_defined_once() -> None:
+    graph = example()
+    with pytest.raises(ValueError, match="defines y twice"):
+        graph.node("Relu", ["x"], "y")
+    with pytest.raises(ValueError, match="weight bias is another one"):
+        graph.array("bias", np.zeros(3, np.float32))
+
+
+def test_a_weight_of_another_size_than_declared_is_refused(tmp_path: Path) -> None:
+    graph = example()
+    read = lambda: np.zeros(2, np.float32)  # noqa: E731
+    name = graph.weight(Weight("short", TensorProto.FLOAT, (3,), 12, read))
+    graph.node("Mul", ["y", name], "z")
+    with pytest.raises(ValueError, match="short has 8 bytes, declared 12"):
+        graph.save(tmp_path)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_rope_tables_are_those_of_transformers(theta: float) -> None:
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=parameters)
+    positions = torch.arange(1024)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    ours = rope_tables(theta, 64, 1024)
+    np.testing.assert_allclose(ours[0], cos[0, :, :32].numpy(), atol=2e-4)
+    np.testing.assert_allclose(ours[1], sin[0, :, :32].numpy(), atol=2e-4)

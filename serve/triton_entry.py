@@ -93,9 +93,8 @@ class TritonEntry:
         self._live[generation] = answer  # the engine may be faster than the next line
         try:
             self._loaded.engine.submit(generation)
-        except BaseException:
-            del self._live[generation]
-            raise
+        except BackendUnavailable as error:
+            self._end(generation, error)
         self._queue.put([])
 
     def _send(self) -> None:
@@ -137,18 +136,24 @@ class TritonEntry:
             ended = answer.send()
         except Exception as error:
             self._end(generation, error)
-            return
-        if ended:
-            del self._live[generation]
+        else:
+            if ended:
+                self._live.pop(generation)
 
     def _drop_cancelled(self) -> None:
         for generation, answer in list(self._live.items()):
-            if answer.cancelled:
-                self._end(generation, None)
+            try:
+                if answer.cancelled:
+                    self._end(generation, None)
+            except Exception as error:
+                self._end(generation, error)
 
     def _end(self, generation: Generation, error: Exception | None) -> None:
+        """Ends a request with `error`, or as cancelled; does nothing if it has ended already."""
         self._loaded.engine.cancel(generation)
-        self._live.pop(generation).fail(error)
+        answer = self._live.pop(generation, None)
+        if answer is not None:
+            answer.fail(error)
 
 
 class _Answer:

@@ -34,7 +34,11 @@ _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # code of Inf;
 
 
 def _compiled(function: F) -> F:
-    return cast(F, numba.njit(nogil=True, cache=True)(function))
+    """`function` in machine code, kept on disk between runs where a directory can be written."""
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # numba finds neither our folder nor the user's cache writable
+        return cast(F, numba.njit(nogil=True)(function))
 
 
 class Counter:

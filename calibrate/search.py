@@ -114,7 +114,7 @@ def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
 def _rounded(values: NDArray[np.float32], fmt: Format, scale: float) -> NDArray[np.float64]:
     """s·Q(v/s); the quotient in float32, as kernels compute it."""
     with np.errstate(over="ignore"):  # an overflow to Inf saturates
-        return round_to(values / np.float32(scale), fmt) * np.float64(scale)
+        return round_to(values / np.float32(scale), fmt).astype(np.float64) * scale
 
 
 def _scale_of(amax: float, fmt: Format) -> float:

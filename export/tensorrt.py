@@ -8,6 +8,7 @@ ends the build: an input that it would not read, above all, for it only warns of
 import importlib
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -98,21 +99,40 @@ def build_plan(
     Raises ExportError with the first complaint of the parser or the builder, and for any input
     that either would leave unused.
     """
-    trt = load()
-    build = _Build(trt, _logger(trt))
-    network = build.parse(model)
-    config = build.configure(profiles, targets)
-    with progress_monitor(trt, console, build.log.interrupted) as monitor:
+    trt, stop = load(), threading.Event()
+    # In a thread of its own: TensorRT swallows an exception that Ctrl-C raises in one of its
+    # calls to Python, and those are the moments at which the main thread would notice it.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        plan = pool.submit(_build, trt, model, profiles, targets, console, stop)
+        try:
+            return plan.result()
+        except KeyboardInterrupt:
+            stop.set()
+            raise
+
+
+def _build(
+    trt: Any,
+    model: Path,
+    profiles: Mapping[str, Profile],
+    targets: Sequence[str],
+    console: Console | None,
+    stop: threading.Event,
+) -> Plan:
+    session = _Session(trt, _logger(trt))
+    network = session.parse(model)
+    config = session.configure(profiles, targets)
+    with progress_monitor(trt, console, stop) as monitor:
         config.progress_monitor = monitor
-        data = build.builder.build_serialized_network(build.network, config)
-    build.log.check(f"the builder for {', '.join(targets)}")
+        data = session.builder.build_serialized_network(session.network, config)
+    session.log.check(f"the builder for {', '.join(targets)}")
     if data is None:
         raise ExportError(f"{NAME} built no engine for {', '.join(targets)} and did not say why")
     return Plan(data, trt.__version__, network)
 
 
 @dataclass
-class _Build:
+class _Session:
     """The objects of one build, which must outlive each other in this order."""
 
     trt: ModuleType
@@ -194,20 +214,14 @@ def _logger(trt: Any) -> Any:
             def clear(self) -> None:
                 self.errors: list[str] = []
                 self.unused: list[str] = []
-                self.interrupted = threading.Event()
 
             def log(self, severity: Any, message: str) -> None:
-                try:
-                    if severity <= trt.ILogger.ERROR:
-                        self.errors.append(message)
-                    if "Unused Input" in message:
-                        self.unused.append(message)
-                except KeyboardInterrupt:  # which may not pass through the caller
-                    self.interrupted.set()
+                if severity <= trt.ILogger.ERROR:
+                    self.errors.append(message)
+                if "Unused Input" in message:
+                    self.unused.append(message)
 
             def check(self, who: str) -> None:
-                if self.interrupted.is_set():
-                    raise KeyboardInterrupt
                 if self.unused:
                     said = _line("; ".join(self.unused))
                     raise ExportError(f"{NAME}: {who} would drop a part of the graph: {said}")

@@ -4,8 +4,10 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -119,12 +121,16 @@ class TestComplaints:
         self.build("parsed 0 FP8 products where recipe fp8-static has 14", terminal)
         assert [len(profile) for profile in fake.profiles] == [8, 8]
 
-    def test_an_interrupt_inside_the_builder(self, fake: fake_tensorrt.Behaviour) -> None:
-        class Interrupting(str):
-            def __contains__(self, part: str) -> bool:
-                os.kill(os.getpid(), signal.SIGINT)
-                return super().__contains__(part)
+    def test_an_interrupt_stops_the_builder(self, fake: fake_tensorrt.Behaviour) -> None:
+        def step(monitor: Any) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + 10
+            while going_on := monitor.step_complete("Building", 0):
+                assert time.monotonic() < deadline, "the builder is not asked to stop"
+            self.stopped = not going_on
+            return False
 
-        fake.says = [(fake_tensorrt.ILogger.VERBOSE, Interrupting("working"))]
+        fake.step = step
         with pytest.raises(KeyboardInterrupt):
             build_engine(self.calibration, self.out, targets=["sm89"])
+        assert self.stopped

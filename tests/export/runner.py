@@ -101,3 +101,38 @@ class OnnxModel:
         positions = np.tile(np.arange(length), (batch, 1))
         mask = np.tile(np.tril(np.ones((length, length), bool)), (batch, 1, 1, 1))
         return self.step(ids, positions, mask, positions, self.empty(batch))[0]
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, 4096, (batch, length))
+
+
+def prefill_and_decode(
+    model: OnnxModel, ids: npt.NDArray[np.int64], prompt: int, spare: int = 0
+) -> None:
+    """Feeds `ids` as a prompt and then one by one; each row must equal a full pass's, bit for bit.
+
+    `spare` more windows than needed stay unused.
+    """
+    full = model.forward(ids[None])[0]
+    slots = -(-len(ids) // WINDOW) * WINDOW + spare * WINDOW
+    cache = model.empty(1, slots)
+    at = np.arange(prompt)
+    mask = np.tril(np.ones((1, 1, prompt, prompt), bool))
+    logits, new = model.step(ids[None, :prompt], at[None], mask, at[None, -1:], model.empty(1))
+    np.testing.assert_array_equal(logits[0, 0], full[prompt - 1])
+    for position in range(prompt, len(ids)):
+        for tensor, rows in zip(cache, new, strict=True):
+            tensor[:, :, position - rows.shape[2] : position] = rows
+        window = -(-position // WINDOW) * WINDOW + spare * WINDOW
+        logits, new = decode(model, ids[position], position, [c[:, :, :window] for c in cache])
+        np.testing.assert_array_equal(logits[0, 0], full[position], err_msg=f"at {position}")
+
+
+def decode(
+    model: OnnxModel, token: int, position: int, past: list[npt.NDArray]
+) -> tuple[npt.NDArray[np.float32], list[npt.NDArray]]:
+    mask = np.ones((1, 1, 1, past[0].shape[2] + 1), bool)
+    mask[..., position:-1] = False
+    zero = np.zeros((1, 1), np.int64)
+    return model.step(np.array([[token]]), np.array([[position]]), mask, zero, past)

@@ -19,7 +19,7 @@ from octet.errors import ArtifactError, OctetError, UnsupportedError
 from octet.formats import E4M3
 from octet.recipe import Recipe
 from tests.export.conftest import RECIPES, make_calibration
-from tests.export.runner import WINDOW, OnnxModel
+from tests.export.runner import OnnxModel, prefill_and_decode, random_ids
 from tests.references import Reference, divergence
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -32,10 +32,6 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def random_ids(batch: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, 4096, (batch, length))
 
 
 def settled(model: OnnxModel, reference: Reference, ids: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -159,9 +155,7 @@ def test_cache_scales_other_than_one_are_applied(
     assert (
         settled(model, Reference(tiny_model, calibration, "e5m2"), random_ids(2, 64)).mean() < 1e-8
     )
-    model.forward(random_ids(2, 64))
-    plain = OnnxModel(tmp_path / "out")
-    prefill_and_decode(plain, random_ids(1, 70)[0], prompt=33)
+    prefill_and_decode(OnnxModel(tmp_path / "out"), random_ids(1, 70)[0], prompt=33)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-static"])
@@ -207,97 +201,6 @@ def test_an_untied_head_is_used_instead_of_the_embeddings(tmp_path: Path, tiny_m
     logits = torch.from_numpy(OnnxModel(tmp_path / "out").forward(ids))
     expected = Reference(tmp_path / "untied", None, "float16").logits(torch.from_numpy(ids))
     assert divergence(expected, logits).mean() < 1e-6
-
-
-# What must not depend on how it is run
-
-
-def prefill_and_decode(
-    model: OnnxModel, ids: npt.NDArray[np.int64], prompt: int, spare: int = 0
-) -> None:
-    """Feeds `ids` as a prompt and then one by one; each row must equal a full pass's, bit for bit.
-
-    `spare` more windows than needed stay unused.
-    """
-    full = model.forward(ids[None])[0]
-    slots = -(-len(ids) // WINDOW) * WINDOW + spare * WINDOW
-    cache = model.empty(1, slots)
-    at = np.arange(prompt)
-    mask = np.tril(np.ones((1, 1, prompt, prompt), bool))
-    logits, new = model.step(ids[None, :prompt], at[None], mask, at[None, -1:], model.empty(1))
-    np.testing.assert_array_equal(logits[0, 0], full[prompt - 1])
-    for position in range(prompt, len(ids)):
-        for tensor, rows in zip(cache, new, strict=True):
-            tensor[:, :, position - rows.shape[2] : position] = rows
-        window = -(-position // WINDOW) * WINDOW + spare * WINDOW
-        logits, new = decode(model, ids[position], position, [c[:, :, :window] for c in cache])
-        np.testing.assert_array_equal(logits[0, 0], full[position], err_msg=f"at {position}")
-
-
-def decode(
-    model: OnnxModel, token: int, position: int, past: list[npt.NDArray]
-) -> tuple[npt.NDArray[np.float32], list[npt.NDArray]]:
-    mask = np.ones((1, 1, 1, past[0].shape[2] + 1), bool)
-    mask[..., position:-1] = False
-    zero = np.zeros((1, 1), np.int64)
-    return model.step(np.array([[token]]), np.array([[position]]), mask, zero, past)
-
-
-@pytest.mark.parametrize("name", [*RECIPES, "full"])
-def test_decoding_with_the_cache_equals_a_full_pass_bit_for_bit(
-    name: str, decoders: dict[str, Path]
-) -> None:
-    prefill_and_decode(OnnxModel(decoders[name]), random_ids(1, 140)[0], prompt=20)
-    prefill_and_decode(OnnxModel(decoders[name]), random_ids(1, 70)[0], prompt=64, spare=3)
-
-
-def test_greedy_tokens_agree_with_recomputation(
-    decoders: dict[str, Path], calibrations: dict[str, Path]
-) -> None:
-    model = OnnxModel(decoders["fp8"])
-    ids = list(random_ids(1, 10)[0])
-    cached: list[int] = []
-    past, length = model.empty(1, WINDOW), len(ids)
-    at = np.arange(length)
-    mask = np.tril(np.ones((1, 1, length, length), bool))
-    logits, new = model.step(np.array([ids]), at[None], mask, at[None, -1:], model.empty(1))
-    for position in range(length, length + 24):
-        for tensor, rows in zip(past, new, strict=True):
-            tensor[:, :, position - rows.shape[2] : position] = rows
-        cached.append(int(logits.argmax()))
-        logits, new = decode(model, cached[-1], position, past)
-    recomputed: list[int] = []
-    for _ in cached:
-        recomputed.append(int(model.forward(np.array([ids + recomputed]))[0, -1].argmax()))
-    assert cached == recomputed
-
-
-@pytest.mark.parametrize("name", [*RECIPES, "full"])
-def test_a_row_does_not_depend_on_the_others_in_the_batch(
-    name: str, decoders: dict[str, Path]
-) -> None:
-    """16 rows of 1 to 400 cached tokens against each row alone in a window of its own."""
-    model = OnnxModel(decoders[name])
-    lengths = np.random.default_rng(1).integers(1, 400, 16)
-    lengths[:4] = 1, 63, 64, 65
-    slots = -(-int(lengths.max()) // WINDOW) * WINDOW
-    cache = model.empty(16, slots)
-    for row, length in enumerate(lengths):
-        at = np.arange(length)
-        mask = np.tril(np.ones((1, 1, length, length), bool))
-        prompt = random_ids(1, length, seed=row)
-        _, new = model.step(prompt, at[None], mask, at[None, -1:], model.empty(1))
-        for tensor, rows in zip(cache, new, strict=True):
-            tensor[row, :, :length] = rows[0]
-    ids, zeros = random_ids(16, 1), np.zeros((16, 1), np.int64)
-    live = np.arange(slots) < lengths[:, None]
-    mask = np.concatenate([live, np.ones((16, 1), bool)], 1)[:, None, None]
-    together, _ = model.step(ids, lengths[:, None], mask, zeros, cache)
-    for row, length in enumerate(lengths):
-        window = -(-int(length) // WINDOW) * WINDOW
-        past = [tensor[row : row + 1, :, :window] for tensor in cache]
-        alone, _ = decode(model, int(ids[row, 0]), int(length), past)
-        np.testing.assert_array_equal(alone[0], together[row], err_msg=f"{length} cached")
 
 
 # What is refused

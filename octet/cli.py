@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         _fail(_missing(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted: nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)

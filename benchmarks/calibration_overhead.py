@@ -44,8 +44,8 @@ def main() -> None:
     checkpoint = Checkpoint.open(options.model)
     batches = read_batches(checkpoint, options)
     card = conditions(
-        model=f"{options.model.resolve().parent.name}/{options.model.name}, {checkpoint.spec.layers} layers of"
-        f" {checkpoint.spec.hidden_size}",
+        model=f"{options.model.resolve().parent.name}/{options.model.name},"
+        f" {checkpoint.spec.layers} layers of {checkpoint.spec.hidden_size}",
         recipe="none: observation is the same for every recipe",
         workload=f"{options.count} samples, {sum(b.tokens for b in batches)} tokens,"
         f" batches of {options.batch_size}",

@@ -202,9 +202,13 @@ def test_a_destination_that_exists_is_kept(
     assert Calibration.load(calibration.path).manifest.identity == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [(signal.SIGINT, "Calibrating"), (signal.SIGTERM, "Golden records")],
+    ids=["SIGINT", "SIGTERM"],
+)
 def test_a_signal_leaves_nothing_behind(
-    tiny_model: Path, tiny_samples: Path, tmp_path: Path, number: signal.Signals
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "octet", "calibrate", str(tiny_model)]
@@ -216,11 +220,11 @@ def test_a_signal_leaves_nothing_behind(
     assert process.stderr is not None
     seen = b""
     deadline = time.monotonic() + 120
-    while b"Calibrating" not in seen and time.monotonic() < deadline:
+    while stage.encode() not in seen and time.monotonic() < deadline:
         seen += os.read(process.stderr.fileno(), 4096)
     process.send_signal(number)
     _, rest = process.communicate(timeout=60)
-    assert b"interrupted: nothing was written" in seen + rest
+    assert (seen + rest).rstrip().endswith(b"interrupted")
     assert b"Traceback" not in seen + rest
     assert process.returncode == 130
     assert list(tmp_path.iterdir()) == []

@@ -50,7 +50,7 @@ def main() -> None:
         prompts = held_out_prompts(options.model, max(CONCURRENCY))
         rows = asyncio.run(measure(export, options, prompts))
     card = conditions(
-        model=f"{options.model.name}, FP8 ONNX export with an E5M2 cache",
+        model="examples/python-lm, fp8 ONNX export with an E5M2 cache",
         prompt_tokens=PROMPT_TOKENS,
         new_tokens=options.new_tokens,
         rounds=options.rounds,
@@ -71,7 +71,7 @@ def export_example(scratch: Path) -> Path:
         EXAMPLE / "model",
         samples / "calibration.jsonl",
         scratch / "calibration",
-        recipe=Recipe.load("fp8-static"),
+        recipe=Recipe.load("fp8"),
         held_out=samples / "heldout.jsonl",
     )
     export_onnx(scratch / "calibration", scratch / "onnx", kv_cache="e5m2")

@@ -17,7 +17,7 @@ __all__ = ["read_past_as_float16", "round_to_e4m3_in_float32"]
 # Veltkamp's splitting (Dekker, Numer. Math. 18, 1971): for c = a·(2^20 + 1), c - (c - a) is a
 # rounded to 24 - 20 = 4 significant bits. Below 2^-6, where E4M3 is a fixed-point format of
 # quantum 2^-9, c = a + 1.5·2^14 does the same, for that is the quantum there; the larger of the two
-# is the right one. Over all float32 from 2^-14 to 448 it equals rounding to nearest, ties to even.
+# is the right one. Checked for every float32 from 2^-14 to 448: it is the nearest, ties to even.
 _SPLIT = np.float32(2**20 + 1)
 _MAGIC = np.float32(1.5 * 2**14)
 # How a scale that leaves nothing above 448 is computed, from the division by it backwards.
@@ -44,7 +44,11 @@ def read_past_as_float16(model: onnx.ModelProto) -> None:
 
 
 def round_to_e4m3_in_float32(model: onnx.ModelProto) -> int:
-    """Replaces the casts of dynamically scaled inputs to E4M3 and back; returns how many pairs."""
+    """Replaces the casts of dynamically scaled inputs to E4M3 and back; returns how many pairs.
+
+    Not those of a static scale: ONNX Runtime folds its multiplication into the matrix product that
+    follows, which then rounds otherwise than behind a DequantizeLinear.
+    """
     graph = model.graph
     readers = _readers(model)
     makers = {name: node for node in graph.node for name in node.output}
@@ -57,37 +61,37 @@ def round_to_e4m3_in_float32(model: onnx.ModelProto) -> int:
         if len(back) == 1 and _casts_to(back[0], TensorProto.FLOAT):
             replaced[there.output[0]] = list(_rounding(there.input[0], back[0].output[0]))
             dropped.add(back[0].output[0])
-    nodes: list[onnx.NodeProto] = []
+    kept: list[onnx.NodeProto] = []
     for node in graph.node:
         if node.output[0] in replaced:
-            nodes += replaced[node.output[0]]
+            kept += replaced[node.output[0]]
         elif node.output[0] not in dropped:
-            nodes.append(node)
+            kept.append(node)
     if replaced:
         del graph.node[:]
-        graph.node.extend(nodes)
-        for name, value in (("e4m3.split", _SPLIT), ("e4m3.magic", _MAGIC)):
+        graph.node.extend(kept)
+        for name, value in (("round.split", _SPLIT), ("round.magic", _MAGIC)):
             graph.initializer.append(numpy_helper.from_array(np.array(value), name))
     return len(replaced)
 
 
 def _rounding(scaled: str, rounded: str) -> Iterator[onnx.NodeProto]:
     """Nodes that give `rounded`, the E4M3 value nearest to `scaled` (at most 448 in magnitude)."""
-
-    def node(op: str, inputs: list[str], output: str) -> onnx.NodeProto:
-        return helper.make_node(op, inputs, [output], name=output)
-
     magnitude, shifted, fixed, c, rest, result, sign = (
         f"{rounded}.{part}" for part in ("abs", "split", "fixed", "c", "rest", "magnitude", "sign")
     )
-    yield node("Abs", [scaled], magnitude)
-    yield node("Mul", [magnitude, "e4m3.split"], shifted)
-    yield node("Add", [magnitude, "e4m3.magic"], fixed)
-    yield node("Max", [shifted, fixed], c)
-    yield node("Sub", [c, magnitude], rest)
-    yield node("Sub", [c, rest], result)
-    yield node("Sign", [scaled], sign)
-    yield node("Mul", [result, sign], rounded)
+    yield _node("Abs", [scaled], magnitude)
+    yield _node("Mul", [magnitude, "round.split"], shifted)
+    yield _node("Add", [magnitude, "round.magic"], fixed)
+    yield _node("Max", [shifted, fixed], c)
+    yield _node("Sub", [c, magnitude], rest)
+    yield _node("Sub", [c, rest], result)
+    yield _node("Sign", [scaled], sign)
+    yield _node("Mul", [result, sign], rounded)
+
+
+def _node(op: str, inputs: list[str], output: str) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [output], name=output)
 
 
 def _is_scaled(cast: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> bool:

@@ -1,0 +1,97 @@
+"""The rewritten graph rounds to E4M3 as the format says, bit for bit, in ONNX Runtime itself."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from octet.errors import ArtifactError
+from octet.formats import E4M3, bf16_to_float32, round_to
+from serve.onnx_rewrite import read_past_as_float16, round_to_e4m3_in_float32
+
+ALL_BF16 = bf16_to_float32(np.arange(1 << 16, dtype=np.uint16))
+
+
+def model_of(nodes: list[onnx.NodeProto], **arrays: np.ndarray) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "k"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "k"])],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    opset = [helper.make_opsetid("", 23)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=11)
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+def dynamic_model() -> onnx.ModelProto:
+    """Per row: scale = max(amax / 448, 2^-126), as the export writes it."""
+    steps = [
+        ("Abs", ["x"], "abs"),
+        ("ReduceMax", ["abs", "axes"], "amax"),
+        ("Div", ["amax", "top"], "ratio"),
+        ("Max", ["ratio", "least"], "scale"),
+        ("Div", ["x", "scale"], "scaled"),
+    ]
+    nodes = [helper.make_node(op, inputs, [output]) for op, inputs, output in steps]
+    nodes += [
+        helper.make_node("Cast", ["scaled"], ["q"], to=TensorProto.FLOAT8E4M3FN, saturate=1),
+        helper.make_node("Cast", ["q"], ["values"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["values", "scale"], ["y"]),
+    ]
+    return model_of(
+        nodes,
+        axes=np.array([-1], np.int64),
+        top=np.array(448, np.float32),
+        least=np.array(2.0**-126, np.float32),
+    )
+
+
+def test_ties_and_their_neighbours() -> None:
+    grid = np.unique(np.abs(round_to(ALL_BF16[np.isfinite(ALL_BF16)], E4M3)))
+    ties = (grid[1:] + grid[:-1]) / 2
+    x = np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9), grid])
+    x = np.concatenate([x, -x]).astype(np.float32)[None]  # the largest is 448: the scale is 1
+    rewritten = dynamic_model()
+    round_to_e4m3_in_float32(rewritten)
+    np.testing.assert_array_equal(run(rewritten, x), round_to(x, E4M3))
+
+
+def test_dynamic_scales_of_rows_of_every_size() -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((64, 256)).astype(np.float32)
+    x *= np.exp2(random.integers(-140, 120, (64, 1)).astype(np.float32))
+    x[3] = 0
+    x[5, 7] = np.nan
+    x[6, 9] = np.inf
+    x[7] = random.standard_t(2, 256)
+    original, rewritten = dynamic_model(), dynamic_model()
+    assert round_to_e4m3_in_float32(rewritten) == 1
+    assert sum(node.op_type == "Cast" for node in rewritten.graph.node) == 0
+    np.testing.assert_array_equal(run(rewritten, x), run(original, x))
+
+
+def test_a_cast_without_a_scale_that_bounds_it_is_left_alone() -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["q"], to=TensorProto.FLOAT8E4M3FN, saturate=1),
+        helper.make_node("Cast", ["q"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = model_of(nodes)
+    before = model.SerializeToString()
+    assert round_to_e4m3_in_float32(model) == 0
+    assert model.SerializeToString() == before
+
+
+def test_a_cache_that_more_than_a_cast_reads_is_refused() -> None:
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])])
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT8E5M2
+    with pytest.raises(ArtifactError, match="x of the ONNX graph is read by Identity"):
+        read_past_as_float16(model)

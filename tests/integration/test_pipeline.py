@@ -18,8 +18,12 @@ from rich.table import Table
 
 from octet.artifact import Manifest
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.config import HttpConfig
+from serve.tokenizer import Tokenizer
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.integration.servers.process import Server, free_port
+from tests.serve.contract import CHECKS, Check
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
 PROMPTS = (
@@ -150,6 +154,36 @@ def test_vllm_really_stores_e5m2(vllm: VllmServer) -> None:
 
 def test_the_gateway_names_its_models(client: OpenAI) -> None:
     assert {model.id for model in client.models.list().data} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_what_a_backend_owes(check: Check, vllm: VllmServer, exports: Path) -> None:
+    """The same contract as the fakes', Triton's and the embedded engine's."""
+    config = HttpConfig(type="vllm", url=vllm.url, model=vllm.served_name)
+    backend = OpenAiHttpBackend("python-lm", config)
+    await backend.start()
+    try:
+        ids = tuple(Tokenizer.load(exports / "checkpoint").encode(PROMPTS[0]))
+        await check(backend, PROMPTS[0], ids)
+    finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize("model", BACKENDS)
+def test_answers_a_conversation(client: OpenAI, model: str) -> None:
+    """The example brings no chat template: all three use Octet's plain default."""
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "import os"}],
+        max_tokens=8,
+        temperature=0,
+    )
+    assert answer.choices[0].message.content
+    assert answer.usage is not None and answer.usage.completion_tokens <= 8
+    by_hand = client.completions.create(
+        model=model, prompt="### User:\nimport os\n\n### Assistant:\n", max_tokens=8, temperature=0
+    )
+    assert answer.choices[0].message.content == by_hand.choices[0].text
 
 
 @pytest.mark.parametrize("model", BACKENDS)

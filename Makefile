@@ -33,6 +33,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
+	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/calibration_overhead.py
 	$(BIN)/python benchmarks/embedded_throughput.py
 

@@ -79,12 +79,12 @@ def complete(url: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     for prompt in PROMPTS[:-1]:
-        answer = client.completions.create(model=model, prompt=prompt, max_tokens=48, temperature=0)
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=32, temperature=0)
         show(prompt, answer.choices[0].text, answer.choices[0].finish_reason)
     print("\n--- streamed " + "-" * 50 + f"\n{PROMPTS[-1]}", end="", flush=True)
     reason = None
     stream = client.completions.create(
-        model=model, prompt=PROMPTS[-1], max_tokens=48, temperature=0, stream=True
+        model=model, prompt=PROMPTS[-1], max_tokens=32, temperature=0, stream=True
     )
     for chunk in stream:
         print(chunk.choices[0].text, end="", flush=True)

@@ -171,6 +171,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Held-out perplexity, as the artifact would serve it."""
+    for path in (target, samples):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or directory")
     if (target / "model.onnx").exists():
         from serve.evaluate import perplexity
     else:

@@ -135,6 +135,18 @@ def test_an_existing_artifact_is_kept_unless_forced(calibration: Path, tmp_path:
     assert Manifest.load(out, "checkpoint") == before
 
 
+def test_evaluate_refuses_what_it_cannot_score(
+    calibration: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    absent = tmp_path / "absent"
+    assert f"{absent}: no such file" in refused("evaluate", absent, "--samples", tiny_samples)
+    assert f"{absent}: no such file" in refused("evaluate", tiny_model, "--samples", absent)
+    line = refused("evaluate", calibration, "--samples", tiny_samples)
+    assert "no config.json" in line
+    done = run("evaluate", tiny_model, "--samples", tiny_samples, "-n", 4, "--json")
+    assert json.loads(done.stdout)["perplexity"] > 1
+
+
 def test_serve_wants_one_thing_to_serve(tmp_path: Path) -> None:
     assert "--config" in refused("serve")
     assert "no such directory" in refused("serve", tmp_path / "absent")

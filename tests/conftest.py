@@ -1,9 +1,15 @@
 """Fixtures of every package's tests: a tiny random checkpoint, and samples to go with it."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell without job control starts what it puts in the background with SIGINT ignored, and children
+# inherit that: tests that interrupt one would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-# A shell without job control starts what it puts in the background with SIGINT ignored, and children
-# inherit that: tests that interrupt one would wait in vain.
+# A shell without job control starts what it puts in the background with SIGINT ignored, and
+# children inherit that: tests that interrupt one would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

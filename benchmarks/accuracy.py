@@ -34,7 +34,7 @@ def main() -> None:
     reference = perplexity_of_checkpoint(EXAMPLE / "model", HELD_OUT)
     rows: list[dict[str, Any]] = [
         {
-            "weights": "bfloat16",
+            "weights": "bfloat16, products in float32",
             "cache": "none",
             "perplexity": reference.perplexity,
             "change": "",

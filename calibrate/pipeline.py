@@ -57,7 +57,7 @@ def run(
     `dtype` is that of the forward pass. Without a console nothing is printed. Raises a subclass of
     OctetError for anything the user can mend; then `out` is as it was.
     """
-    check_destination(out, force=force)
+    check_destination(out, force=force, inputs=[model, samples])
     check_recipe(recipe)
     checkpoint = Checkpoint.open(model)
     held = None if held_out is None else load_samples(held_out, text_field)

@@ -98,6 +98,10 @@ def _read_jsonl(path: Path, content: bytes, text_field: str) -> Iterator[Sample]
         text = record[text_field]
         if not isinstance(text, str):
             raise SampleError(f"{where}: '{text_field}' is a JSON {_kind(text)}, not a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise SampleError(f"{where}: '{text_field}' holds a lone surrogate, no text") from None
         yield Sample(text, f"line {number}")
 
 

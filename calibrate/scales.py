@@ -54,6 +54,10 @@ def check_recipe(recipe: Recipe) -> None:
             f"recipe {recipe.name}: weights.method '{recipe.weights.method}' is for activations;"
             " weights take max or mse"
         )
+    if recipe.kv_cache == "e4m3":
+        raise ConfigError(
+            f"recipe {recipe.name}: no export writes kv_cache e4m3 yet; use e5m2 or float16"
+        )
 
 
 def check_finite(checkpoint: Checkpoint, *, except_for: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ def export_checkpoint(
     Raises UnsupportedError for a recipe that vLLM would refuse, naming the layer, and ArtifactError
     or ExportError before the first byte for all else that stands in the way.
     """
-    check_destination(out, force=force)
+    check_destination(out, force=force, inputs=[calibration])
     source = Source.open(calibration, model)
     check_supported(source)
     require_space(out, sum(shard.path.stat().st_size for shard in source.checkpoint.shards))

@@ -42,7 +42,7 @@ def build_engine(
     other than written.
     """
     targets = tensorrt.check_targets(targets)
-    check_destination(out, force=force)
+    check_destination(out, force=force, inputs=[calibration])
     source = Source.open(calibration, model)
     graph = build_engine_graph(source)
     tensorrt.load()

@@ -30,7 +30,7 @@ def export_onnx(
     checkpoint's own weights and unrounded activations, to compare with; its cache defaults to
     float16. The arithmetic is float32: ONNX Runtime must be told `session.disable_quant_qdq=1`.
     """
-    check_destination(out, force=force)
+    check_destination(out, force=force, inputs=[calibration])
     source = Source.open(calibration, model)
     cache = _cache_of(source, kv_cache, quantize)
     graph = build_decoder(source, CACHES[cache], quantize=quantize)

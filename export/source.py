@@ -91,8 +91,8 @@ class Source:
 
     def copy_side_files(self, directory: Path, *, config: bool = True) -> None:
         """Copies the tokenizer, generation config, golden records and (`config`) config.json."""
-        files = [*self.checkpoint.tokenizer_files, self.calibration.path / GOLDEN_FILE]
-        files += [self.checkpoint.path / GENERATION_CONFIG]
+        shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
+        files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
         files += [self.checkpoint.path / "config.json"] if config else []
         for file in files:
             if file.is_file():

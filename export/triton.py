@@ -50,7 +50,7 @@ def export_triton(
             f"{out}: Triton wants the directory named as its model, '{name}';"
             f" use --out {out.parent / name}"
         )
-    check_destination(out, force=force)
+    check_destination(out, force=force, inputs=[calibration])
     with write_artifact(out, force=force) as writer:
         version = writer.path / VERSION
         version.mkdir()

@@ -4,13 +4,14 @@ Every directory that a stage hands to the next holds `octet.json`, a `Manifest` 
 made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -90,8 +91,6 @@ class Manifest(BaseModel):
     @property
     def identity(self) -> str:
         """A hash of the whole content: manifest fields and, through `files`, every byte."""
-        import hashlib
-
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -118,12 +117,15 @@ class Manifest(BaseModel):
             raise ArtifactError(
                 f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}"
             )
+        identity = data.pop("identity", None)
         try:
             manifest = cls.model_validate(data)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ArtifactError(f"{path}: {where}: {first['msg']}") from None
+        if identity != manifest.identity:
+            raise ArtifactError(f"{path}: altered since it was written (its own hash differs)")
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(f"{directory}: is a {manifest.kind}, not a {kind}")
         if verify:
@@ -174,9 +176,17 @@ def write_artifact(destination: Path, *, force: bool = False) -> Iterator["Artif
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def check_destination(destination: Path, *, force: bool) -> None:
-    """Raises ArtifactError if `destination` may not be written; call before expensive work."""
+def check_destination(destination: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """Raises ArtifactError if `destination` may not be written; call before expensive work.
+
+    `inputs` are what the work reads: replacing one of them is refused, `force` or not.
+    """
+    if destination.is_symlink():
+        raise ArtifactError(f"{destination}: is a symbolic link; name the directory itself")
     if not destination.exists():
+        parent = next(path for path in destination.absolute().parents if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ArtifactError(f"{destination}: {parent} is no directory that can be written to")
         return
     if destination.is_dir() and not any(destination.iterdir()):
         return
@@ -184,6 +194,11 @@ def check_destination(destination: Path, *, force: bool) -> None:
         raise ArtifactError(f"{destination}: exists and is not an Octet artifact; choose another")
     if not force:
         raise ArtifactError(f"{destination}: exists already; add --force to replace it")
+    for path in inputs:
+        if path.resolve().is_relative_to(destination.resolve()):
+            raise ArtifactError(
+                f"{destination}: would replace {path}, which is read; choose another"
+            )
 
 
 class ArtifactWriter:
@@ -202,8 +217,8 @@ class ArtifactWriter:
             if path.is_file()
         }
         self.manifest = manifest.model_copy(update={"files": files})
-        text = self.manifest.model_dump_json(indent=2) + "\n"
-        (self.path / MANIFEST_FILE).write_text(text)
+        content = self.manifest.model_dump(mode="json") | {"identity": self.manifest.identity}
+        (self.path / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n")
         return self.manifest
 
 

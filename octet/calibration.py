@@ -20,11 +20,12 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from octet.artifact import Manifest, write_artifact
 from octet.errors import ArtifactError
-from octet.golden import GoldenSet
+from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["Calibration", "Observation"]
 
+FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
 BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
 
 
@@ -72,6 +73,9 @@ class Calibration:
     def load(cls, path: Path) -> Self:
         """Raises ArtifactError for anything that is not a whole, unaltered calibration."""
         manifest = Manifest.load(path, "calibration")
+        for name in FILES:
+            if name not in manifest.files:
+                raise ArtifactError(f"{path}: its manifest lists no {name}; calibrate again")
         try:
             raw = json.loads((path / "observations.json").read_text())
             observations = TypeAdapter(dict[str, Observation]).validate_python(raw)

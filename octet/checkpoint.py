@@ -80,6 +80,15 @@ class Checkpoint:
         return {path.name: sha256_file(path) for path in self.tokenizer_files}
 
     def _check_tensors(self) -> None:
+        known = set(self.spec.tensor_names())
+        for name in self._shard_of:
+            # Buffers of old transformers releases; and a tied head is the embeddings again.
+            if name in known or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
+                continue
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
+                " leave it out of the model"
+            )
         for linear in self.spec.linears():
             name = f"{linear.name}.weight"
             shard = self._shard_of.get(name)
@@ -114,7 +123,11 @@ def _read_json(path: Path, missing: str) -> dict[str, Any]:
 def _shard_paths(path: Path) -> list[Path]:
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_json(index, "").get("weight_map", {})
+        weight_map = _read_json(index, "").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+        ):
+            raise CheckpointError(f"{index}: weight_map does not name files beside it")
         paths = [path / name for name in sorted(set(weight_map.values()))]
         for shard in paths:
             if not shard.exists():

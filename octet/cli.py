@@ -232,6 +232,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(code)
     except OctetError as error:
         _fail(str(error))
+    except OSError as error:
+        if error.strerror is None or isinstance(error, BrokenPipeError):
+            raise
+        _fail(f"{error.filename or 'input or output'}: {error.strerror}")
     except ModuleNotFoundError as error:
         _fail(_missing(error))
     except (KeyboardInterrupt, typer.Abort):

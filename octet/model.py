@@ -53,17 +53,27 @@ class ModelSpec(BaseModel):
         Raises UnsupportedError naming `where` and the feature for an architecture or a variant
         (RoPE scaling, sliding window, biases, another activation) that Octet does not build.
         """
-        names = config.get("architectures") or ["(none)"]
+        names = config.get("architectures")
+        if not isinstance(names, list) or not names:
+            names = ["(none)"]
         supported = ", ".join(ARCHITECTURES)
         if names[0] not in ARCHITECTURES:
             raise UnsupportedError(
                 f"{where}: architecture {names[0]} is not supported; supported: {supported}"
             )
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        quantized = config.get("quantization_config") is not None
+        _refuse(where, "a checkpoint that is quantized already (give the original)", quantized)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise UnsupportedError(f"{where}: config.json: rope_parameters is not an object")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         _refuse(where, f"rope_type '{rope_type}'", rope_type != "default")
         window = config.get("sliding_window")
-        positions = int(config.get("max_position_embeddings", 0))
+        positions = config.get("max_position_embeddings")
+        if not isinstance(positions, int) or not isinstance(window, int | None):
+            raise UnsupportedError(
+                f"{where}: config.json: max_position_embeddings or sliding_window is no integer"
+            )
         _refuse(where, f"sliding_window {window}", window is not None and window < positions)
         _refuse(where, "attention_bias", bool(config.get("attention_bias")))
         _refuse(where, "mlp_bias", bool(config.get("mlp_bias")))
@@ -118,7 +128,17 @@ class ModelSpec(BaseModel):
             ):
                 yield Linear(name=name, out_features=out, in_features=into, input=f"{first}.input")
 
+    def tensor_names(self) -> Iterator[str]:
+        """Every tensor of the model, without the head of tied embeddings."""
+        yield "model.embed_tokens.weight"
+        yield "model.norm.weight"
+        for index in range(self.layers):
+            yield f"{self.layer(index)}.input_layernorm.weight"
+            yield f"{self.layer(index)}.post_attention_layernorm.weight"
+        for linear in self.linears():
+            yield f"{linear.name}.weight"
+
 
 def _refuse(where: str, feature: str, present: bool) -> None:
     if present:
-        raise UnsupportedError(f"{where}: {feature} is not supported yet for this architecture")
+        raise UnsupportedError(f"{where}: {feature} is not supported")

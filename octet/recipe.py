@@ -15,6 +15,14 @@ Granularity = Literal["tensor", "channel", "token", "block", "group"]
 ScaleMethod = Literal["max", "mse", "percentile", "kl"]
 KvCacheDtype = Literal["e5m2", "e4m3", "float16"]
 
+# Granularities of weights and of activations that some engine multiplies.
+_SERVED = (
+    ("channel", "token"),
+    ("channel", "tensor"),
+    ("tensor", "tensor"),
+    ("block", "group"),
+    ("block", "tensor"),
+)
 BLOCK = 128  # the block edge of `block` weights and the group of their activations, in elements
 
 
@@ -36,8 +44,11 @@ class TensorScheme(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.granularity in ("block", "group") and self.group_size is None:
+        grouped = self.granularity in ("block", "group")
+        if grouped and self.group_size is None:
             raise ValueError(f"granularity '{self.granularity}' needs group_size")
+        if self.group_size is not None and (not grouped or self.group_size != BLOCK):
+            raise ValueError(f"group_size is {BLOCK}, for granularity block and group alone")
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("per-token scales exist only at run time: set dynamic: true")
         if not 50.0 < self.percentile <= 100.0:
@@ -61,8 +72,14 @@ class Recipe(BaseModel):
     def _expressible(self) -> Self:
         if self.weights.dynamic or self.weights.granularity == "token":
             raise ValueError("weights are quantized once, at export: dynamic must be false")
-        if not self.activations.dynamic and self.activations.granularity != "tensor":
-            raise ValueError("static activation scales are per tensor")
+        pair = (self.weights.granularity, self.activations.granularity)
+        if pair not in _SERVED:
+            known = ", ".join(f"{w} with {a}" for w, a in _SERVED)
+            raise ValueError(
+                f"{pair[0]} weights with {pair[1]} activations is served by nothing; known: {known}"
+            )
+        if self.activations.dynamic != (self.activations.granularity != "tensor"):
+            raise ValueError("activation scales are static per tensor, and dynamic otherwise")
         return self
 
     def excludes(self, module_name: str) -> bool:
@@ -86,6 +103,8 @@ class Recipe(BaseModel):
             return cls.model_validate(data)
         except OSError as error:
             raise ConfigError(f"recipe {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"recipe {path}: not UTF-8 text") from None
         except (yaml.YAMLError, ValidationError) as error:
             detail = _first_problem(error)
             raise ConfigError(f"recipe {path}: {detail}") from None

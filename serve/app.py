@@ -1,5 +1,6 @@
 """The gateway's HTTP application: routes and middleware around a `Gateway`."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,13 @@ from serve.middleware import BodyLimit, Observe
 
 __all__ = ["create_app"]
 
+LONG_TEXT = 20_000  # characters that take milliseconds to tokenize: not on the event loop
+
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The application; starting and closing the gateway's backends is the caller's."""
     app = FastAPI(title="Octet", version=__version__, docs_url="/docs", redoc_url=None)
+    app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
     app.add_middleware(BodyLimit, limit=gateway.config.limits.max_body_bytes)
     app.add_middleware(
         Observe, metrics=gateway.metrics, access_log=gateway.config.access_log
@@ -54,8 +58,23 @@ async def _exchange(
     schema: type[CompletionRequest] | type[ChatRequest],
     dialect: Dialect,
 ) -> Response:
-    """Checks the request once, for whichever backend will answer it."""
+    """The answer to be sent; it counts as running from the moment its headers were read."""
     gateway.require_accepting()
+    gateway.running += 1  # from here on a drain waits for it; the Exchange takes the count over
+    try:
+        return await _checked(gateway, request, schema, dialect)
+    except BaseException:
+        gateway.running -= 1
+        raise
+
+
+async def _checked(
+    gateway: Gateway,
+    request: Request,
+    schema: type[CompletionRequest] | type[ChatRequest],
+    dialect: Dialect,
+) -> Exchange:
+    """Checks the request once, for whichever backend will answer it."""
     raw = await request.body()
     body, data = parse(schema, raw, gateway.config.limits)
     pool = gateway.pool(body.model)
@@ -68,19 +87,22 @@ async def _exchange(
             return await open_relay(backend, request.url.path, raw, data, request_id=facts["id"])
         kind = "completion" if isinstance(body, CompletionRequest) else "chat"
         refuse_unsupported(body.model_extra or {}, type(body).model_fields, kind, backend.name)
-        requests = requests_of(body, _prompts(body, backend), facts["id"])
+        requests = requests_of(body, await _prompts(body, backend), facts["id"])
         return await open_generate(backend, dialect, body, requests)
 
     return Exchange(gateway, pool, open_on, operation)
 
 
-def _prompts(
+async def _prompts(
     body: CompletionRequest | ChatRequest, backend: Backend
 ) -> Sequence[str | tuple[int, ...]]:
     if isinstance(body, CompletionRequest):
         prompts: Sequence[str | tuple[int, ...]] = body.prompt
         return prompts
-    return [backend.chat_prompt(plain_messages(body.messages, backend.name))]
+    messages = plain_messages(body.messages, backend.name)
+    if sum(len(message["content"]) for message in messages) < LONG_TEXT:
+        return [backend.chat_prompt(messages)]
+    return [await asyncio.to_thread(backend.chat_prompt, messages)]
 
 
 def _status_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -104,12 +126,12 @@ def _status_routes(app: FastAPI, gateway: Gateway) -> None:
         """One model; 404 if it is not served."""
         return JSONResponse(describe(gateway.pool(name).name))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """Whether the process lives: 200 as long as it can answer."""
         return JSONResponse({"status": "alive"})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """Whether to send traffic here: 503 while draining, or if no backend is ready."""
         state = await gateway.readiness()

@@ -37,6 +37,7 @@ class Limits(_Section):
     max_body_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     max_n: Annotated[int, Field(gt=0)] = 16  # choices of each prompt
     max_prompts: Annotated[int, Field(gt=0)] = 64
+    max_choices: Annotated[int, Field(gt=0)] = 128  # prompts times n
     max_stop: Annotated[int, Field(gt=0)] = 16  # stop strings
     max_logprobs: Annotated[int, Field(ge=0)] = 20  # alternatives at each position
 

@@ -36,6 +36,7 @@ class Gateway:
         """Raises RequestError (404) for a name that is not served."""
         pool = self.pools.get(model)
         if pool is None:
+            model = model[:100]
             raise RequestError(
                 f"the model '{model}' does not exist{nearest(model, self.pools)}",
                 status=404,

@@ -43,7 +43,9 @@ class Tokenizer:
 
         Special tokens spelled out in the text become those tokens, as in transformers.
         """
-        ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds the interpreter lock for as long as it takes; `encode_batch` lets go of it.
+        batch = self.inner.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -53,7 +53,10 @@ Open = Callable[[Backend], Awaitable[Answer]]
 
 
 class Exchange(Response):
-    """The response to a completion request: opens the answer, and sends it piece by piece."""
+    """The response to a completion request: opens the answer, and sends it piece by piece.
+
+    Its maker has counted it in `gateway.running`; here it is taken off again.
+    """
 
     def __init__(self, gateway: Gateway, pool: Pool, open_on: Open, operation: str) -> None:
         self.gateway = gateway
@@ -72,7 +75,6 @@ class Exchange(Response):
             complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
-        self.gateway.running += 1
         work = asyncio.create_task(self._answer(scope["octet"]["started"], watched))
         gone = asyncio.create_task(_disconnected(receive))
         try:

@@ -159,6 +159,13 @@ class CompletionRequest(_Sampling):
     def _few_logprobs(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
         return _within(logprobs, _limits(info).max_logprobs)
 
+    @model_validator(mode="after")
+    def _few_choices(self, info: ValidationInfo) -> Self:
+        limit, asked = _limits(info).max_choices, len(self.prompt) * (self.n or 1)
+        if asked > limit:
+            raise ValueError(f"n: {asked} choices (prompts times n) are over the limit of {limit}")
+        return self
+
     @property
     def answer_limit(self) -> int:
         return self.max_tokens or COMPLETION_MAX_TOKENS
@@ -216,7 +223,7 @@ def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, An
     Raises RequestError (400) naming the field for anything that does not fit the schema.
     """
     try:
-        data = json.loads(body, parse_constant=_no_constant)
+        data = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise RequestError("the body is not usable JSON: nested too deeply") from None
     except ValueError as error:
@@ -234,6 +241,16 @@ def validate(schema: type[S], data: dict[str, Any], limits: Limits) -> S:
         raise _request_error(error) from None
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A repeated key would be read one way here and another by the backend that gets the bytes."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key '{key[:40]}' is repeated")
+        found[key] = value
+    return found
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
 
@@ -249,6 +266,7 @@ def _request_error(error: ValidationError) -> RequestError:
             param, _, message = message.partition(": ")
         return RequestError(f"'{param}': {message}", param=param)
     message = first["msg"].replace("Input should", "should")
-    got = json.dumps(first["input"])
+    given = first["input"]
+    got = json.dumps(given[:40] if isinstance(given, str | list | tuple) else given)
     got = got if len(got) <= 40 else got[:37] + "..."
     return RequestError(f"'{param}' {message}, got {got}", param=param)

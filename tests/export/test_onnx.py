@@ -235,16 +235,19 @@ def test_an_interrupted_export_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_groups_that_do_not_divide_a_projection_are_refused(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    recipe = Recipe.load("fp8-block")
-    odd = recipe.model_copy(
-        update={
-            "weights": recipe.weights.model_copy(update={"group_size": 96}),
-            "activations": recipe.activations.model_copy(update={"group_size": 96}),
-        }
+def test_groups_that_do_not_divide_a_projection_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
     )
-    calibration = make_calibration(tmp_path / "cal", tiny_model, odd)
-    with pytest.raises(OctetError, match=f"{Q_PROJ} has 256 inputs, not a multiple of 96"):
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    recipe = Recipe.load("fp8-block")
+    calibration = make_calibration(tmp_path / "cal", tmp_path / "model", recipe)
+    with pytest.raises(OctetError, match="down_proj has 192 inputs, not a multiple of 128"):
         export_onnx(calibration, tmp_path / "out")

@@ -54,6 +54,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [100_000]}, "prompt", "100000"),
     ({"prompt": ["a"] * 65}, "prompt", "at most 64 prompts"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
+    ({"prompt": ["a"] * 20, "n": 7}, "n", "140 choices"),
     ({"logprobs": 21}, "logprobs", "at most 20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
     ({"best_of": 3}, "best_of", "not supported"),
@@ -212,3 +213,10 @@ async def test_any_json_is_answered_or_refused(
     status, answer = await embedded.post(path, json.dumps(PATHS[path] | body | limits))
     if status != 200:
         check(status, answer)
+
+
+@pytest.mark.parametrize("body", ['{"model": "fake", "model": "b"}', '{"a": [{"b": 1, "b": 2}]}'])
+def test_a_repeated_key_is_refused(body: str) -> None:
+    """A backend that gets the bytes might read it the other way."""
+    with pytest.raises(RequestError, match="is repeated"):
+        parse(CompletionRequest, body.encode(), Limits())

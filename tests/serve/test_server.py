@@ -1,11 +1,13 @@
 """The server's life: readiness, draining, forcing, and a thousand clients that go away."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,40 @@ async def test_the_first_signal_drains() -> None:
         events = await running_answer
         assert events[-1] == "[DONE]"
     assert not served.server.cut_short
+
+
+async def test_a_drain_waits_for_a_body_that_is_still_arriving() -> None:
+    body = json.dumps(BODY).encode()
+
+    async def in_two_parts() -> AsyncIterator[bytes]:
+        yield body[:10]
+        while not served.gateway.running:
+            await asyncio.sleep(0.01)
+        served.server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.5)
+        yield body[10:]
+
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=10) as served:
+        async with served.session.post("/v1/completions", data=in_two_parts()) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 60
+    assert not served.server.cut_short and served.gateway.running == 0
+
+
+async def test_a_long_prompt_does_not_hold_up_others() -> None:
+    async with serving(("fake", [fake_backend(FakeRunner())])) as served:
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "ab " * 300_000}]}
+        asking = asyncio.create_task(served.post("/v1/chat/completions", chat))
+        answered = 0
+        while not asking.done():
+            async with served.session.get("/health") as response:
+                assert response.status == 200
+            answered += 1
+        assert answered > 5
+        status, error = await asking
+        assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+        assert served.gateway.running == 0
 
 
 @pytest.mark.parametrize("how", ["deadline", "second signal"])

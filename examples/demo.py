@@ -126,7 +126,7 @@ def main() -> None:
     print(
         "\nHeld-out perplexity over 128 samples"
         f"\n  BF16 weights, FP32 products {original:.4f}"
-        f"\n  FP8 weights, E5M2 cache    {quantized:.4f}  ({quantized / original - 1:+.2%})"
+        f"\n  FP8 weights, E5M2 cache     {quantized:.4f}  ({quantized / original - 1:+.2%})"
         f"\n\nAll of it took {time.monotonic() - started:.0f} s. What was written is in {out}."
     )
 

@@ -307,7 +307,8 @@ def _only(to: str, target: str, flag: str, given: bool) -> None:
 
 def _wrote(out: Path, manifest: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"path": str(out), "identity": manifest.identity, "kind": manifest.kind}))
+        facts = {"identity": manifest.identity, "kind": manifest.kind, "details": manifest.details}
+        print(json.dumps({"path": str(out), **facts}))
         return
     table = Table.grid(padding=(0, 2))
     for name in manifest.files:
@@ -316,6 +317,9 @@ def _wrote(out: Path, manifest: Any, as_json: bool) -> None:
     console = Console()
     console.print(f"wrote [bold]{out}[/bold] ({manifest.kind}, {manifest.recipe.name})")
     console.print(table)
+    for key, value in manifest.details.items():  # every choice is said, none made in silence
+        if isinstance(value, str | bool | int):
+            console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from octet.artifact import Manifest, ModelIdentity, software, write_artifact
+from octet.artifact import (
+    Manifest,
+    ModelIdentity,
+    check_destination,
+    software,
+    write_artifact,
+)
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError
 from octet.recipe import Recipe
@@ -90,8 +96,26 @@ def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manife
     path.write_text(json.dumps(data | {"colour": "red"}))
     with pytest.raises(ArtifactError, match="colour"):
         Manifest.load(tmp_path / "a")
+    path.write_text(json.dumps(data | {"details": {"kv_cache": "float16"}}))
+    with pytest.raises(ArtifactError, match=r"octet.json: altered since it was written"):
+        Manifest.load(tmp_path / "a")
     with pytest.raises(ArtifactError, match="not an Octet artifact"):
         Manifest.load(tmp_path)
+
+
+def test_a_destination_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="no directory that can be written to"):
+        check_destination(tmp_path / "file" / "out", force=False)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="is a symbolic link"):
+        check_destination(tmp_path / "link", force=False)
+    write(tmp_path / "a", manifest)
+    with pytest.raises(ArtifactError, match="which is read; choose another"):
+        check_destination(tmp_path / "a", force=True, inputs=[tmp_path / "a" / "sub"])
+    check_destination(tmp_path / "a", force=True, inputs=[tmp_path / "b"])
 
 
 def test_a_changed_checkpoint_is_noticed(

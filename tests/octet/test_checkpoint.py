@@ -99,6 +99,31 @@ BAD = {
         CheckpointError,
         r"gate_proj.weight has shape \(512, 256\)",
     ),
+    "quantized already": (
+        lambda p: edit(p, lambda c: c.update(quantization_config={"quant_method": "fp8"})),
+        UnsupportedError,
+        "quantized already",
+    ),
+    "more layers than described": (
+        lambda p: edit(p, lambda c: c.update(num_hidden_layers=1)),
+        CheckpointError,
+        r"model.layers.1.* is not one that config.json describes",
+    ),
+    "no positions": (
+        lambda p: edit(p, lambda c: c.update(max_position_embeddings=None)),
+        UnsupportedError,
+        "max_position_embeddings",
+    ),
+    "RoPE as a list": (
+        lambda p: edit(p, lambda c: c.update(rope_parameters=[1])),
+        UnsupportedError,
+        "rope_parameters is not an object",
+    ),
+    "architectures as a string": (
+        lambda p: edit(p, lambda c: c.update(architectures="LlamaForCausalLM")),
+        UnsupportedError,
+        "architecture .none. is not supported",
+    ),
     "layers missing": (
         lambda p: edit(p, lambda c: c.update(num_hidden_layers=3)),
         CheckpointError,
@@ -128,3 +153,11 @@ def test_a_missing_shard_is_named(tiny_model: Path, tmp_path: Path) -> None:
         CheckpointError, match=f"{shard.name} named by model.safetensors.index.json is missing"
     ):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [[], {"a": "../../etc/passwd"}, {"a": 3}])
+def test_an_index_that_names_no_files_beside_it_is_refused(copy: Path, weight_map: Any) -> None:
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="weight_map does not name files beside it"):
+        Checkpoint.open(copy)

@@ -53,6 +53,26 @@ def test_an_unknown_preset_names_the_nearest() -> None:
             "needs group_size",
         ),
         (
+            "name: x\nweights: {granularity: channel, group_size: 128}\n"
+            "activations: {granularity: tensor}",
+            "group_size is 128, for granularity block and group alone",
+        ),
+        (
+            "name: x\nweights: {granularity: block, group_size: 64}\n"
+            "activations: {granularity: tensor}",
+            "group_size is 128",
+        ),
+        (
+            "name: x\nweights: {granularity: channel}\n"
+            "activations: {granularity: channel, dynamic: true}",
+            "channel weights with channel activations is served by nothing",
+        ),
+        (
+            "name: x\nweights: {granularity: tensor}\n"
+            "activations: {granularity: tensor, dynamic: true}",
+            "static per tensor",
+        ),
+        (
             "name: x\nweights: {granularity: channel, dynamic: true}\n"
             "activations: {granularity: tensor}",
             "weights are quantized once",
@@ -71,3 +91,10 @@ def test_a_bad_file_says_where_in_one_line(text: str, expected: str, tmp_path: P
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         Recipe.load(str(tmp_path / "absent.yaml"))
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not UTF-8"):
+        Recipe.load(str(path))

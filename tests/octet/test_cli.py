@@ -167,8 +167,9 @@ def test_an_interrupted_calibration_leaves_nothing_half_written(
     time.sleep(after_s)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode in (0, 130, -number), errors
-    assert "Traceback" not in errors or process.returncode == -number
+    # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an import.
+    assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
+    assert "Traceback" not in errors or process.returncode < 0
     if out.exists():  # the signal came after it had taken its place: then it is whole
         Manifest.load(out, "calibration")
     assert [path for path in tmp_path.iterdir() if path != out] == []

@@ -195,7 +195,8 @@ def test_completes_the_demo_prompts_streamed(client: OpenAI, model: str) -> None
         assert whole.usage is not None and whole.usage.completion_tokens == NEW_TOKENS
         pieces, reason = stream(client, model, prompt)
         assert "".join(pieces) == whole.choices[0].text != ""
-        assert len(pieces) > 5, "the answer came in one piece"
+        # How many depends on the load: what has queued up on the way is sent as one.
+        assert sum(map(bool, pieces)) > 1, "the answer came in one piece"
         assert reason == whole.choices[0].finish_reason == "length"
 
 

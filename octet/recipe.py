@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from octet.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "Granularity", "Recipe", "TensorScheme"]
+__all__ = ["PRESETS", "Granularity", "Override", "Recipe", "TensorScheme"]
 
 Granularity = Literal["tensor", "channel", "token", "block", "group"]
-ScaleMethod = Literal["max", "mse", "percentile", "kl"]
+ScaleMethod = Literal["max", "mse", "four_six", "percentile", "kl"]
 KvCacheDtype = Literal["e5m2", "e4m3", "float16"]
 
 # Granularities of weights and of activations that some engine multiplies.
@@ -22,42 +22,96 @@ _SERVED = (
     ("tensor", "tensor"),
     ("block", "group"),
     ("block", "tensor"),
+    ("group", "group"),
 )
 BLOCK = 128  # the block edge of `block` weights and the group of their activations, in elements
+
+# Element format and scale format to the size of a group: what hardware multiplies.
+_GROUP_SIZES = {
+    ("e4m3", "float32"): BLOCK,
+    ("e4m3", "e8m0"): 32,  # MXFP8
+    ("e2m1", "e8m0"): 32,  # MXFP4
+    ("e2m1", "e4m3"): 16,  # NVFP4
+}
 
 
 class TensorScheme(BaseModel):
     """How one kind of tensor (weights, or the inputs of the linears) is quantized.
 
     `dynamic` means that the scale is computed at run time from the tensor itself. `group_size` is
-    in elements along the contracted dimension K.
+    in elements along the contracted dimension K. `scale_format` is what the scales are stored in:
+    float32; e8m0, powers of two (MX formats); or e4m3 (NVFP4), and then there are two levels,
+    `real = stored * scale * global_scale`, with one float32 global scale a tensor, which is static
+    even where the group scales are dynamic.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal["e4m3"] = "e4m3"
+    format: Literal["e4m3", "e2m1"] = "e4m3"
     granularity: Granularity
     dynamic: bool = False
     group_size: int | None = None
+    scale_format: Literal["float32", "e8m0", "e4m3"] = "float32"
     method: ScaleMethod = "max"
     percentile: float = 99.99
+
+    @property
+    def two_level(self) -> bool:
+        """Whether group scales are themselves scaled, by one global scale a tensor."""
+        return self.scale_format == "e4m3"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         grouped = self.granularity in ("block", "group")
         if grouped and self.group_size is None:
             raise ValueError(f"granularity '{self.granularity}' needs group_size")
-        if self.group_size is not None and (not grouped or self.group_size != BLOCK):
-            raise ValueError(f"group_size is {BLOCK}, for granularity block and group alone")
+        if self.group_size is not None and not grouped:
+            raise ValueError("group_size is for granularity block and group alone")
+        size = _GROUP_SIZES.get((self.format, self.scale_format))
+        if size is None:
+            known = ", ".join(f"{fmt} with {scale}" for fmt, scale in _GROUP_SIZES)
+            raise ValueError(
+                f"{self.format} with {self.scale_format} scales is no known format; known: {known}"
+            )
+        if self.scale_format != "float32" and self.granularity != "group":
+            raise ValueError(f"{self.scale_format} scales are for granularity group alone")
+        if grouped and self.group_size != size:
+            raise ValueError(
+                f"group_size of {self.format} with {self.scale_format} scales is {size},"
+                f" not {self.group_size}"
+            )
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("per-token scales exist only at run time: set dynamic: true")
+        if self.dynamic and self.method != "max":
+            raise ValueError(f"method '{self.method}' is for static scales; dynamic ones are max")
+        if self.method == "four_six" and not self.two_level:
+            raise ValueError("method four_six is for e2m1 with e4m3 scales (NVFP4) alone")
         if not 50.0 < self.percentile <= 100.0:
             raise ValueError("percentile must be above 50 and at most 100")
         return self
 
 
+class Override(BaseModel):
+    """Another scheme for the linears whose full module name matches the shell pattern `match`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match: str
+    weights: TensorScheme
+    activations: TensorScheme
+
+    @model_validator(mode="after")
+    def _expressible(self) -> Self:
+        _check_pair(self.weights, self.activations)
+        return self
+
+
 class Recipe(BaseModel):
-    """A complete description of a quantized model, apart from the numbers."""
+    """A complete description of a quantized model, apart from the numbers.
+
+    A linear is in full precision if `exclude` matches it; otherwise it takes the scheme of the
+    first of `overrides` that matches it, or else `weights` and `activations`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,24 +121,25 @@ class Recipe(BaseModel):
     kv_cache: KvCacheDtype = "e5m2"
     # Linears whose full module name matches one of these shell patterns stay in full precision.
     exclude: tuple[str, ...] = ("lm_head", "*embed_tokens", "*.gate", "*.router")
+    overrides: tuple[Override, ...] = ()
 
     @model_validator(mode="after")
     def _expressible(self) -> Self:
-        if self.weights.dynamic or self.weights.granularity == "token":
-            raise ValueError("weights are quantized once, at export: dynamic must be false")
-        pair = (self.weights.granularity, self.activations.granularity)
-        if pair not in _SERVED:
-            known = ", ".join(f"{w} with {a}" for w, a in _SERVED)
-            raise ValueError(
-                f"{pair[0]} weights with {pair[1]} activations is served by nothing; known: {known}"
-            )
-        if self.activations.dynamic != (self.activations.granularity != "tensor"):
-            raise ValueError("activation scales are static per tensor, and dynamic otherwise")
+        _check_pair(self.weights, self.activations)
         return self
 
     def excludes(self, module_name: str) -> bool:
         """Whether the linear of that full module name stays in full precision."""
         return any(fnmatch.fnmatchcase(module_name, pattern) for pattern in self.exclude)
+
+    def scheme_of(self, module_name: str) -> tuple[TensorScheme, TensorScheme] | None:
+        """The schemes of that linear's weights and activations; None if in full precision."""
+        if self.excludes(module_name):
+            return None
+        for override in self.overrides:
+            if fnmatch.fnmatchcase(module_name, override.match):
+                return override.weights, override.activations
+        return self.weights, self.activations
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -110,6 +165,24 @@ class Recipe(BaseModel):
             raise ConfigError(f"recipe {path}: {detail}") from None
 
 
+def _check_pair(weights: TensorScheme, activations: TensorScheme) -> None:
+    if weights.dynamic or weights.granularity == "token":
+        raise ValueError("weights are quantized once, at export: dynamic must be false")
+    pair = (weights.granularity, activations.granularity)
+    if pair not in _SERVED:
+        known = ", ".join(f"{w} with {a}" for w, a in _SERVED)
+        raise ValueError(
+            f"{pair[0]} weights with {pair[1]} activations is served by nothing; known: {known}"
+        )
+    if activations.dynamic != (activations.granularity != "tensor"):
+        raise ValueError("activation scales are static per tensor, and dynamic otherwise")
+    if weights.method not in ("max", "mse", "four_six"):
+        raise ValueError(
+            f"weights.method '{weights.method}' is for activations; weights take max, mse or"
+            " four_six"
+        )
+
+
 def _first_problem(error: yaml.YAMLError | ValidationError) -> str:
     if isinstance(error, ValidationError):
         problems = error.errors()
@@ -129,6 +202,18 @@ _CHANNEL = TensorScheme(granularity="channel")
 _TENSOR = TensorScheme(granularity="tensor")
 _BLOCK = TensorScheme(granularity="block", group_size=BLOCK)
 
+
+def _groups(format: Literal["e4m3", "e2m1"], scale_format: Literal["e8m0", "e4m3"]) -> Recipe:
+    """Weights by least squared error, activations at run time, in groups."""
+    size = _GROUP_SIZES[format, scale_format]
+    name = f"mxfp{'8' if format == 'e4m3' else '4'}" if scale_format == "e8m0" else "nvfp4"
+    scheme = TensorScheme(
+        format=format, granularity="group", group_size=size, scale_format=scale_format, method="mse"
+    )
+    dynamic = scheme.model_copy(update={"dynamic": True, "method": "max"})
+    return Recipe(name=name, weights=scheme, activations=dynamic)
+
+
 PRESETS: dict[str, Recipe] = {
     "fp8": Recipe(
         name="fp8",
@@ -141,4 +226,7 @@ PRESETS: dict[str, Recipe] = {
         weights=_BLOCK,
         activations=TensorScheme(granularity="group", dynamic=True, group_size=BLOCK),
     ),
+    "mxfp8": _groups("e4m3", "e8m0"),
+    "mxfp4": _groups("e2m1", "e8m0"),
+    "nvfp4": _groups("e2m1", "e4m3"),
 }

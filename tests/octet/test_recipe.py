@@ -55,12 +55,12 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         (
             "name: x\nweights: {granularity: channel, group_size: 128}\n"
             "activations: {granularity: tensor}",
-            "group_size is 128, for granularity block and group alone",
+            "group_size is for granularity block and group alone",
         ),
         (
             "name: x\nweights: {granularity: block, group_size: 64}\n"
             "activations: {granularity: tensor}",
-            "group_size is 128",
+            "group_size of e4m3 with float32 scales is 128",
         ),
         (
             "name: x\nweights: {granularity: channel}\n"

@@ -21,7 +21,7 @@ import torch
 from card import conditions, report
 
 from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.counting import Counter
+from calibrate.counting import CpuCounter
 from calibrate.loading import ComputeDtype, load_model, load_tokenizer
 from calibrate.observe import Observer, observe
 from calibrate.samples import load_samples
@@ -68,12 +68,11 @@ def read_batches(checkpoint: Checkpoint, options: argparse.Namespace) -> list[Ba
     return make_batches(sequences, origins, batch_size=options.batch_size)
 
 
-class AbsmaxCounter(Counter):
+class AbsmaxCounter(CpuCounter):
     """Keeps the largest magnitude only; padding is not left out."""
 
-    def add(self, counts: Any, x: torch.Tensor, lengths: Sequence[int]) -> int:
-        counts[0] = max(counts[0], x.abs().amax().item())
-        return 0
+    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        self._counts[slot, 0] = max(self._counts[slot, 0], x.abs().amax().item())
 
 
 @torch.inference_mode()
@@ -105,7 +104,7 @@ def measure(
         with observe(model, checkpoint.spec) as observer:
             times["observed"].append(seconds(watched(observer)))
         with observe(model, checkpoint.spec) as observer:
-            observer._counter = AbsmaxCounter(1)
+            observer.counter = AbsmaxCounter(len(observer.observations), 1)
             times["absmax"].append(seconds(watched(observer)))
         times["again"].append(seconds(bare))
         times["whole"].append(seconds(whole))

@@ -12,7 +12,7 @@ the tensor's own memory is read, and padding is skipped by reading runs of whole
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numba
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from octet.calibration import BINS
 from octet.formats import float32_to_bf16
 
-__all__ = ["Counter", "count_reference"]
+__all__ = ["Counter", "CpuCounter", "count_reference", "make_counter"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,25 +41,83 @@ def _compiled(function: F) -> F:
         return cast(F, numba.njit(nogil=True)(function))
 
 
-class Counter:
-    """Adds tensors to int64 histograms with `threads` threads; it holds only its scratch memory."""
+class Counter(Protocol):
+    """int64 histograms of magnitude codes, one a slot, to which tensors are added."""
 
-    def __init__(self, threads: int) -> None:
+    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Counts the first `lengths[b]` rows of each `x[b]`, `x` [B, T, ...]; all of x for None.
+
+        `x` is bfloat16, float16 or float32 (rounded to bfloat16) and need not be contiguous. The
+        work may still be under way when this returns.
+        """
+
+    def bad(self) -> list[int]:
+        """The slots that hold a NaN or an Inf by now, in order."""
+
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [slots, 32768], on the host, of everything added so far."""
+
+    def clear(self) -> None:
+        """Zeros every slot."""
+
+    def close(self) -> None:
+        """Releases what the counter holds; it counts no more."""
+
+
+def make_counter(device: torch.device, slots: int, *, threads: int | None = None) -> Counter:
+    """The counter for tensors on `device`; `threads` are for a CPU.
+
+    Half of torch's threads count if `threads` is not given. torch's own threads spin for a while
+    after each operation and hold their cores, so that on 2 cores a second counting thread gains
+    nothing.
+    """
+    if device.type == "cuda":
+        from calibrate.counting_cuda import CudaCounter
+
+        counter: Counter = CudaCounter(slots, device)
+        return counter
+    return CpuCounter(slots, threads or max(1, torch.get_num_threads() // 2))
+
+
+class CpuCounter:
+    """Counts tensors on the CPU with `threads` threads, before `add` returns."""
+
+    def __init__(self, slots: int, threads: int) -> None:
+        self._counts = np.zeros((slots, BINS), np.int64)
+        self._bad: set[int] = set()
         self._tables = np.zeros((threads, BINS * _LANES), np.uint32)
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "octet-count")
+        for dtype in (torch.bfloat16, torch.float32):  # compiles, or loads, both kernels
+            self._add(np.zeros(BINS, np.int64), torch.zeros(1, 1, 1, dtype=dtype), [1])
 
-    def add(self, counts: NDArray[np.int64], x: torch.Tensor, lengths: Sequence[int]) -> int:
-        """Counts the first `lengths[b]` rows of each `x[b]`, `x` [B, T, ...], into `counts`.
+    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        """See `Counter`; `x` is copied only if it is not contiguous."""
+        if lengths is None:
+            x, lengths = x.reshape(1, 1, -1), [1]
+        first_special = _FIRST_SPECIAL.get(x.dtype, 0x7F80)
+        before = int(self._counts[slot, first_special:].sum())
+        self._add(self._counts[slot], x, lengths)
+        if int(self._counts[slot, first_special:].sum()) > before:
+            self._bad.add(slot)
 
-        `counts` is int64[32768]; `x` is bfloat16, float16 or float32 on the CPU, and is copied only
-        if it is not contiguous. Returns how many of the elements were NaN or Inf.
-        """
+    def bad(self) -> list[int]:
+        return sorted(self._bad)
+
+    def counts(self) -> NDArray[np.int64]:
+        return self._counts.copy()
+
+    def clear(self) -> None:
+        self._counts[:] = 0
+        self._bad.clear()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _add(self, counts: NDArray[np.int64], x: torch.Tensor, lengths: Sequence[int]) -> None:
         bits = _bits(x.contiguous())
         row = bits.size // (x.shape[0] * x.shape[1]) if bits.size else 0
         starts = np.arange(x.shape[0], dtype=np.int64) * (x.shape[1] * row)
         stops = starts + np.asarray(lengths, np.int64) * row
-        first_special = _FIRST_SPECIAL.get(x.dtype, 0x7F80)
-        before = int(counts[first_special:].sum())
         kernel: Callable[..., None] = _count_rounded if bits.dtype == np.uint32 else _count_codes
         pieces = _split(starts, stops, len(self._tables))
         for start in range(0, len(pieces), len(self._tables)):
@@ -73,15 +131,6 @@ class Counter:
                 job.result()
             for table, _ in zip(self._tables, group, strict=False):
                 _flush(table, counts)
-        return int(counts[first_special:].sum()) - before
-
-    def warm_up(self) -> None:
-        """Compiles (or loads from the cache) both kernels, so that no rate includes it."""
-        for dtype in (torch.bfloat16, torch.float32):
-            self.add(np.zeros(BINS, np.int64), torch.zeros(1, 1, 1, dtype=dtype), [1])
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 def count_reference(x: torch.Tensor) -> NDArray[np.int64]:

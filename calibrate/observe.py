@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from calibrate.batches import Batch
-from calibrate.counting import Counter
+from calibrate.counting import Counter, make_counter
 from calibrate.histogram import CodeDtype, Histogram
 from octet.calibration import Observation
 from octet.errors import NumericsError
@@ -27,23 +29,47 @@ class Observer:
     `histograms` and `observations` have the keys that `octet.calibration.Calibration` lists.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, counter: Counter) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, threads: int | None) -> None:
         dtype: torch.dtype = model.dtype
-        code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
-        self.observations = _observations(spec, code_dtype, str(dtype).removeprefix("torch."))
-        self.histograms = {name: Histogram.empty(code_dtype) for name in self.observations}
+        self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
+        self.observations = _observations(spec, self._code_dtype, str(dtype).removeprefix("torch."))
+        self.counter: Counter = make_counter(model.device, len(self.observations), threads=threads)
+        self._slots = {name: slot for slot, name in enumerate(self.observations)}
         self._decoder = model.base_model
         self._spec = spec
-        self._counter = counter
         self._batch: Batch | None = None
+        self._locating = False
+        self._counts: NDArray[np.int64] | None = None  # once closed
+
+    def close(self) -> None:
+        """Ends the counting; `histograms` stay."""
+        self._counts = self.counter.counts()
+        self.counter.close()
+
+    @property
+    def histograms(self) -> dict[str, Histogram]:
+        """The histogram of each observed tensor, of everything that ran so far."""
+        counts = self.counter.counts() if self._counts is None else self._counts
+        return {name: Histogram(counts[i], self._code_dtype) for name, i in self._slots.items()}
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> None:
         """One forward pass; NumericsError names the first tensor that holds NaN or Inf."""
+        self._forward(batch)
+        if self.counter.bad():
+            self._locating = True  # the same pass again, looking at each tensor
+            try:
+                self._forward(batch)
+            finally:
+                self._locating = False
+
+    def _forward(self, batch: Batch) -> None:
         self._batch = batch
         try:
             self._decoder(
-                input_ids=batch.token_ids, past_key_values=_WatchedCache(self), use_cache=True
+                input_ids=batch.token_ids.to(self._decoder.device),
+                past_key_values=_WatchedCache(self),
+                use_cache=True,
             )
         finally:
             self._batch = None
@@ -65,9 +91,12 @@ class Observer:
         """Counts `x` [B, T, ...] of the batch that is running."""
         if self._batch is None:  # someone else runs the model: not ours to count
             return
-        bad = self._counter.add(self.histograms[name].counts, x, self._batch.lengths)
-        if bad:
-            raise _not_finite(name, x, self._batch)
+        if self._locating:
+            error = _not_finite(name, x, self._batch)
+            if error is not None:
+                raise error
+            return
+        self.counter.add(self._slots[name], x, self._batch.lengths)
 
     def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Counts `key` and `value`, both [B, H, T, D]."""
@@ -99,13 +128,9 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Iterator[Observer]:
     """An `Observer` of `model`, whose hooks are gone when the block ends.
 
-    `threads` count; half as many as torch's if not given. torch's own threads spin for a while
-    after each operation and hold their cores, so that on 2 cores a second counting thread gains
-    nothing.
+    `threads` count on a CPU; `make_counter` chooses if not given.
     """
-    counter = Counter(threads or max(1, torch.get_num_threads() // 2))
-    counter.warm_up()
-    observer = Observer(model, spec, counter)
+    observer = Observer(model, spec, threads)
     handles = []
     try:
         for name, observation in observer.observations.items():
@@ -117,7 +142,7 @@ def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Itera
     finally:
         for handle in handles:
             handle.remove()
-        counter.close()
+        observer.close()
 
 
 def _input_hook(observer: Observer, name: str) -> Any:
@@ -150,17 +175,22 @@ def _observations(
     return found
 
 
-def _not_finite(name: str, x: torch.Tensor, batch: Batch) -> NumericsError:
+def _not_finite(name: str, x: torch.Tensor, batch: Batch) -> NumericsError | None:
+    """What to say of x [B, T, ...] if it holds NaN or Inf."""
     rows = [
-        (origin, row[:length])
+        (origin, row[:length].flatten(1))
         for origin, row, length in zip(batch.origins, x, batch.lengths, strict=True)
     ]
-    counted = [(origin, int((~part.isfinite()).sum()), part) for origin, part in rows]
-    first = next(origin for origin, bad, _ in counted if bad)
-    nans = sum(int(part.isnan().sum()) for _, _, part in counted)
-    bad = sum(bad for _, bad, _ in counted)
-    total = sum(part.numel() for _, _, part in counted)
+    broken = [(origin, part) for origin, part in rows if not part.isfinite().all()]
+    if not broken:
+        return None
+    origin, first = broken[0]
+    channel = int((~first.isfinite()).any(dim=0).nonzero()[0])
+    nans = sum(int(part.isnan().sum()) for _, part in broken)
+    infs = sum(int(part.isinf().sum()) for _, part in broken)
+    total = sum(part.numel() for _, part in rows)
     return NumericsError(
-        f"{name} holds {nans} NaN and {bad - nans} Inf among {total} values of one batch (first in"
-        f" the sample of {first}): the model itself is broken there, or overflows in this dtype"
+        f"{name} holds {nans} NaN and {infs} Inf among {total} values of one batch, first in"
+        f" channel {channel} in the sample of {origin}: the model itself is broken there, or"
+        " overflows in this dtype"
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.counting import Counter, count_reference
+from calibrate.counting import CpuCounter, count_reference, make_counter
 from octet.calibration import BINS
 
 SIZES = [1, 2, 3, 4, 5, 127, 2047, 2048, 2049, 65_537, 200_003]
@@ -30,15 +30,16 @@ def contents(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def count(x: torch.Tensor, lengths: list[int], threads: int) -> np.ndarray:
-    counter = Counter(threads)
-    counts = np.zeros(BINS, np.int64)
+def count(x: torch.Tensor, lengths: list[int] | None, threads: int) -> np.ndarray:
+    counter = CpuCounter(2, threads)
     try:
-        bad = counter.add(counts, x, lengths)
+        counter.add(1, x, lengths)
+        bad, (other, counts) = counter.bad(), counter.counts()
     finally:
         counter.close()
     first_special = 0x7C00 if x.dtype == torch.float16 else 0x7F80
-    assert bad == counts[first_special:].sum()
+    assert bad == ([1] if counts[first_special:].any() else [])
+    assert not other.any()
     return counts
 
 
@@ -89,14 +90,26 @@ def test_takes_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
     assert (count(x[..., ::2], [8, 8], 1) == count_reference(x[..., ::2])).all()
 
 
-def test_adds_to_what_is_there() -> None:
-    counter = Counter(1)
-    counts = np.zeros(BINS, np.int64)
+def test_counts_flat_rows_whole() -> None:
+    x = torch.randn(37, 64).to(torch.bfloat16)
+    assert (count(x, None, 2) == count_reference(x)).all()
+    assert count(x[:0], None, 2).sum() == 0
+
+
+def test_adds_to_what_is_there_until_cleared() -> None:
+    counter = make_counter(torch.device("cpu"), 1)
     x = torch.randn(1, 10, 10)
     for _ in range(3):
-        assert counter.add(counts, x, [10]) == 0
+        counter.add(0, x, [10])
+    counts = counter.counts()
+    assert (counts[0] == 3 * count_reference(x)).all()
+    counter.add(0, torch.full((1, 1, 1), float("nan")), [1])
+    assert counter.bad() == [0]
+    counter.clear()
+    assert counter.bad() == []
+    assert counter.counts().sum() == 0
+    assert counts.sum() == 300  # what was handed out is the caller's
     counter.close()
-    assert (counts == 3 * count_reference(x)).all()
 
 
 def test_refuses_other_dtypes() -> None:

@@ -176,6 +176,7 @@ def test_nan_and_inf_are_named_by_tensor_and_sample(
         observer.run(batch)
     message = str(error.value)
     assert message.startswith(f"{name} holds ")
+    assert "first in channel" in message
     assert "line 1" in message
     elements = observer.histograms[name].total
     assert f"among {elements} values" in message

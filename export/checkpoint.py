@@ -152,7 +152,7 @@ def _quantized_shard(source: Source, shard: TensorFile) -> Tensors:
         if name in quantized:
             tensors |= _quantized_linear(source, quantized[name])
         else:
-            tensors[name] = shard.read(name)
+            tensors[name] = source.checkpoint.read(name)
         tensors |= _cache_scales(source, name)
     return tensors
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from octet import scaling
 from octet.artifact import Kind, Manifest, software
-from octet.calibration import Calibration
+from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
-from octet.errors import ArtifactError, ExportError
+from octet.errors import ArtifactError, ExportError, UnsupportedError
 from octet.formats import E4M3
 from octet.golden import GOLDEN_FILE
 from octet.model import Linear, ModelSpec
@@ -23,6 +23,7 @@ from octet.recipe import Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GENERATION_CONFIG = "generation_config.json"
 _SPARE_BYTES = 64 << 20  # for what is written beside the weights
 
@@ -48,7 +49,10 @@ class Source:
             )
         checkpoint = Checkpoint.open(where)
         opened.manifest.model.require(checkpoint)
+        if (calibration / WEIGHTS_FILE).exists():
+            checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
         source = cls(opened, checkpoint)
+        source._check_supported()
         source._check_scales()
         return source
 
@@ -110,6 +114,28 @@ class Source:
             details=details,
             software=software("numpy", *packages),
         )
+
+    def _check_supported(self) -> None:
+        """Raises UnsupportedError for what no export writes yet."""
+        spec, recipe = self.spec, self.recipe
+        if spec.architecture not in ARCHITECTURES:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: exports are for {' and '.join(ARCHITECTURES)};"
+                f" {spec.architecture} can be calibrated only"
+            )
+        where = f"{self.calibration.path}: recipe {recipe.name}"
+        remedy = "derive one that is with `octet rescale`: fp8, fp8-static or fp8-block"
+        for scheme in (recipe.weights, recipe.activations):
+            if (scheme.format, scheme.scale_format) != ("e4m3", "float32"):
+                raise UnsupportedError(
+                    f"{where} has {scheme.format} elements with {scheme.scale_format} scales, which"
+                    f" no export writes; {remedy}"
+                )
+        if recipe.overrides:
+            raise UnsupportedError(
+                f"{where} mixes formats (override for {recipe.overrides[0].match}), which no export"
+                f" writes; {remedy}, with its layers in full precision by `exclude`"
+            )
 
     def _check_scales(self) -> None:
         weights = granularity_of(self.recipe.weights)

@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -70,6 +70,8 @@ class SampleSet(BaseModel):
     tokens: int
     max_length: int
     batch_size: int
+    # How texts became rows: packed or padded, what was cut, which chat template.
+    facts: dict[str, Any] = Field(default_factory=dict)
 
 
 class Manifest(BaseModel):
@@ -87,12 +89,13 @@ class Manifest(BaseModel):
     details: dict[str, Any] = Field(default_factory=dict)
     software: dict[str, str]
     files: dict[str, str] = Field(default_factory=dict)  # relative path -> SHA-256
+    # The hash of the file as it was read, whose fields may be fewer than this release's.
+    recorded_identity: str | None = Field(default=None, exclude=True)
 
     @property
     def identity(self) -> str:
         """A hash of the whole content: manifest fields and, through `files`, every byte."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return self.recorded_identity or _hash(self.model_dump(mode="json"))
 
     @classmethod
     def load(cls, directory: Path, kind: Kind | None = None, *, verify: bool = True) -> Self:
@@ -119,13 +122,14 @@ class Manifest(BaseModel):
             )
         identity = data.pop("identity", None)
         try:
-            manifest = cls.model_validate(data)
+            manifest = cls.model_validate(data | {"recorded_identity": None})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ArtifactError(f"{path}: {where}: {first['msg']}") from None
-        if identity != manifest.identity:
+        if identity != _hash(data):
             raise ArtifactError(f"{path}: altered since it was written (its own hash differs)")
+        manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(f"{directory}: is a {manifest.kind}, not a {kind}")
         if verify:
@@ -153,6 +157,11 @@ def software(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the JSON with its keys in order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -216,8 +225,9 @@ class ArtifactWriter:
             for path in sorted(self.path.rglob("*"))
             if path.is_file()
         }
-        self.manifest = manifest.model_copy(update={"files": files})
-        content = self.manifest.model_dump(mode="json") | {"identity": self.manifest.identity}
+        whole = manifest.model_copy(update={"files": files, "recorded_identity": None})
+        content = whole.model_dump(mode="json") | {"identity": whole.identity}
+        self.manifest = whole.model_copy(update={"recorded_identity": whole.identity})
         (self.path / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n")
         return self.manifest
 

@@ -5,6 +5,7 @@ observations.json        what each histogram is of, and the modules that consume
 histograms.safetensors   one int64[32768] per observed tensor
 scales.safetensors       float32, multipliers: real = stored * scale
 golden.json              GoldenSet
+weights.safetensors      the tensors that an algorithm such as SmoothQuant changed, if any
 """
 
 import json
@@ -23,9 +24,10 @@ from octet.errors import ArtifactError
 from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["Calibration", "Observation"]
+__all__ = ["WEIGHTS_FILE", "Calibration", "Observation"]
 
 FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
+WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
 BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +34,7 @@ class Checkpoint:
     config: dict[str, Any]
     spec: ModelSpec
     shards: tuple[TensorFile, ...]
+    changes: TensorFile | None = None  # tensors that stand in for those of the shards
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -58,8 +59,23 @@ class Checkpoint:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._shard_of)
 
+    def with_changes(self, path: Path) -> Self:
+        """This checkpoint with the tensors in the file `path` in place of its own.
+
+        CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes stay
+        those of the files of the checkpoint itself.
+        """
+        changes = TensorFile.open(path)
+        for name in changes.names:
+            shard = self._shard_of.get(name)
+            if shard is None or shard.shape(name) != changes.shape(name):
+                raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
+        return replace(self, changes=changes)
+
     def read(self, name: str) -> Tensor:
-        """A tensor by name, as a view of the mapped shard."""
+        """A tensor by name, as a view of the mapped file."""
+        if self.changes is not None and name in self.changes.names:
+            return self.changes.read(name)
         try:
             return self._shard_of[name].read(name)
         except KeyError:

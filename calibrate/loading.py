@@ -65,6 +65,11 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
+    if checkpoint.changes is not None:
+        with torch.no_grad():
+            for name in checkpoint.changes.names:
+                changed = torch.from_numpy(checkpoint.changes.read(name).float32())
+                model.get_parameter(name).copy_(changed)
     return model.eval()
 
 

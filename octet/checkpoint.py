@@ -96,25 +96,22 @@ class Checkpoint:
         return {path.name: sha256_file(path) for path in self.tokenizer_files}
 
     def _check_tensors(self) -> None:
-        known = set(self.spec.tensor_names())
+        expected = dict(self.spec.tensor_shapes())
         for name in self._shard_of:
             # Buffers of old transformers releases; and a tied head is the embeddings again.
-            if name in known or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
+            if name in expected or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
                 continue
             raise CheckpointError(
                 f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
                 " leave it out of the model"
             )
-        for linear in self.spec.linears():
-            name = f"{linear.name}.weight"
+        for name, shape in expected.items():
             shard = self._shard_of.get(name)
             if shard is None:
                 raise CheckpointError(f"{self.path}: tensor {name} is missing")
-            expected = (linear.out_features, linear.in_features)
-            if shard.shape(name) != expected:
+            if shard.shape(name) != shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} has shape {shard.shape(name)},"
-                    f" config.json says {expected}"
+                    f"{self.path}: {name} has shape {shard.shape(name)}, config.json says {shape}"
                 )
 
 

@@ -1,7 +1,7 @@
 """What Octet knows of a decoder's architecture: its sizes, its linears and who shares an input."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -9,8 +9,20 @@ from octet.errors import UnsupportedError
 
 __all__ = ["ARCHITECTURES", "Linear", "ModelSpec"]
 
-# Architectures whose decoder layer is: RMSNorm, attention (RoPE, grouped queries), RMSNorm, SwiGLU.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+Architecture = Literal[
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+]
+
+# Their decoder layer is: RMSNorm, attention (RoPE, grouped queries), RMSNorm, SwiGLU. Qwen3 adds a
+# norm of each query and key head before RoPE. Mixtral and Qwen3-MoE have, in some or all layers, a
+# sparse block instead of the SwiGLU: a router and experts, each a SwiGLU of its own.
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+_QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 class Linear(BaseModel):
@@ -31,7 +43,7 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    architecture: Literal["LlamaForCausalLM", "MistralForCausalLM"]
+    architecture: Architecture
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -45,13 +57,21 @@ class ModelSpec(BaseModel):
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    qk_norm: bool = False  # an RMSNorm of each query and key head, [head_dim], before RoPE
+    # Of a mixture of experts; `intermediate_size` is then that of the layers that are not sparse.
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # whether the chosen experts' probabilities are made to sum to 1
+    sparse_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> Self:
         """From a transformers config.json (4.x or 5.x spelling).
 
         Raises UnsupportedError naming `where` and the feature for an architecture or a variant
-        (RoPE scaling, sliding window, biases, another activation) that Octet does not build.
+        (RoPE scaling, sliding window, biases, another activation) that Octet does not build. A key
+        that may be absent takes the default of that architecture's transformers configuration.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not names:
@@ -74,7 +94,12 @@ class ModelSpec(BaseModel):
             raise UnsupportedError(
                 f"{where}: config.json: max_position_embeddings or sliding_window is no integer"
             )
+        if names[0] in _QWEN3:  # these alone have a switch for it, which is off by default
+            window = window if config.get("use_sliding_window") else None
         _refuse(where, f"sliding_window {window}", window is not None and window < positions)
+        kinds = config.get("layer_types") or []
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            _refuse(where, f"layer type '{kind}'", kind != "full_attention")
         _refuse(where, "attention_bias", bool(config.get("attention_bias")))
         _refuse(where, "mlp_bias", bool(config.get("mlp_bias")))
         activation = config.get("hidden_act", "silu")
@@ -82,6 +107,7 @@ class ModelSpec(BaseModel):
         eos = config.get("eos_token_id")
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         try:
+            head_dim, theta = _defaults(names[0], config)
             return cls(
                 architecture=names[0],
                 layers=config["num_hidden_layers"],
@@ -89,15 +115,16 @@ class ModelSpec(BaseModel):
                 intermediate_size=config["intermediate_size"],
                 heads=config["num_attention_heads"],
                 kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-                head_dim=config.get("head_dim")
-                or config["hidden_size"] // config["num_attention_heads"],
+                head_dim=head_dim,
                 vocab_size=config["vocab_size"],
                 max_positions=positions,
-                rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+                rope_theta=rope.get("rope_theta", config.get("rope_theta", theta)),
                 rms_norm_eps=config["rms_norm_eps"],
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 eos_token_ids=tuple(eos_ids),
                 bos_token_id=config.get("bos_token_id"),
+                qk_norm=names[0] in _QWEN3,
+                **_experts(names[0], config, where),
             )
         except KeyError as error:
             raise UnsupportedError(f"{where}: config.json lacks {error}") from None
@@ -111,32 +138,116 @@ class ModelSpec(BaseModel):
         """The module name of decoder layer `index`."""
         return f"model.layers.{index}"
 
-    def linears(self) -> Iterator[Linear]:
-        """Every projection of every decoder layer, in execution order."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        hidden, inner = self.hidden_size, self.intermediate_size
-        for index in range(self.layers):
-            attention, mlp = f"{self.layer(index)}.self_attn", f"{self.layer(index)}.mlp"
-            for name, out, into, first in (
-                (f"{attention}.q_proj", q, hidden, f"{attention}.q_proj"),
-                (f"{attention}.k_proj", kv, hidden, f"{attention}.q_proj"),
-                (f"{attention}.v_proj", kv, hidden, f"{attention}.q_proj"),
-                (f"{attention}.o_proj", hidden, q, f"{attention}.o_proj"),
-                (f"{mlp}.gate_proj", inner, hidden, f"{mlp}.gate_proj"),
-                (f"{mlp}.up_proj", inner, hidden, f"{mlp}.gate_proj"),
-                (f"{mlp}.down_proj", hidden, inner, f"{mlp}.down_proj"),
-            ):
-                yield Linear(name=name, out_features=out, in_features=into, input=f"{first}.input")
+    def experts_of(self, index: int) -> str:
+        """The module name, in the checkpoint, of the experts of sparse layer `index`."""
+        block = "block_sparse_moe" if self.architecture == "MixtralForCausalLM" else "mlp"
+        return f"{self.layer(index)}.{block}.experts"
 
-    def tensor_names(self) -> Iterator[str]:
-        """Every tensor of the model, without the head of tied embeddings."""
-        yield "model.embed_tokens.weight"
-        yield "model.norm.weight"
+    @property
+    def expert_projections(self) -> tuple[str, str, str]:
+        """The names, in the checkpoint, of an expert's gate, up and down projections."""
+        if self.architecture == "MixtralForCausalLM":
+            return "w1", "w3", "w2"
+        return "gate_proj", "up_proj", "down_proj"
+
+    def linears(self) -> Iterator[Linear]:
+        """Every projection of every decoder layer, in execution order; routers are none."""
         for index in range(self.layers):
-            yield f"{self.layer(index)}.input_layernorm.weight"
-            yield f"{self.layer(index)}.post_attention_layernorm.weight"
+            yield from self._attention(f"{self.layer(index)}.self_attn")
+            if index not in self.sparse_layers:
+                names = ("gate_proj", "up_proj", "down_proj")
+                yield from self._swiglu(f"{self.layer(index)}.mlp", names, self.intermediate_size)
+                continue
+            for expert in range(self.experts):
+                yield from self._swiglu(
+                    f"{self.experts_of(index)}.{expert}",
+                    self.expert_projections,
+                    self.moe_intermediate_size,
+                )
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The name and shape of every tensor of the model, without the head of tied embeddings."""
         for linear in self.linears():
-            yield f"{linear.name}.weight"
+            yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+        for index in range(self.layers):
+            layer = self.layer(index)
+            yield f"{layer}.input_layernorm.weight", (self.hidden_size,)
+            yield f"{layer}.post_attention_layernorm.weight", (self.hidden_size,)
+            if self.qk_norm:
+                yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
+            if index in self.sparse_layers:
+                router = self.experts_of(index).replace(".experts", ".gate")
+                yield f"{router}.weight", (self.experts, self.hidden_size)
+        yield "model.norm.weight", (self.hidden_size,)
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        if not self.tied_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def _attention(self, name: str) -> Iterator[Linear]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for projection, out in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            yield _linear(f"{name}.{projection}", out, self.hidden_size, f"{name}.q_proj")
+        yield _linear(f"{name}.o_proj", self.hidden_size, q, f"{name}.o_proj")
+
+    def _swiglu(self, name: str, projections: Sequence[str], inner: int) -> Iterator[Linear]:
+        gate, up, down = (f"{name}.{projection}" for projection in projections)
+        yield _linear(gate, inner, self.hidden_size, gate)
+        yield _linear(up, inner, self.hidden_size, gate)
+        yield _linear(down, self.hidden_size, inner, down)
+
+
+def _linear(name: str, out: int, into: int, first: str) -> Linear:
+    return Linear(name=name, out_features=out, in_features=into, input=f"{first}.input")
+
+
+def _defaults(architecture: str, config: Mapping[str, Any]) -> tuple[Any, float]:
+    """The head size, and the RoPE base of a config.json that gives none."""
+    head_dim = config.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
+    if head_dim is None:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            head_dim = hidden // heads
+    return head_dim, 1_000_000.0 if architecture == "MixtralForCausalLM" else 10_000.0
+
+
+def _experts(architecture: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of ModelSpec that say which layers are sparse and of what; {} for a dense one.
+
+    Raises KeyError naming an absent key and UnsupportedError for what cannot be.
+    """
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return {}
+    layers, chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
+    # transformers 5 writes `num_local_experts` for both; Qwen's own files say `num_experts`.
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    step: Any = 1
+    dense: Any = []
+    if architecture == "Qwen3MoeForCausalLM":
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    numbers = {"num_hidden_layers": layers, "num_experts_per_tok": chosen}
+    numbers |= {"num_experts": experts, "decoder_sparse_step": step}
+    for key, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedError(f"{where}: config.json: {key} is {value!r}, not a count")
+    if chosen > experts:
+        raise UnsupportedError(
+            f"{where}: config.json: num_experts_per_tok {chosen} of {experts} experts"
+        )
+    if not isinstance(dense, list):
+        raise UnsupportedError(f"{where}: config.json: mlp_only_layers is not a list")
+    mixtral = architecture == "MixtralForCausalLM"
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "moe_intermediate_size": config[
+            "intermediate_size" if mixtral else "moe_intermediate_size"
+        ],
+        "norm_topk_prob": mixtral or bool(config.get("norm_topk_prob", False)),
+        "sparse_layers": tuple(
+            index for index in range(layers) if index not in dense and (index + 1) % step == 0
+        ),
+    }
 
 
 def _refuse(where: str, feature: str, present: bool) -> None:

@@ -1,0 +1,1 @@
+"""The commands of `octet`, by stage; each imports its stage when it is called."""

@@ -1,0 +1,62 @@
+"""`octet serve` and `octet evaluate`: what an artifact answers, and how well."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octet.commands.options import Json, console_for
+from octet.errors import ConfigError
+
+__all__ = ["evaluate", "serve"]
+
+
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A checkpoint, or an ONNX export.")],
+    samples: Annotated[Path, typer.Option("--samples", help="Held-out JSONL, one text a line.")],
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1)] = None,
+    text_field: Annotated[
+        str, typer.Option(help="Field of each line that holds the text.")
+    ] = "text",
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each sample.")] = 512,
+    as_json: Json = False,
+) -> None:
+    """Held-out perplexity, as the artifact would serve it."""
+    for path in (target, samples):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or directory")
+    if (target / "model.onnx").exists():
+        from serve.evaluate import perplexity
+    else:
+        from calibrate.reference import perplexity  # type: ignore[assignment]
+    result = perplexity(
+        target,
+        samples,
+        count=count,
+        text_field=text_field,
+        max_length=max_length,
+        console=console_for(as_json),
+    )
+    if as_json:
+        print(json.dumps({"perplexity": result.perplexity, "tokens": result.tokens}))
+    else:
+        print(f"{target}: perplexity {result.perplexity:.4f} over {result.tokens} tokens")
+
+
+def serve(
+    target: Annotated[
+        Path | None, typer.Argument(help="An ONNX export, served by the embedded engine.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port [8000].")] = None,
+) -> None:
+    """Serve OpenAI's completion API over the embedded engine, vLLM or Triton."""
+    if (target is None) == (config is None):
+        raise ConfigError("give either an ONNX export to serve, or --config FILE")
+    from serve.server import run
+
+    run(target, config=config, host=host, port=port)

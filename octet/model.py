@@ -138,10 +138,10 @@ class ModelSpec(BaseModel):
         """The module name of decoder layer `index`."""
         return f"model.layers.{index}"
 
-    def experts_of(self, index: int) -> str:
-        """The module name, in the checkpoint, of the experts of sparse layer `index`."""
+    def experts_of(self, layer: str) -> str:
+        """The module name, in the checkpoint, of the experts of the sparse layer of that name."""
         block = "block_sparse_moe" if self.architecture == "MixtralForCausalLM" else "mlp"
-        return f"{self.layer(index)}.{block}.experts"
+        return f"{layer}.{block}.experts"
 
     @property
     def expert_projections(self) -> tuple[str, str, str]:
@@ -160,7 +160,7 @@ class ModelSpec(BaseModel):
                 continue
             for expert in range(self.experts):
                 yield from self._swiglu(
-                    f"{self.experts_of(index)}.{expert}",
+                    f"{self.experts_of(self.layer(index))}.{expert}",
                     self.expert_projections,
                     self.moe_intermediate_size,
                 )
@@ -177,7 +177,7 @@ class ModelSpec(BaseModel):
                 yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
                 yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
             if index in self.sparse_layers:
-                router = self.experts_of(index).replace(".experts", ".gate")
+                router = self.experts_of(layer).removesuffix(".experts") + ".gate"
                 yield f"{router}.weight", (self.experts, self.hidden_size)
         yield "model.norm.weight", (self.hidden_size,)
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)

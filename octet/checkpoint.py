@@ -81,6 +81,14 @@ class Checkpoint:
         except KeyError:
             raise CheckpointError(f"{self.path}: no tensor named {name}") from None
 
+    def release(self) -> None:
+        """Lets go of the memory that what was read takes: pages of mapped files count as ours.
+
+        Tensors read before stay valid; they are read from the files again.
+        """
+        for file in (*self.shards, *([self.changes] if self.changes is not None else [])):
+            file.release()
+
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).exists())

@@ -143,6 +143,11 @@ class TensorFile:
         codes = np.frombuffer(self._buffer, container, count, entry.start)
         return Tensor(entry.dtype, codes.reshape(entry.shape))
 
+    def release(self) -> None:
+        """Drops the mapped pages from memory; views stay valid and bring them back when read."""
+        if isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
+
 
 def _parse_header(path: Path, header: bytes, size: int) -> dict[str, _Entry]:
     base = 8 + len(header)

@@ -43,8 +43,11 @@ Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 Counts = TypeVar("Counts", Histogram, NDArray[np.int64])
 
 # After n tokens, the next of the same distribution exceeds the largest of them with probability
-# 1/(n + 1), whatever the distribution: with 128, fewer than 1 token in 128 saturates.
-MIN_TOKENS = 128
+# 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. A scale that is too
+# large costs a floating-point format little, one that is too small saturates: hence rather many. On
+# the example model the largest of 256 tokens is 0.17 octaves (inputs of gate_proj, median) and 0.28
+# (of down_proj) below that of all 22,238, while that of 64 tokens is 0.51 and 1.10 below.
+MIN_TOKENS = 256
 
 _RULE = "the sum of the histograms of all experts of the same layer and projection"
 _EXPERT = re.compile(

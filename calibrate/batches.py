@@ -1,16 +1,20 @@
-"""Samples become deterministic batches of token ids, padded on the right."""
+"""Batches of token ids, padded on the right, and the chunks that they come in.
+
+The report looks, between chunks, at whether more samples still change anything: after 32 samples,
+64, 128, and so on.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from calibrate.samples import Sample
-from octet.errors import CheckpointError, SampleError
+from calibrate.tokens import tokenize
 
-__all__ = ["Batch", "make_batches", "tokenize"]
+__all__ = ["Batch", "chunk_ends", "make_batches", "tokenize"]
+
+_FIRST_END = 32  # samples
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Batch:
     token_ids: torch.Tensor
     lengths: tuple[int, ...]
     origins: tuple[str, ...]  # where each row came from, for error messages
+    chunk: int = 0
 
     @property
     def tokens(self) -> int:
@@ -31,29 +36,23 @@ class Batch:
         return sum(self.lengths)
 
 
-def tokenize(
-    samples: Sequence[Sample], tokenizer: Any, *, max_length: int, vocab_size: int
-) -> list[list[int]]:
-    """Token ids of each sample, cut at `max_length`, with the tokenizer's own special tokens."""
-    encoded: list[list[int]] = tokenizer(
-        [sample.text for sample in samples],
-        truncation=True,
-        max_length=max_length,
-        return_attention_mask=False,
-    )["input_ids"]
-    for sample, ids in zip(samples, encoded, strict=True):
-        if not ids:
-            raise SampleError(f"{sample.origin}: the tokenizer makes no token of its text")
-        if max(ids) >= vocab_size:
-            raise CheckpointError(
-                f"the tokenizer gives token {max(ids)}, the model has {vocab_size}:"
-                " they do not belong together"
-            )
-    return encoded
+def chunk_ends(count: int) -> tuple[int, ...]:
+    """32, 64, 128, ... samples, cut at `count`, which is the last."""
+    ends = []
+    end = _FIRST_END
+    while end < count:
+        ends.append(end)
+        end *= 2
+    return (*ends, count)
 
 
 def make_batches(
-    sequences: Sequence[Sequence[int]], origins: Sequence[str], *, batch_size: int, pad_id: int = 0
+    sequences: Sequence[Sequence[int]],
+    origins: Sequence[str],
+    *,
+    batch_size: int,
+    pad_id: int = 0,
+    chunk: int = 0,
 ) -> list[Batch]:
     """Longest first, so that padding is little and memory is at its peak at once.
 
@@ -68,5 +67,5 @@ def make_batches(
         for index, row in enumerate(rows):
             token_ids[index, : lengths[index]] = sequences[row]
         names = tuple(origins[row] for row in rows)
-        batches.append(Batch(torch.from_numpy(token_ids), lengths, names))
+        batches.append(Batch(torch.from_numpy(token_ids), lengths, names, chunk))
     return batches

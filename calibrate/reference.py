@@ -48,7 +48,7 @@ def perplexity(
     the model's context. SampleError if no sample has two tokens.
     """
     checkpoint = Checkpoint.open(model_dir)
-    chosen = load_samples(samples, text_field).samples[:count]
+    chosen, _ = load_samples(samples, text_field).first(count)
     tokenizer = load_tokenizer(checkpoint)
     spec = checkpoint.spec
     length = min(max_length, spec.max_positions)

@@ -1,16 +1,13 @@
-"""Texts to calibrate with, read from a file; every complaint names the line.
-
-A source is a function from a path to `Sample`s; JSON Lines is the one there is today. To add
-another, write its reader and have `_reader_of` choose it.
-"""
+"""Samples to calibrate with; every complaint names the file and the line or row."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
+from calibrate.readers import Source, open_source
+from calibrate.sample import Fields, Sample
+from octet.checkpoint import sha256_file
 from octet.errors import SampleError
 
 __all__ = ["MINIMUM", "Sample", "SampleFile", "load_samples", "require_enough"]
@@ -19,95 +16,74 @@ MINIMUM = 128  # below this, calibration asks to be told that it is meant
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One text and where it came from, such as `line 12`."""
-
-    text: str
-    origin: str
-
-
-@dataclass(frozen=True)
 class SampleFile:
-    """All samples of a source, in its order; `empty` counts those left out as having no text."""
+    """A source of samples in its own order, read as far as it is needed.
+
+    `sha256` is that of the file's bytes; of several files, of their names and contents.
+    """
 
     path: Path
     sha256: str
-    samples: tuple[Sample, ...]
-    empty: int
+    kind: str  # such as "JSONL"
+    read: Callable[[], Iterator[Sample]]
 
-    def __len__(self) -> int:
-        return len(self.samples)
+    def first(self, count: int | None) -> tuple[tuple[Sample, ...], int]:
+        """The first `count` samples that are not empty (all if None), and the empty ones passed."""
+        samples: list[Sample] = []
+        empty = 0
+        for sample in () if count == 0 else self.read():
+            if sample.empty:
+                empty += 1
+                continue
+            samples.append(sample)
+            if len(samples) == count:
+                break
+        return tuple(samples), empty
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All samples that are not empty, in memory."""
+        return self.first(None)[0]
 
 
-Reader: TypeAlias = Callable[[Path, bytes, str], Iterator[Sample]]
+def load_samples(
+    path: Path, text_field: str = "text", messages_field: str = "messages"
+) -> SampleFile:
+    """A source of texts (`text_field`) and conversations (`messages_field`).
 
-
-def load_samples(path: Path, text_field: str = "text") -> SampleFile:
-    """Raises SampleError, in one line, for anything but a readable source with some text in it."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise SampleError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise SampleError(f"{path}: is a directory; give a JSONL file") from None
-    except OSError as error:
-        raise SampleError(f"{path}: {error.strerror}") from None
-    found = list(_reader_of(path)(path, content, text_field))
-    samples = tuple(sample for sample in found if sample.text.strip())
-    if not samples:
-        what = f"all {len(found)} samples have an empty '{text_field}'" if found else "is empty"
-        raise SampleError(f"{path}: {what}; one JSON object with a '{text_field}' per line")
-    digest = hashlib.sha256(content).hexdigest()
-    return SampleFile(path, digest, samples, empty=len(found) - len(samples))
+    JSONL, a text file (samples separated by form feeds if it has any, by blank lines if not), a
+    directory of text files (a sample each), of JSONL or of Parquet files, a Parquet file, or a
+    directory that `datasets.save_to_disk` wrote. Of the samples only the first is read yet. Raises
+    SampleError, in one line, for anything but a readable source with something in it.
+    """
+    source = open_source(path, Fields(text_field, messages_field))
+    file = SampleFile(path, "", source.kind, source.read)
+    found, empty = file.first(1)
+    if not found:
+        what = f"all {empty} samples are empty" if empty else "is empty"
+        raise SampleError(f"{path}: {what}; calibration needs texts or conversations")
+    return SampleFile(path, _digest(path, source), source.kind, source.read)
 
 
 def require_enough(path: Path, available: int, count: int, *, allow_few: bool) -> int:
     """How many samples to run; SampleError for fewer than `MINIMUM` unless `allow_few`."""
     chosen = min(available, count)
     if chosen < MINIMUM and not allow_few:
-        what = f"--count {count}" if count < available else f"{path}: {available} samples"
+        what = f"--count {count}" if count <= available else f"{path}: {available} samples"
         raise SampleError(
             f"{what}: calibration expects at least {MINIMUM}; give more, or add --allow-few-samples"
         )
     return chosen
 
 
-def _reader_of(path: Path) -> Reader:
-    return _read_jsonl
-
-
-def _read_jsonl(path: Path, content: bytes, text_field: str) -> Iterator[Sample]:
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:  # UnicodeDecodeError too
-            detail = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-            raise SampleError(
-                f"{where}: not JSON ({detail}); each line must be one JSON object"
-            ) from None
-        if not isinstance(record, dict):
-            raise SampleError(f"{where}: a JSON {_kind(record)}; each line must be an object")
-        if text_field not in record:
-            fields = ", ".join(record) or "none"
-            raise SampleError(
-                f"{where}: no field '{text_field}'; it has: {fields} (--text-field chooses)"
-            )
-        text = record[text_field]
-        if not isinstance(text, str):
-            raise SampleError(f"{where}: '{text_field}' is a JSON {_kind(text)}, not a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise SampleError(f"{where}: '{text_field}' holds a lone surrogate, no text") from None
-        yield Sample(text, f"line {number}")
-
-
-def _kind(value: object) -> str:
-    """JSON's name for the type of a parsed value."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    names = {str: "string", int: "number", float: "number", list: "array", dict: "object"}
-    return names[type(value)]
+def _digest(path: Path, source: Source) -> str:
+    try:
+        if source.files == (path,):
+            return sha256_file(path)
+        whole = hashlib.sha256()
+        for file in source.files:
+            name = file.relative_to(path).as_posix()
+            whole.update(f"{name}\0{sha256_file(file)}\n".encode(errors="surrogateescape"))
+        return whole.hexdigest()
+    except OSError as error:
+        raise SampleError(f"{error.filename or path}: {error.strerror}") from None

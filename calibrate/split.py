@@ -1,4 +1,4 @@
-"""Which texts to calibrate with and which to hold out for the golden records."""
+"""Which samples to calibrate with and which to hold out for the golden records."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ class Split:
     """Samples to run and samples to hold out; `facts` about the latter go into the manifest."""
 
     sha256: str  # of the calibration file
+    kind: str  # of the calibration file, such as "JSONL"
     calibration: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
     facts: dict[str, Any]
@@ -26,38 +27,35 @@ def split_samples(
 ) -> Split:
     """The first `count` of `file`, and `held_out` or else what follows them in `file`.
 
-    If nothing follows, golden prompts come from the calibration samples, with a warning. Raises
-    SampleError for too few samples.
+    No more is read than that. If nothing follows, golden prompts come from the calibration
+    samples, with a warning. Raises SampleError for too few samples, and for a sample that cannot
+    be read.
     """
-    chosen = require_enough(file.path, len(file), count, allow_few=allow_few)
-    calibration = file.samples[:chosen]
+    found, empty = file.first(count + (_HELD_OUT if held_out is None else 0))
+    chosen = require_enough(file.path, len(found), count, allow_few=allow_few)
+    calibration, rest = found[:chosen], found[chosen:]
     warnings = []
     if chosen < count:
         warnings.append(f"{file.path.name} has {chosen} samples, {count} were asked for")
     if chosen < MINIMUM:
         warnings.append(f"{chosen} samples are few: {MINIMUM} to 512 are usual")
-    if file.empty:
-        warnings.append(f"{file.path.name}: {file.empty} samples without text were left out")
+    if empty:
+        warnings.append(f"{file.path.name}: {empty} samples without text were left out")
+    sha256, shared = file.sha256, 0
     if held_out is not None:
-        rest, source = held_out, "file"
-        seen = {sample.text for sample in calibration}
-        shared = sum(sample.text in seen for sample in held_out.samples)
+        (held, _), source, sha256 = held_out.first(_HELD_OUT), "file", held_out.sha256
+        seen = {sample.key for sample in calibration}
+        shared = sum(sample.key in seen for sample in held)
         if shared:
             warnings.append(f"{shared} held-out samples are also calibration samples")
-    elif file.samples[chosen:]:
-        rest, source, shared = file, "rest of the calibration file", 0
+    elif rest:
+        held, source = rest, "rest of the calibration file"
     else:
-        rest, source, shared = file, "calibration samples", min(chosen, _HELD_OUT)
+        held, source = calibration[:_HELD_OUT], "calibration samples"
+        shared = len(held)
         warnings.append(
             "no sample is held out: golden prompts are taken from the calibration samples;"
             " give --held-out or a smaller --count"
         )
-    texts = rest.samples[chosen:] if source.startswith("rest") else rest.samples
-    texts = texts[:_HELD_OUT]
-    facts = {
-        "source": source,
-        "sha256": rest.sha256,
-        "count": len(texts),
-        "also_calibrated": shared,
-    }
-    return Split(file.sha256, calibration, texts, facts, tuple(warnings))
+    facts = {"source": source, "sha256": sha256, "count": len(held), "also_calibrated": shared}
+    return Split(file.sha256, file.kind, calibration, held, facts, tuple(warnings))

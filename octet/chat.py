@@ -17,7 +17,9 @@ DEFAULT_TEMPLATE = r"""
 {{ message.content | trim }}
 
 {% endfor -%}
-### Assistant:{{ "\n" }}"""
+{%- if add_generation_prompt -%}
+### Assistant:{{ "\n" }}
+{%- endif -%}"""
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from calibrate.samples import MINIMUM, Sample, load_samples, require_enough
-from calibrate.split import split_samples
 from octet.errors import SampleError
 
 
@@ -25,6 +24,7 @@ def test_reads_texts_in_order_with_their_lines(tmp_path: Path) -> None:
     file = load_samples(path)
     assert file.samples == (Sample("a", "line 1"), Sample("é\n", "line 3"))
     assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert file.kind == "JSONL"
 
 
 def test_another_text_field(tmp_path: Path) -> None:
@@ -33,13 +33,63 @@ def test_another_text_field(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
-    assert len(load_samples(write(tmp_path / "s.jsonl", b'\xef\xbb\xbf{"text": "a"}'))) == 1
+    file = load_samples(write(tmp_path / "s.jsonl", b'\xef\xbb\xbf{"text": "a"}'))
+    assert [sample.text for sample in file.samples] == ["a"]
 
 
 def test_samples_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    file = load_samples(texts(tmp_path / "s.jsonl", "a", "", "  \n", "b"))
-    assert [sample.text for sample in file.samples] == ["a", "b"]
-    assert file.empty == 2
+    file = load_samples(texts(tmp_path / "s.jsonl", "a", "", "  \n", "b", ""))
+    assert file.first(None) == ((Sample("a", "line 1"), Sample("b", "line 4")), 3)
+    assert file.first(1) == ((Sample("a", "line 1"),), 0)
+
+
+def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", '{"text": "a"}', '{"text": "b"}', "broken")
+    file = load_samples(path)
+    assert [sample.text for sample in file.first(2)[0]] == ["a", "b"]
+    with pytest.raises(SampleError, match="line 3"):
+        file.first(3)
+
+
+CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def test_a_line_is_a_text_or_a_conversation(tmp_path: Path) -> None:
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+    ]
+    speakers = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    records = [
+        {"text": "a"},
+        {"messages": CONVERSATION},
+        {"messages": parts},
+        {"messages": speakers},
+        {"messages": calls},
+        {"text": None, "messages": CONVERSATION},
+        {"text": "both", "messages": CONVERSATION},
+        {"messages": []},
+    ]
+    file = load_samples(write(tmp_path / "s.jsonl", *map(json.dumps, records)))
+    read, empty = file.first(None)
+    assert [list(sample.messages) for sample in read] == [
+        [],
+        CONVERSATION,
+        [{"role": "user", "content": "hi"}],
+        CONVERSATION,
+        [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+        CONVERSATION,
+        [],
+    ]
+    assert [sample.text for sample in read if not sample.messages] == ["a", "both"]
+    assert empty == 1
+
+
+def test_another_messages_field(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", json.dumps({"conversations": CONVERSATION}))
+    assert (
+        list(load_samples(path, messages_field="conversations").samples[0].messages) == CONVERSATION
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,20 +98,34 @@ def test_samples_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
         ("not json", "line 2: not JSON"),
         ('{"text": "a"', "line 2: not JSON"),
         (b'{"text": "\xff"}', "line 2: not JSON (not UTF-8)"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ('{"text": ' + "9" * 5000 + "}", "line 2: not JSON (Exceeds"),
         ('["a"]', "line 2: a JSON array"),
         ('"a"', "line 2: a JSON string"),
         ("null", "line 2: a JSON null"),
-        ('{"content": "a", "id": 1}', "line 2: no field 'text'; it has: content, id"),
-        ("{}", "line 2: no field 'text'; it has: none"),
+        ('{"content": "a", "id": 1}', "line 2: no field 'text' or 'messages'; it has: content, id"),
+        ("{}", "line 2: no field 'text' or 'messages'; it has: none"),
         ('{"text": 7}', "line 2: 'text' is a JSON number, not a string"),
         ('{"text": null}', "line 2: 'text' is a JSON null"),
         ('{"text": {}}', "line 2: 'text' is a JSON object"),
+        ('{"text": "\\ud800"}', "line 2: 'text' holds a lone surrogate"),
+        ('{"messages": null}', "line 2: 'messages' is null"),
+        ('{"messages": "hi"}', "line 2: 'messages' is a JSON string, not a list of messages"),
+        ('{"messages": ["hi"]}', "line 2: 'messages', message 1 is a JSON string"),
+        ('{"messages": [{"content": "hi"}]}', "message 1 has no 'role'"),
+        ('{"messages": [{"role": 1, "content": "hi"}]}', "message 1 has no 'role'"),
+        ('{"messages": [{"role": "user"}]}', "message 1 (user): its content is a JSON null"),
+        ('{"messages": [{"from": "gpt"}]}', "message 1 (assistant): its content is a JSON null"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "message 1 (user) has a part of type image_url; only text can be read",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, complaint: str) -> None:
     path = write(tmp_path / "s.jsonl", '{"text": "fine"}', line)
     with pytest.raises(SampleError) as error:
-        load_samples(path)
+        load_samples(path).first(None)
     assert str(path) in str(error.value)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
@@ -70,11 +134,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, complaint: str) 
 def test_a_file_without_samples(tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="no such file"):
         load_samples(tmp_path / "missing.jsonl")
-    with pytest.raises(SampleError, match="is a directory"):
-        load_samples(tmp_path)
     with pytest.raises(SampleError, match=r"s\.jsonl: is empty"):
         load_samples(write(tmp_path / "s.jsonl", "", "  "))
-    with pytest.raises(SampleError, match="all 2 samples have an empty 'text'"):
+    with pytest.raises(SampleError, match="all 2 samples are empty"):
         load_samples(texts(tmp_path / "s.jsonl", "", " "))
 
 
@@ -87,26 +149,3 @@ def test_fewer_than_the_minimum_must_be_meant() -> None:
         require_enough(path, 127, 256, allow_few=False)
     with pytest.raises(SampleError, match=r"--count 64.*--allow-few-samples"):
         require_enough(path, 500, 64, allow_few=False)
-
-
-def test_golden_prompts_come_from_what_is_not_calibrated(tmp_path: Path) -> None:
-    file = load_samples(texts(tmp_path / "s.jsonl", *(f"text {i}" for i in range(140))))
-    split = split_samples(file, None, 130, allow_few=False)
-    assert [sample.text for sample in split.held_out] == [f"text {i}" for i in range(130, 140)]
-    assert split.facts["also_calibrated"] == 0
-    assert not split.warnings
-
-    other = load_samples(texts(tmp_path / "h.jsonl", "text 5", "new"))
-    split = split_samples(file, other, 130, allow_few=False)
-    assert split.facts["also_calibrated"] == 1
-    assert split.facts["sha256"] == other.sha256
-    assert "1 held-out samples are also calibration samples" in split.warnings
-
-
-def test_nothing_held_out_is_said_loudly(tmp_path: Path) -> None:
-    file = load_samples(texts(tmp_path / "s.jsonl", *(f"text {i}" for i in range(130))))
-    split = split_samples(file, None, 256, allow_few=False)
-    assert split.held_out == split.calibration
-    assert split.facts["also_calibrated"] == 130
-    assert any("no sample is held out" in warning for warning in split.warnings)
-    assert any("256 were asked for" in warning for warning in split.warnings)

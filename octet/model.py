@@ -150,9 +150,12 @@ class ModelSpec(BaseModel):
             return "w1", "w3", "w2"
         return "gate_proj", "up_proj", "down_proj"
 
-    def linears(self) -> Iterator[Linear]:
-        """Every projection of every decoder layer, in execution order; routers are none."""
-        for index in range(self.layers):
+    def linears(self, layer: int | None = None) -> Iterator[Linear]:
+        """Every projection of decoder layer `layer`, or of all, in execution order.
+
+        A router is none of them: it is never quantized.
+        """
+        for index in range(self.layers) if layer is None else (layer,):
             yield from self._attention(f"{self.layer(index)}.self_attn")
             if index not in self.sparse_layers:
                 names = ("gate_proj", "up_proj", "down_proj")

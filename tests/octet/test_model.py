@@ -119,6 +119,12 @@ def test_an_expert_is_a_swiglu_with_an_input_of_its_own() -> None:
     assert not any(name.endswith((".gate", ".router")) for name in linears)
 
 
+def test_the_linears_are_those_of_each_layer_in_turn() -> None:
+    spec = ModelSpec.from_config(QWEN3_30B_A3B | {"mlp_only_layers": [1]}, "model")
+    assert list(spec.linears()) == [x for index in range(48) for x in spec.linears(index)]
+    assert all(x.name.startswith("model.layers.1.") for x in spec.linears(1))
+
+
 @pytest.mark.parametrize(
     ("change", "sparse"),
     [

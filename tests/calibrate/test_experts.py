@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,23 @@ def test_experts_one_by_one_give_the_same_bits(
     assert torch.equal(tapped, before)
     assert torch.equal(run(model, moe.spec, padded, None), before)
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: pytest -m gpu")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_on_a_gpu(moe: Checkpoint, padded: Batch, dtype: torch.dtype) -> None:
+    model = load(moe, dtype).cuda()
+    batch = replace(padded, token_ids=padded.token_ids.cuda())
+    before = run(model, moe.spec, batch, None)
+    told: list[torch.device] = []
+
+    def tap(name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        told.append(index.device)
+        return rows
+
+    assert torch.equal(run(model, moe.spec, batch, tap), before)
+    assert {device.type for device in told} == {"cuda"}
 
 
 class Products(TorchFunctionMode):

@@ -64,7 +64,8 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
     `tap` is called with what each reads, see `Tap`. With a tap that returns its rows the output is
     that of transformers' own loop (`experts_implementation="eager"`) to the bit; its grouped matrix
     products, the default, round and add in another order. Does nothing in a layer without experts.
-    Raises UnsupportedError for a transformers release before 5.0, whose experts are not fused.
+    Where two are nested, the inner tap alone is called. Raises UnsupportedError for a transformers
+    release before 5.0, whose experts are not fused.
     """
     experts = _experts_module(layer)
     if experts is None:
@@ -102,11 +103,15 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
             out.index_add_(0, index, rows.to(out.dtype))
         return out
 
+    outer = vars(experts).get("forward")
     experts.forward = forward  # of this instance; the class keeps its own
     try:
         yield
     finally:
-        del experts.forward
+        if outer is None:
+            del experts.forward
+        else:
+            experts.forward = outer
 
 
 def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict[str, torch.Tensor]:

@@ -238,6 +238,28 @@ def test_the_block_is_as_it_was_after_an_error(moe: Checkpoint, padded: Batch) -
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
 
 
+def test_the_inner_of_two_taps_is_called_and_then_the_outer_again(moe: Checkpoint) -> None:
+    model, spec = load(moe, torch.float32), moe.spec
+    calls = {"outer": 0, "inner": 0}
+
+    def tap(which: str) -> Tap:
+        def count(name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            calls[which] += 1
+            return rows
+
+        return count
+
+    one = Batch(torch.tensor([[5]]), (1,), ("line 1",))
+    each = spec.experts_per_token * 2  # calls a layer, of one token
+    with tap_experts(model.model.layers[0], spec.layer(0), spec, tap("outer")):
+        with tap_experts(model.model.layers[0], spec.layer(0), spec, tap("inner")):
+            run(model, spec, one, None)
+        assert calls == {"outer": 0, "inner": each}
+        run(model, spec, one, None)
+    assert calls == {"outer": each, "inner": each}
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
+
+
 def test_a_dense_layer_among_sparse_ones_is_left_alone(tmp_path: Path, padded: Batch) -> None:
     checkpoint = Checkpoint.open(write_model(tmp_path, "qwen3_moe", decoder_sparse_step=2))
     model, spec = load(checkpoint, torch.float32), checkpoint.spec

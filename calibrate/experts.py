@@ -6,11 +6,12 @@ one, and so do our histograms and scales. Everything here uses the checkpoint's 
 """
 
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import add
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -160,21 +161,22 @@ def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def with_fallback(
     spec: ModelSpec, histograms: Mapping[str, Counts], min_tokens: int = MIN_TOKENS
-) -> tuple[dict[str, Counts], dict[str, Any]]:
+) -> tuple[Mapping[str, Counts], dict[str, Any]]:
     """`histograms` in which experts that saw fewer than `min_tokens` tokens have the pooled ones.
 
     An expert's pooled histogram is the exact sum over all experts of its layer and projection, so
     one that no token was sent to has one too. Counts are int64 [32768], or [chunks, 32768], where
-    the tokens of all chunks decide. What is kept in an artifact are the histograms before this.
+    the tokens of all chunks decide. The result shows `histograms` through, without a copy. What is
+    kept in an artifact are the histograms before this.
 
     The facts are {} for a model without experts, else:
     {"min_tokens", "rule", "layers": {<layer>: {"tokens": [one an expert]}},
      "fallback": [{"name": <expert>, "tokens"}]}
     Weights are not concerned: an expert's are always quantized from themselves.
     """
-    filled = dict(histograms)
     if not spec.sparse_layers:
-        return filled, {}
+        return histograms, {}
+    filled: dict[str, Counts] = {}
     gate, _, down = spec.expert_projections
     widths = {gate: spec.hidden_size, down: spec.moe_intermediate_size}
     layers, fallback = {}, []
@@ -188,7 +190,7 @@ def with_fallback(
             pooled = reduce(add, (histograms[f"{x}.{projection}.input"] for x in names))
             filled |= {f"{name}.{projection}.input": pooled for name, _ in few}
     facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
-    return filled, facts
+    return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
 
 
 def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,25 +1,27 @@
 """From weights and histograms to the scales of a recipe; `real = stored * scale` throughout."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.histogram import Histogram
 from calibrate.search import find_scale, measure
-from octet import formats, scaling
+from calibrate.weights import WeightScale, weight_scales
+from octet import formats, microscaling, scaling
 from octet.calibration import Observation
 from octet.checkpoint import Checkpoint
-from octet.errors import ConfigError
-from octet.model import Linear
+from octet.errors import ConfigError, NumericsError, nearest
+from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
-from octet.scaling import Granularity
 
 __all__ = [
     "WeightScale",
+    "check_alive",
     "check_finite",
     "check_recipe",
+    "derive_scales",
     "input_scales",
     "kv_scale",
     "kv_scales",
@@ -29,35 +31,50 @@ __all__ = [
 
 Float32Array = NDArray[np.float32]
 
-# Multiples of the absmax scale that `mse` tries for weights, 16 an octave: the grid's phase repeats
-# every octave, and a weight's distribution has no tail worth clipping by more than half.
-_MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
-
 # A cache scale other than 1 must gain this much over it, in dB: E5M2's range holds any normal key
 # or value as it is, and not every engine applies a scale to an E5M2 cache.
 _WORTH_A_SCALE_DB = 1.0
 
-
-@dataclass(frozen=True)
-class WeightScale:
-    """The scale of one linear's weight, in the shape of the recipe's granularity, and its SQNR."""
-
-    scale: Float32Array
-    format: str
-    sqnr_db: float
+_EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # excluded whether or not they are
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """ConfigError for what a recipe may say but this stage cannot do; call before the work."""
-    if recipe.weights.method not in ("max", "mse"):
-        raise ConfigError(
-            f"recipe {recipe.name}: weights.method '{recipe.weights.method}' is for activations;"
-            " weights take max or mse"
-        )
-    if recipe.kv_cache == "e4m3":
-        raise ConfigError(
-            f"recipe {recipe.name}: no export writes kv_cache e4m3 yet; use e5m2 or float16"
-        )
+def derive_scales(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> tuple[dict[str, Float32Array], dict[str, WeightScale]]:
+    """Every scale of the recipe by the name that `Calibration` gives it, and those of the weights.
+
+    `histograms` are by observation. The model is not run; each weight is read once or twice.
+    NumericsError names a weight that holds NaN or Inf, ConfigError a pattern that matches nothing.
+    """
+    check_recipe(recipe, checkpoint.spec)
+    weights = dict(weight_scales(checkpoint, recipe))
+    scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
+    scales |= {
+        f"{name}.weight_global_scale": weight.global_scale
+        for name, weight in weights.items()
+        if weight.global_scale is not None
+    }
+    scales |= input_scales(checkpoint, recipe, histograms)
+    scales |= kv_scales(checkpoint, recipe, histograms)
+    return scales, weights
+
+
+def check_recipe(recipe: Recipe, spec: ModelSpec | None = None) -> None:
+    """ConfigError for what a recipe may say but this stage cannot do; call before the work.
+
+    With `spec`, also for a pattern of `exclude` or `overrides` that matches nothing in the model,
+    unless it is one of the patterns that every recipe excludes by default.
+    """
+    if spec is None:
+        return
+    names = [linear.name for linear in spec.linears()]
+    others = ["lm_head", "model.embed_tokens"]  # never quantized, but they may be named
+    for pattern in recipe.exclude:
+        if pattern not in _EVERYWHERE and not fnmatch.filter(names + others, pattern):
+            raise ConfigError(_no_match(recipe, "exclude", pattern, names))
+    for index, override in enumerate(recipe.overrides):
+        if not fnmatch.filter(names, override.match):
+            raise ConfigError(_no_match(recipe, f"overrides.{index}.match", override.match, names))
 
 
 def check_finite(checkpoint: Checkpoint, *, except_for: Iterable[str]) -> None:
@@ -66,51 +83,47 @@ def check_finite(checkpoint: Checkpoint, *, except_for: Iterable[str]) -> None:
     for name in checkpoint.tensor_names:
         if name not in checked:
             scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
+            checkpoint.release()
 
 
-def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str, WeightScale]]:
-    """Each quantized linear's name and scale; NumericsError names a weight that holds NaN or Inf.
-
-    Per-tensor scales are shared by linears that are fused when served (q/k/v, gate/up).
-    """
-    granularity = Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
-    groups: dict[str, list[Linear]] = {}
+def check_alive(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> None:
+    """NumericsError naming a quantized linear whose input was zero in every sample."""
     for linear in checkpoint.spec.linears():
-        if not recipe.excludes(linear.name):
-            shared = linear.input if granularity == scaling.TENSOR else linear.name
-            groups.setdefault(shared, []).append(linear)
-    for group in groups.values():
-        weights = [checkpoint.read(f"{linear.name}.weight").float32() for linear in group]
-        amax = np.stack(
-            [
-                scaling.absmax(weight, granularity, name=f"{linear.name}.weight")
-                for weight, linear in zip(weights, group, strict=True)
-            ]
-        ).max(axis=0)
-        scale = _weight_scale(weights, amax, recipe.weights, granularity)
-        for linear, weight in zip(group, weights, strict=True):
-            sqnr_db = _sqnr_db(weight, scale, recipe.weights, granularity)
-            yield linear.name, WeightScale(scale, recipe.weights.format, sqnr_db)
+        if recipe.scheme_of(linear.name) is None:
+            continue
+        histogram = histograms[linear.input]
+        if histogram.total == histogram.zeros:
+            raise NumericsError(
+                f"the input of {linear.name} was zero in all {histogram.total:,} elements that were"
+                " seen, so no scale can be right for it: check the samples and the checkpoint, or"
+                " exclude the layer"
+            )
 
 
 def input_scales(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> dict[str, Float32Array]:
-    """`<linear>.input_scale` [] of each quantized linear, if the recipe's are static."""
-    scheme = recipe.activations
-    if scheme.dynamic:
-        return {}
-    fmt = formats.format_named(scheme.format)
-    found: dict[str, float] = {}
+    """What engines must know of each quantized linear's input beforehand, from its histogram.
+
+    `<linear>.input_scale` [] where the scheme is static; `<linear>.input_global_scale` [], amax /
+    (448 * 6), where it is dynamic in two levels.
+    """
+    found: dict[tuple[str, TensorScheme], Float32Array] = {}
     scales = {}
     for linear in checkpoint.spec.linears():
-        if recipe.excludes(linear.name):
+        schemes = recipe.scheme_of(linear.name)
+        if schemes is None:
             continue
-        if linear.input not in found:
-            found[linear.input] = find_scale(
-                histograms[linear.input], fmt, scheme.method, percentile=scheme.percentile
-            )
-        scales[f"{linear.name}.input_scale"] = np.asarray(found[linear.input], np.float32)
+        scheme = schemes[1]
+        if scheme.dynamic and not scheme.two_level:
+            continue
+        key = (linear.input, scheme)
+        if key not in found:
+            found[key] = _input_scale(histograms[linear.input], scheme)
+        kind = "input_global_scale" if scheme.two_level else "input_scale"
+        scales[f"{linear.name}.{kind}"] = found[key]
     return scales
 
 
@@ -152,7 +165,10 @@ def kv_scales(
 def scales_in_use(
     observations: Mapping[str, Observation], scales: Mapping[str, Float32Array]
 ) -> dict[str, float]:
-    """The static scale of each observed tensor that has one, by observation."""
+    """The static scale of each observed tensor that has one, by observation.
+
+    A global scale is none: the tensor's elements are quantized with those of their groups.
+    """
     used = {}
     for name, observation in observations.items():
         suffix = {"input": "input_scale", "key": "k_scale", "value": "v_scale"}[observation.kind]
@@ -162,42 +178,17 @@ def scales_in_use(
     return used
 
 
-def _weight_scale(
-    weights: list[Float32Array], amax: Float32Array, scheme: TensorScheme, granularity: Granularity
-) -> Float32Array:
+def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:
     fmt = formats.format_named(scheme.format)
-    largest = np.asarray(scaling.scale_from_absmax(amax, fmt), np.float32)
-    if scheme.method == "max":
-        return largest
-    best, least = largest, np.full(largest.shape, np.inf)
-    for multiple in _MULTIPLES:
-        scale = np.asarray(largest * np.float32(multiple), np.float32)
-        error = np.zeros(largest.shape)
-        for weight in weights:
-            noise = scaling.fake_quantize(weight, scale, fmt, granularity) - weight
-            error += _tile_sums(noise.astype(np.float64) ** 2, granularity)
-        best = np.where(error < least, scale, best)
-        least = np.minimum(error, least)
-    return best
+    if scheme.two_level:
+        return microscaling.global_scale(histogram.absmax, fmt)
+    scale = find_scale(histogram, fmt, scheme.method, percentile=scheme.percentile)
+    return np.asarray(scale, np.float32)
 
 
-def _tile_sums(x: NDArray[np.float64], granularity: Granularity) -> NDArray[np.float64]:
-    """The sum over each tile of x [N, K], in the shape of the scales."""
-    if granularity.rows is None:
-        return np.asarray(x.sum())
-    if granularity.rows > 1:
-        x = np.add.reduceat(x, np.arange(0, x.shape[0], granularity.rows), axis=0)
-    if granularity.columns is None:
-        sums = x.sum(axis=1, keepdims=True)
-    else:
-        sums = np.add.reduceat(x, np.arange(0, x.shape[1], granularity.columns), axis=1)
-    return np.asarray(sums)
-
-
-def _sqnr_db(
-    weight: Float32Array, scale: Float32Array, scheme: TensorScheme, granularity: Granularity
-) -> float:
-    fmt = formats.format_named(scheme.format)
-    noise = scaling.fake_quantize(weight, scale, fmt, granularity) - weight
-    signal, error = float(np.vdot(weight, weight)), float(np.vdot(noise, noise))
-    return float(10 * np.log10(signal / error)) if error > 0 else float("inf")
+def _no_match(recipe: Recipe, where: str, pattern: str, names: list[str]) -> str:
+    kinds = {f"*.{name.rpartition('.')[2]}" for name in names}  # *.q_proj and so on
+    hint = nearest(pattern, [*names, *kinds])
+    if "did you mean" not in hint:  # the list of all names could be very long
+        hint = nearest("", kinds)
+    return f"recipe {recipe.name}: {where}: no linear of the model matches '{pattern}'{hint}"

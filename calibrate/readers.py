@@ -32,8 +32,8 @@ class Source:
 
 def open_source(path: Path, fields: Fields) -> Source:
     """The source at `path`. SampleError, in one line, for a path that is none."""
-    if not path.exists():
-        raise SampleError(f"{path}: no such file")
+    with _reading(path):
+        path.stat()
     if path.is_dir():
         return _open_directory(path, fields)
     if not path.is_file():
@@ -107,24 +107,22 @@ def _read_lines_of(root: Path, files: tuple[Path, ...], fields: Fields) -> Itera
 
 
 def _read_text(path: Path, *, by_form_feed: bool) -> Iterator[Sample]:
-    """Samples between blank lines, or between form feeds; nothing else of the text is changed."""
+    """Samples between blank lines, or between form feeds, without the line ends around them."""
     lines: list[str] = []
     start = 1
     for number, line in _lines(path):
         text = _decode(line, f"{path}, line {number}")
-        if by_form_feed:
-            *ended, text = text.split("\f")
-        else:
-            ended = [] if text.strip() else [""]
-            text = text if text.strip() else ""
-        for end in ended:
-            yield Sample("".join([*lines, end]).strip("\r\n"), f"line {start}")
-            lines = []
-        if not lines:
-            start = number
-        if text:
-            lines.append(text)
-    yield Sample("".join(lines).strip("\r\n"), f"line {start}")
+        blank = ["", ""]  # the end of a sample and the beginning of the next
+        pieces = text.split("\f") if by_form_feed else [text] if text.strip() else blank
+        for index, piece in enumerate(pieces):
+            if index and lines:
+                yield Sample("".join(lines).strip("\r\n"), f"line {start}")
+                lines = []
+            if lines or piece.strip():
+                start = start if lines else number
+                lines.append(piece)
+    if lines:
+        yield Sample("".join(lines).strip("\r\n"), f"line {start}")
 
 
 def _read_files(root: Path, files: tuple[Path, ...]) -> Iterator[Sample]:
@@ -161,4 +159,5 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SampleError(f"{path}: {error.strerror or error}") from None
+        missing = isinstance(error, FileNotFoundError)
+        raise SampleError(f"{path}: {'no such file' if missing else error.strerror}") from None

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from calibrate.readers import Source, open_source
@@ -25,7 +25,7 @@ class SampleFile:
     path: Path
     sha256: str
     kind: str  # such as "JSONL"
-    read: Callable[[], Iterator[Sample]]
+    read: Callable[[], Iterator[Sample]] = field(repr=False)
 
     def first(self, count: int | None) -> tuple[tuple[Sample, ...], int]:
         """The first `count` samples that are not empty (all if None), and the empty ones passed."""

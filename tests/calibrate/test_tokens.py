@@ -1,0 +1,124 @@
+"""Texts and conversations become the tokens that the model is served with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from calibrate.sample import Sample
+from calibrate.tokens import encode, tokenize
+from octet.errors import CheckpointError, SampleError
+
+HI: dict[str, Any] = {"role": "user", "content": " Hi!\nBye. "}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "def f(): ..."}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system role\nhere') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(example_model: Path) -> Any:
+    """The example's tokenizer as a chat model has it: adds BOS and EOS, brings a template."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(example_model / "tokenizer.json"),
+        bos_token="<|begin|>",
+        eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=TEMPLATE,
+    )
+    bos, eos = (
+        (name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|begin|>", "<|endoftext|>")
+    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A <|endoftext|>", special_tokens=[bos, eos]
+    )
+    return tokenizer
+
+
+def ids_of(tokenizer: Any, *samples: Sample) -> list[list[int]]:
+    return list(encode(samples, tokenizer, vocab_size=len(tokenizer)))
+
+
+def test_a_conversation_has_the_tokens_of_the_chat_template(chat_tokenizer: Any) -> None:
+    conversation = [HI, ANSWER, HI]
+    (ids,) = ids_of(chat_tokenizer, Sample("", "line 1", tuple(conversation)))
+    expected = chat_tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
+    assert ids == expected
+    assert ids.count(chat_tokenizer.bos_token_id) == 1
+    assert chat_tokenizer.eos_token_id not in ids  # the template writes none
+
+
+def test_texts_and_conversations_keep_their_order(chat_tokenizer: Any) -> None:
+    samples = [
+        Sample(f"text {n}", f"line {n}", (HI, ANSWER) if n % 3 == 0 else ()) for n in range(150)
+    ]
+    together = ids_of(chat_tokenizer, *samples)
+    assert together == [ids_of(chat_tokenizer, sample)[0] for sample in samples]
+    assert together[1] == chat_tokenizer("text 1")["input_ids"]
+
+
+def test_a_text_with_special_tokens_of_its_own_gets_no_second_ones(chat_tokenizer: Any) -> None:
+    bos, eos = chat_tokenizer.bos_token_id, chat_tokenizer.eos_token_id
+    plain, rendered, closed, twice = ids_of(
+        chat_tokenizer,
+        Sample("import os", "line 1"),
+        Sample("<|begin|>import os", "line 2"),
+        Sample("import os<|endoftext|>", "line 3"),
+        Sample("<|begin|><|begin|>import os", "line 4"),
+    )
+    assert plain == rendered == closed
+    assert (plain[0], plain[-1]) == (bos, eos)
+    assert twice[:3] == [bos] * 3  # what is written twice is meant
+
+
+def test_a_model_without_a_template_is_calibrated_as_it_is_served(
+    tokenizer: Any, tiny_model: Path
+) -> None:
+    from serve.tokenizer import Tokenizer
+
+    (ids,) = ids_of(tokenizer, Sample("", "line 1", (HI,)))
+    served = Tokenizer.load(tiny_model).chat_prompt([HI])
+    assert list(served[: len(ids)]) == ids  # then the gateway opens the assistant's answer
+    assert tokenizer.decode(ids) == "### User:\nHi!\nBye.\n\n"
+
+
+def test_a_template_that_refuses_names_the_sample(chat_tokenizer: Any) -> None:
+    system = Sample("", "line 7", ({"role": "system", "content": "x"},))
+    with pytest.raises(SampleError, match=r"line 7: the chat template refuses .*: no system role$"):
+        ids_of(chat_tokenizer, Sample("fine", "line 1"), system)
+
+
+@pytest.mark.parametrize("template", ["{% if", "{{ messages[9].content }}", "{{ 1 + 'a' }}"])
+def test_a_broken_template_names_the_sample(template: str, example_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(example_model)
+    tokenizer.chat_template = template
+    with pytest.raises(SampleError, match="line 7: the chat template refuses"):
+        ids_of(tokenizer, Sample("", "line 7", (HI,)))
+
+
+def test_tokens_are_the_tokenizers_cut_at_the_limit(tokenizer: Any) -> None:
+    text = "def f(x):\n    return x\n" * 5
+    whole, cut = (
+        tokenize([Sample(text, "line 1")], tokenizer, max_length=length, vocab_size=4096)[0]
+        for length in (512, 7)
+    )
+    assert whole == tokenizer(text)["input_ids"]
+    assert cut == whole[:7]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        tokenize([Sample("import os", "line 1")], tokenizer, max_length=8, vocab_size=10)
+
+
+def test_a_text_without_tokens_is_refused() -> None:
+    def empty(texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[] for _ in texts]}
+
+    with pytest.raises(SampleError, match="line 3"):
+        tokenize([Sample("?", "line 3")], empty, max_length=8, vocab_size=10)

@@ -1,0 +1,233 @@
+"""How far a model's next-token distributions move: KL divergence and perplexity, on held-out text.
+
+The reference's answers are not kept, its last hidden states are: [tokens, H] in the model's dtype,
+where logits would be V/H times as large. The head is applied to a few rows at a time, in float32
+whatever the model computes in: bfloat16 logits would add some 1e-4 nats of their own.
+
+Tokens of one sample are not independent, samples are: standard errors are those of a mean over
+clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from calibrate.batches import Batch
+from calibrate.experts import tap_experts
+from octet.errors import NumericsError
+from octet.model import ModelSpec
+
+__all__ = [
+    "CONFIDENCE",
+    "Advance",
+    "Divergence",
+    "Reference",
+    "evaluation_batches",
+    "real",
+    "real_tokens",
+]
+
+CONFIDENCE = 1.645  # standard errors above the mean: a one-sided 95 % bound
+_ELEMENTS = 1 << 22  # logits computed at a time: 16 MB in float32, and thrice that for a moment
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A model compared with its reference on the same tokens.
+
+    `kl` is KL(reference ‖ model) in nats, the mean over `tokens` positions with its standard error;
+    `kl_p90` and `kl_max` are of single positions. Perplexities are over the tokens that follow
+    another in their sample; `log_ratio` is the mean difference of their log-likelihoods, so that
+    the model's perplexity is exp(log_ratio) times the reference's.
+    """
+
+    kl: float
+    kl_error: float
+    kl_p90: float
+    kl_max: float
+    perplexity: float
+    reference_perplexity: float
+    log_ratio: float
+    log_ratio_error: float
+    tokens: int
+    samples: int
+
+    @property
+    def kl_bound(self) -> float:
+        """With 95 % confidence the divergence on more such text is at most this."""
+        return self.kl + CONFIDENCE * self.kl_error
+
+    @property
+    def change(self) -> float:
+        """Relative change of the perplexity: 0.01 is 1 % worse."""
+        return math.expm1(self.log_ratio)
+
+    @property
+    def change_bound(self) -> float:
+        """With 95 % confidence the change is at most this."""
+        return math.expm1(self.log_ratio + CONFIDENCE * self.log_ratio_error)
+
+
+class Reference:
+    """What a model says of some batches as it is now; `compare` asks it again later.
+
+    `hidden` are the last hidden states [tokens, H] of each batch, padding left out.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        batches: Sequence[Batch],
+        *,
+        advance: Advance = lambda tokens: None,
+    ) -> None:
+        """One forward pass over `batches`."""
+        self.batches = tuple(batches)
+        self._model, self._spec = model, spec
+        self.head: Tensor = model.get_output_embeddings().weight.float()  # [V, H]
+        self.hidden: list[Tensor] = []
+        with experts_one_by_one(model, spec):
+            for batch in self.batches:
+                self.hidden.append(real(self.states(batch), batch))
+                advance(batch.tokens)
+
+    def states(self, batch: Batch) -> Tensor:
+        """The last hidden states [B, T, H], computed now."""
+        decoder = self._model.base_model
+        ids = batch.token_ids.to(self._model.device)
+        states: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        return states
+
+    @torch.inference_mode()
+    def compare(
+        self,
+        *,
+        advance: Advance = lambda tokens: None,
+        states: Callable[[int], Tensor] | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> Divergence:
+        """One forward pass of the model as it computes now, against what it said before.
+
+        `states(i)` gives the last hidden states [tokens, H] of batch i in another way, `head` the
+        float32 logits [n, V] of some of them, [n, H] in float32.
+        NumericsError if a logit is NaN or Inf.
+        """
+        divergences: list[Tensor] = []
+        likelihoods: list[Tensor] = []
+        samples: list[int] = []
+        predicted: list[int] = []
+        for index, batch in enumerate(self.batches):
+            now = real(self.states(batch), batch) if states is None else states(index)
+            kl, ours, theirs = self._rows(self.hidden[index], now, batch, head or self._logits)
+            divergences.append(kl)
+            likelihoods.append(torch.stack((theirs, ours)))
+            samples += batch.lengths
+            predicted += [max(0, length - 1) for length in batch.lengths]
+            advance(batch.tokens)
+        kl, nll = torch.cat(divergences), torch.cat(likelihoods, dim=1)
+        if not (kl.isfinite().all() and nll.isfinite().all()):
+            raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
+        mean, error = _clustered(kl, samples)
+        change, change_error = _clustered(nll[1] - nll[0], predicted)
+        both = nll.mean(dim=1).exp() if nll.shape[1] else torch.full((2,), math.nan)
+        return Divergence(
+            kl=mean,
+            kl_error=error,
+            kl_p90=float(kl.kthvalue(math.ceil(0.9 * len(kl))).values),
+            kl_max=float(kl.max()),
+            perplexity=float(both[1]),
+            reference_perplexity=float(both[0]),
+            log_ratio=change,
+            log_ratio_error=change_error,
+            tokens=len(kl),
+            samples=len(samples),
+        )
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.head)
+
+    def _rows(
+        self, before: Tensor, now: Tensor, batch: Batch, head: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """float64 on the CPU: the KL of each token [n]; and, for those that another follows, the
+        negative log-likelihoods of that one, by the model now and by the reference."""
+        ids = real(batch.token_ids, batch).to(now.device)
+        predicts = torch.ones(len(ids), dtype=torch.bool)
+        predicts[torch.tensor(batch.lengths).cumsum(0) - 1] = False
+        following = ids.roll(-1)[:, None]
+        kl, ours, theirs = [], [], []
+        step = max(1, _ELEMENTS // self.head.shape[0])
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            p = self._logits(before[part].float()).log_softmax(-1)
+            q = head(now[part].float()).log_softmax(-1)
+            theirs.append(p.gather(1, following[part]))
+            ours.append(q.gather(1, following[part]))
+            kl.append(q.neg_().add_(p).mul_(p.exp_()).sum(-1))
+        nlls = [-torch.cat(x)[:, 0].double().cpu()[predicts] for x in (ours, theirs)]
+        return torch.cat(kl).double().cpu(), nlls[0], nlls[1]
+
+
+def real(x: Tensor, batch: Batch) -> Tensor:
+    """[B, T, ...] → [tokens, ...], without padding."""
+    if min(batch.lengths) == x.shape[1]:
+        return x.flatten(0, 1)
+    return x[real_tokens(batch).to(x.device)]
+
+
+def real_tokens(batch: Batch) -> Tensor:
+    """bool [B, T]: False at padding."""
+    lengths = torch.tensor(batch.lengths)
+    return torch.arange(batch.token_ids.shape[1]) < lengths[:, None]
+
+
+@contextmanager
+def experts_one_by_one(model: Any, spec: ModelSpec) -> Iterator[None]:
+    """As `calibrate.simulate` runs them, so that only quantization tells the two apart."""
+    with ExitStack() as stack:
+        for prefix in map(spec.layer, spec.sparse_layers):
+            layer: nn.Module = model.get_submodule(prefix)
+            stack.enter_context(tap_experts(layer, prefix, spec, lambda name, rows, index: rows))
+        yield
+
+
+def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Batches evenly spread over `batches`, of at least `tokens` tokens together, or all of them.
+
+    Spread, because batches are sorted by length.
+    """
+    total = sum(batch.tokens for batch in batches)
+    if total <= tokens:
+        return list(batches)
+    count = max(1, math.ceil(len(batches) * tokens / total))
+    while True:
+        at = sorted({round((i + 0.5) * len(batches) / count - 0.5) for i in range(count)})
+        chosen = [batches[index] for index in at]
+        if sum(batch.tokens for batch in chosen) >= tokens:
+            return chosen
+        count += 1
+
+
+def _clustered(values: Tensor, sizes: Sequence[int]) -> tuple[float, float]:
+    """The mean of float64 `values` [n], in samples of `sizes`, and its standard error."""
+    if not len(values):
+        return math.nan, math.nan
+    mean = values.mean()
+    sums = torch.stack([part.sum() for part in torch.split(values, list(sizes))])
+    used = torch.tensor([size > 0 for size in sizes])
+    deviations = (sums - mean * torch.tensor(sizes))[used]
+    clusters = len(deviations)
+    if clusters < 2:
+        return float(mean), math.inf
+    variance = deviations.square().sum() * clusters / (clusters - 1)
+    return float(mean), float(variance.sqrt()) / len(values)

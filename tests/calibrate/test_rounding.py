@@ -1,0 +1,111 @@
+"""The torch arithmetic of the simulation is numpy's, bit for bit, in every preset."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from calibrate.rounding import fake_quantize, round_cache, round_to
+from octet import formats, microscaling, scaling
+from octet.formats import FORMATS, Format
+from octet.recipe import PRESETS, TensorScheme
+from octet.scaling import Granularity
+from tests.generators import FLOAT8, all_bf16, format_id, rounding_points
+
+SHAPES = [(3, 128), (2, 5, 300), (1, 16), (4, 1)]
+
+
+def activations(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """Magnitudes over 40 octaves, a row of zeros, and a massive element."""
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal(shape) * 2.0 ** generator.integers(-30, 10, shape)
+    x = x.astype(np.float32)
+    x[0] = 0
+    x[-1, ..., 0] = 3e4
+    return x
+
+
+def same_bits(ours: torch.Tensor, theirs: NDArray[Any]) -> None:
+    ours_np = ours.numpy()
+    assert ours_np.dtype == theirs.dtype
+    wrong = np.flatnonzero(ours_np.view(np.uint32) != theirs.view(np.uint32))
+    assert not len(wrong), (wrong[:5], ours_np.flat[wrong[:5]], theirs.flat[wrong[:5]])
+
+
+@pytest.mark.parametrize("fmt", [*FLOAT8, FORMATS["e2m1"]], ids=format_id)
+def test_round_to_is_that_of_numpy_on_every_boundary(fmt: Format) -> None:
+    bf16 = all_bf16()
+    for x in (rounding_points(fmt, np.float32), bf16[~np.isnan(bf16)]):
+        same_bits(round_to(torch.from_numpy(x.copy()), fmt), formats.round_to(x, fmt))
+    assert round_to(torch.tensor([torch.nan]), fmt).isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_inputs_are_rounded_as_numpy_rounds_them(preset: str, shape: tuple[int, ...]) -> None:
+    scheme = PRESETS[preset].activations
+    x = activations(shape, seed=0)
+    kept = torch.from_numpy(x.copy())
+    if scheme.dynamic:
+        shared = np.asarray(2e-3, np.float32) if scheme.two_level else None
+        theirs = microscaling.fake_quantize_dynamic(x, scheme, shared)
+        ours = fake_quantize(kept, scheme, None, None if shared is None else torch.tensor(2e-3))
+    else:
+        scale = np.asarray(0.037, np.float32)
+        theirs = scaling.fake_quantize(x, scale, formats.E4M3, scaling.TENSOR)
+        ours = fake_quantize(kept, scheme, torch.from_numpy(scale))
+    same_bits(ours, theirs)
+    assert np.array_equal(kept.numpy(), x), "the input itself is left alone"
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (130, 300), (5, 16)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_weights_are_rounded_as_numpy_rounds_them(preset: str, shape: tuple[int, int]) -> None:
+    scheme = PRESETS[preset].weights
+    x = activations(shape, seed=1)
+    scale = stored_scales(scheme, shape)
+    shared = np.asarray(3e-4, np.float32) if scheme.two_level else None
+    theirs = scaling.fake_quantize(
+        x,
+        microscaling.combined(scale, shared),
+        FORMATS[scheme.format],
+        Granularity.of(scheme.granularity, scheme.group_size),
+    )
+    ours = fake_quantize(
+        torch.from_numpy(x),
+        scheme,
+        torch.from_numpy(scale),
+        None if shared is None else torch.from_numpy(shared),
+    )
+    same_bits(ours, theirs)
+
+
+def stored_scales(scheme: TensorScheme, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Any scales that the scheme can store, zeros among two-level ones."""
+    granularity = Granularity.of(scheme.granularity, scheme.group_size)
+    generator = np.random.default_rng(2)
+    drawn = generator.uniform(1e-4, 2, granularity.scale_shape(shape)).astype(np.float32)
+    if scheme.scale_format == "e8m0":
+        return np.asarray(2.0 ** np.floor(np.log2(drawn)), np.float32)
+    return formats.round_to(drawn, formats.E4M3) if scheme.two_level else drawn
+
+
+@pytest.mark.parametrize("kv_cache", ["e5m2", "e4m3", "float16"])
+def test_a_cache_rounds_as_its_format_does(kv_cache: Any) -> None:
+    x = activations((2, 3, 5, 64), seed=3)
+    scale = np.float32(0.6)
+    if kv_cache == "float16":
+        theirs = (x / scale).astype(np.float16).astype(np.float32) * scale
+    else:
+        theirs = scaling.fake_quantize(x, scale, FORMATS[kv_cache], scaling.TENSOR)
+    same_bits(round_cache(torch.from_numpy(x), kv_cache, torch.tensor(scale)), theirs)
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    x = torch.from_numpy(activations((4, 64), seed=4)).bfloat16()
+    scheme = PRESETS["fp8"].activations
+    rounded = fake_quantize(x, scheme)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, fake_quantize(x.float(), scheme).bfloat16())

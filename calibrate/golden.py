@@ -96,10 +96,20 @@ def choose_prompts(
 def _cut(ids: Sequence[int], length: int, tokenizer: Any) -> tuple[str, list[int]] | None:
     for end in range(min(length, len(ids)), 0, -1):
         head = list(ids[:end])
-        text = tokenizer.decode(head, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if text and tokenizer(text)["input_ids"] == head:
-            return text, head
+        for text in _spelled(head, tokenizer):
+            if text and tokenizer(text)["input_ids"] == head:
+                return text, head
     return None
+
+
+def _spelled(ids: list[int], tokenizer: Any) -> Iterator[str]:
+    """Texts that may encode to `ids`: a conversation's special tokens have to be spelled out.
+
+    Its first one is not where the tokenizer adds it to any text.
+    """
+    special = bool(set(ids) & set(tokenizer.all_special_ids))
+    for part, skip in ((ids, True), (ids, False), (ids[1:], False)) if special else ((ids, True),):
+        yield tokenizer.decode(part, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
 @torch.inference_mode()

@@ -1,14 +1,19 @@
 """Golden records are what the model says, and their prompts can be replayed as text."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from calibrate.golden import CONTINUATION, LONGEST, choose_prompts, golden_set, record
 from calibrate.loading import load_model
+from calibrate.sample import Sample
+from calibrate.tokens import tokenize
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import SampleError
@@ -60,6 +65,31 @@ def test_a_cut_never_falls_inside_a_character(tokenizer: Any) -> None:
     for text, prompt in choose_prompts([ids], tokenizer, max_positions=1024):
         assert "�" not in text
         assert tokenizer(text)["input_ids"] == prompt
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_prompts_are_cut_from_conversations(adds_bos: bool, example_model: Path) -> None:
+    """Their special tokens are spelled out, but for a BOS that the tokenizer adds by itself."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(example_model / "tokenizer.json"),
+        bos_token="<|begin|>",
+        eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template="{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}",
+    )
+    if adds_bos:
+        bos = ("<|begin|>", tokenizer.convert_tokens_to_ids("<|begin|>"))
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[bos]
+        )
+    turns = [{"role": role, "content": "import os\n" * 20} for role in ("user", "assistant")] * 4
+    sample = Sample("", "line 1", tuple(turns))
+    sequences = tokenize([sample], tokenizer, max_length=LONGEST, vocab_size=len(tokenizer))
+    prompts = choose_prompts(sequences, tokenizer, max_positions=1024)
+    assert all(tokenizer(text)["input_ids"] == ids for text, ids in prompts)
+    assert max(len(ids) for _, ids in prompts) > 100
+    assert prompts[-1][0].startswith("<|im_start|>" if adds_bos else "<|begin|><|im_start|>")
 
 
 def test_nothing_to_cut_prompts_from_is_an_error(tokenizer: Any) -> None:

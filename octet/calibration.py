@@ -2,14 +2,16 @@
 
 octet.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
 observations.json        what each histogram is of, and the modules that consume it
-histograms.safetensors   one int64[32768] per observed tensor
-scales.safetensors       float32, multipliers: real = stored * scale
+histograms.safetensors   for each observed tensor, the bins that occur and their counts
+scales.safetensors       float32, multipliers: real = stored * scale [* global scale]
 golden.json              GoldenSet
 weights.safetensors      the tensors that an algorithm such as SmoothQuant changed, if any
+report.json, report.html, convergence.json, ...   for people; nothing is computed from them
 """
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,8 +52,15 @@ class Observation(BaseModel):
 class Calibration:
     """A calibration directory, opened and verified.
 
-    Keys of `scales`: `<linear>.weight_scale` ([], [N, 1] or [⌈N/128⌉, ⌈K/128⌉] by the recipe),
-    `<linear>.input_scale` ([], static recipes only), `<layer>.self_attn.k_scale` and `.v_scale` [].
+    Keys of `scales`, by the scheme that the recipe has for the linear:
+
+    - `<linear>.weight_scale`: [], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]; what the scheme stores
+      in E8M0 or E4M3 is a value of that format;
+    - `<linear>.weight_global_scale` []: two-level schemes; one for linears that share an input;
+    - `<linear>.input_scale` []: static activations;
+    - `<linear>.input_global_scale` []: dynamic activations in two levels;
+    - `<layer>.self_attn.k_scale` and `.v_scale` [].
+
     Keys of `observations` and `histograms`: `<first consumer>.input`, `<layer>.self_attn.key` and
     `<layer>.self_attn.value`.
     """
@@ -62,10 +71,9 @@ class Calibration:
     scales: dict[str, npt.NDArray[np.float32]]
 
     @cached_property
-    def histograms(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Counts of each magnitude code, int64[32768]; read when first asked for."""
-        file = TensorFile.open(self.path / "histograms.safetensors")
-        return {name: file.read(name).codes for name in file.names}
+    def histograms(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """Counts of each magnitude code, int64[32768]; each is read when it is asked for."""
+        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"))
 
     @cached_property
     def golden(self) -> GoldenSet:
@@ -97,10 +105,13 @@ class Calibration:
         scales: Mapping[str, npt.NDArray[np.float32]],
         golden: GoldenSet,
         *,
-        extra_files: Mapping[str, str] | None = None,
+        extra_files: Mapping[str, str | Path] | None = None,
         force: bool = False,
     ) -> Self:
-        """Writes the directory whole or not at all; `extra_files` are texts kept beside."""
+        """Writes the directory whole or not at all.
+
+        `extra_files` are kept beside: texts, or files to copy.
+        """
         with write_artifact(path, force=force) as writer:
             records: dict[str, Any] = {
                 name: item.model_dump(mode="json") for name, item in observations.items()
@@ -108,14 +119,54 @@ class Calibration:
             (writer.path / "observations.json").write_text(json.dumps(records, indent=1) + "\n")
             write_tensors(
                 writer.path / "histograms.safetensors",
-                {name: Tensor.of(counts) for name, counts in histograms.items()},
+                {key: part for name in histograms for key, part in _pack(name, histograms[name])},
             )
             write_tensors(
                 writer.path / "scales.safetensors",
                 {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()},
             )
             golden.save(writer.path)
-            for name, text in (extra_files or {}).items():
-                (writer.path / name).write_text(text)
+            for name, content in (extra_files or {}).items():
+                if isinstance(content, Path):
+                    shutil.copyfile(content, writer.path / name)
+                else:
+                    (writer.path / name).write_text(content)
             writer.finish(manifest)
         return cls.load(path)
+
+
+# A histogram as it is stored. Most of the 32,768 bins are empty, and a model with experts has more
+# than ten thousand histograms. The first calibrations held every bin, under the bare name.
+_BINS, _COUNTS = ".bins", ".counts"
+
+
+def _pack(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
+    """`<name>.bins` uint16[n], those that occur, and `<name>.counts`, of the fewest bytes."""
+    bins = np.flatnonzero(counts)
+    present = counts[bins]
+    yield name + _BINS, Tensor.of(bins.astype(np.uint16))
+    yield name + _COUNTS, Tensor.of(present.astype(np.min_scalar_type(present.max(initial=0))))
+
+
+class _Histograms(Mapping[str, npt.NDArray[np.int64]]):
+    """The histograms of a file, by observation, read one at a time."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self._stored = frozenset(file.names)
+        self._names = tuple(
+            name.removesuffix(_COUNTS) for name in file.names if not name.endswith(_BINS)
+        )
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
+        if name + _COUNTS not in self._stored:
+            return self._file.read(name).codes
+        counts = np.zeros(BINS, np.int64)
+        counts[self._file.read(name + _BINS).codes] = self._file.read(name + _COUNTS).codes
+        return counts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -30,7 +30,7 @@ from octet.recipe import Recipe, TensorScheme
 from octet.scaling import Granularity
 from octet.tensors import Tensor
 
-__all__ = ["WeightScale", "weight_scales"]
+__all__ = ["WeightScale", "scale_of_weight", "weight_scales"]
 
 # Multiples of the absmax scale that `mse` tries for float32 scales, 16 an octave: the grid's phase
 # repeats every octave, and a weight's distribution has no tail worth clipping by more than half.
@@ -72,6 +72,12 @@ def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str,
             for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
                 yield linear.name, found
             checkpoint.release()
+
+
+def scale_of_weight(name: str, tensor: Tensor, scheme: TensorScheme) -> WeightScale:
+    """The scale of one weight [N, K] that shares it with no other."""
+    with ThreadPoolExecutor(os.cpu_count(), "octet-weights") as pool:
+        return _scales_of([_Weight(name, tensor, scheme, pool)], scheme)[0]
 
 
 def _fused(spec: ModelSpec, recipe: Recipe) -> Iterable[tuple[TensorScheme, list[Linear]]]:

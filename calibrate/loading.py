@@ -10,7 +10,7 @@ import torch
 from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError
 
-__all__ = ["ComputeDtype", "load_model", "load_tokenizer", "resolve_dtype"]
+__all__ = ["ComputeDtype", "load_config", "load_model", "load_tokenizer", "quiet", "resolve_dtype"]
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -37,12 +37,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     if not checkpoint.tokenizer_files:
         raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
-    with _quiet():
+    with quiet():
         try:
             return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             detail = str(error).splitlines()[0]
             raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
+
+
+def load_config(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's transformers configuration."""
+    from transformers import AutoConfig
+
+    with quiet():
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
 
 
 def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
@@ -53,7 +61,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with _quiet():
+    with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             dtype=getattr(torch, dtype),
@@ -74,7 +82,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers' warnings and progress bars off; our own report says what matters."""
     from transformers.utils import logging
 

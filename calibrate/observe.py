@@ -1,11 +1,12 @@
 """Watching a model run: one exact histogram per distinct linear input, key and value.
 
-q/k/v read one tensor and so do gate/up: it is counted once. Keys (after RoPE) and values are
-counted where they enter the cache. What the model computes at padding is not counted.
+q/k/v read one tensor and so do gate/up: it is counted once. Each expert of a mixture has inputs of
+its own. Keys (after RoPE) and values are counted where they enter the cache. What the model
+computes at padding is not counted.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,88 +16,95 @@ from transformers import DynamicCache
 
 from calibrate.batches import Batch
 from calibrate.counting import Counter, make_counter
+from calibrate.experts import tap_experts
 from calibrate.histogram import CodeDtype, Histogram
 from octet.calibration import Observation
 from octet.errors import NumericsError
 from octet.model import ModelSpec
 
-__all__ = ["Observer", "observe"]
+__all__ = ["LayerObserver", "Observer", "check_totals", "observations_of", "observe"]
 
 
-class Observer:
-    """Runs batches through a decoder, without its logits, and counts what flows.
+class LayerObserver:
+    """Counts what flows in decoder layers while `run` computes a batch.
 
-    `histograms` and `observations` have the keys that `octet.calibration.Calibration` lists.
+    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, threads: int | None) -> None:
-        dtype: torch.dtype = model.dtype
-        self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
-        self.observations = _observations(spec, self._code_dtype, str(dtype).removeprefix("torch."))
-        self.counter: Counter = make_counter(model.device, len(self.observations), threads=threads)
-        self._slots = {name: slot for slot, name in enumerate(self.observations)}
-        self._decoder = model.base_model
+    def __init__(self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int]) -> None:
+        self.counter = counter
         self._spec = spec
+        self._slots = slots
         self._batch: Batch | None = None
         self._locating = False
-        self._counts: NDArray[np.int64] | None = None  # once closed
 
-    def close(self) -> None:
-        """Ends the counting; `histograms` stay."""
-        self._counts = self.counter.counts()
-        self.counter.close()
+    @contextmanager
+    def watching(self, layer: Any, index: int) -> Iterator[None]:
+        """While active, `layer`, the module of decoder layer `index`, is watched."""
+        prefix = self._spec.layer(index)
+        with ExitStack() as stack:
+            for name in self._slots:
+                module_name = name.removeprefix(f"{prefix}.").removesuffix(".input")
+                if not name.startswith(f"{prefix}.") or not name.endswith(".input"):
+                    continue
+                if ".experts." not in name:
+                    hook = self._hook(name)
+                    handle = layer.get_submodule(module_name).register_forward_pre_hook(hook)
+                    stack.callback(handle.remove)
+            stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
+            yield
 
-    @property
-    def histograms(self) -> dict[str, Histogram]:
-        """The histogram of each observed tensor, of everything that ran so far."""
-        counts = self.counter.counts() if self._counts is None else self._counts
-        return {name: Histogram(counts[i], self._code_dtype) for name, i in self._slots.items()}
+    def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
+        """What `compute(cache)` gives, which passes `batch` through layers and must do it again.
 
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> None:
-        """One forward pass; NumericsError names the first tensor that holds NaN or Inf."""
-        self._forward(batch)
+        NumericsError names the first tensor in which NaN or Inf was counted.
+        """
+        result = self._watched(batch, compute)
         if self.counter.bad():
             self._locating = True  # the same pass again, looking at each tensor
             try:
-                self._forward(batch)
+                self._watched(batch, compute)
             finally:
                 self._locating = False
+        return result
 
-    def _forward(self, batch: Batch) -> None:
+    def _watched(
+        self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
+    ) -> torch.Tensor:
         self._batch = batch
         try:
-            self._decoder(
-                input_ids=batch.token_ids.to(self._decoder.device),
-                past_key_values=_WatchedCache(self),
-                use_cache=True,
-            )
+            return compute(_WatchedCache(self))
         finally:
             self._batch = None
-
-    def check(self, tokens: int) -> None:
-        """RuntimeError unless every tensor was counted once for each of `tokens`.
-
-        It guards against a transformers release that routes its tensors differently.
-        """
-        spec = self._spec
-        kv = spec.kv_heads * spec.head_dim
-        widths = {linear.input: linear.in_features for linear in spec.linears()}
-        for name, histogram in self.histograms.items():
-            expected = tokens * widths.get(name, kv)
-            if histogram.total != expected:
-                raise RuntimeError(f"{name}: counted {histogram.total} elements, not {expected}")
 
     def count(self, name: str, x: torch.Tensor) -> None:
         """Counts `x` [B, T, ...] of the batch that is running."""
         if self._batch is None:  # someone else runs the model: not ours to count
             return
         if self._locating:
-            error = _not_finite(name, x, self._batch)
-            if error is not None:
-                raise error
-            return
-        self.counter.add(self._slots[name], x, self._batch.lengths)
+            rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
+            _require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
+        else:
+            self.counter.add(self._slots[name], x, self._batch.lengths)
+
+    def count_rows(self, name: str, rows: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
+        """Counts those of `rows` [n, K] that are no padding, and returns `rows`; see `Tap`."""
+        batch = self._batch
+        if batch is None:
+            return rows
+        width = batch.token_ids.shape[1]
+        lengths = torch.tensor(batch.lengths, device=token_index.device)
+        sample, position = token_index // width, token_index % width
+        real = position < lengths[sample]
+        if self._locating:
+            found = [
+                (origin, rows[real & (sample == index)])
+                for index, origin in enumerate(batch.origins)
+            ]
+            _require_finite(name, [(origin, part) for origin, part in found if len(part)])
+        else:
+            self.counter.add(self._slots[name], rows[real], None)
+        return rows
 
     def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Counts `key` and `value`, both [B, H, T, D]."""
@@ -104,11 +112,17 @@ class Observer:
         self.count(f"{attention}.key", key.transpose(1, 2))
         self.count(f"{attention}.value", value.transpose(1, 2))
 
+    def _hook(self, name: str) -> Any:
+        def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.count(name, inputs[0])
+
+        return hook
+
 
 class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
     """A cache that stores nothing: each batch is one forward pass from position 0."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: LayerObserver) -> None:
         super().__init__()
         self._observer = observer
 
@@ -124,6 +138,62 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
         return key_states, value_states
 
 
+class Observer:
+    """Runs batches through a whole decoder, without its logits, and counts what flows.
+
+    `histograms` and `observations` have the keys that `octet.calibration.Calibration` lists.
+    """
+
+    def __init__(self, model: Any, spec: ModelSpec, threads: int | None) -> None:
+        dtype: torch.dtype = model.dtype
+        self.observations = observations_of(spec, dtype)
+        self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
+        slots = {name: slot for slot, name in enumerate(self.observations)}
+        counter = make_counter(model.device, len(slots), threads=threads)
+        self.layers = LayerObserver(spec, counter, slots)
+        self._decoder = model.base_model
+        self._spec = spec
+        self._counts: NDArray[np.int64] | None = None  # once closed
+
+    @property
+    def counter(self) -> Counter:
+        return self.layers.counter
+
+    @counter.setter
+    def counter(self, counter: Counter) -> None:
+        self.layers.counter = counter
+
+    def close(self) -> None:
+        """Ends the counting; `histograms` stay."""
+        self._counts = self.counter.counts()
+        self.counter.close()
+
+    @property
+    def histograms(self) -> dict[str, Histogram]:
+        """The histogram of each observed tensor, of everything that ran so far."""
+        counts = self.counter.counts() if self._counts is None else self._counts
+        return {
+            name: Histogram(counts[slot], self._code_dtype)
+            for slot, name in enumerate(self.observations)
+        }
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> None:
+        """One forward pass; NumericsError names the first tensor that holds NaN or Inf."""
+        token_ids = batch.token_ids.to(self._decoder.device)
+
+        def compute(cache: DynamicCache) -> torch.Tensor:
+            output = self._decoder(input_ids=token_ids, past_key_values=cache, use_cache=True)
+            hidden: torch.Tensor = output.last_hidden_state
+            return hidden
+
+        self.layers.run(batch, compute)
+
+    def check(self, tokens: int) -> None:
+        """See `check_totals`."""
+        check_totals(self._spec, {name: h.counts for name, h in self.histograms.items()}, tokens)
+
+
 @contextmanager
 def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Iterator[Observer]:
     """An `Observer` of `model`, whose hooks are gone when the block ends.
@@ -131,31 +201,19 @@ def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Itera
     `threads` count on a CPU; `make_counter` chooses if not given.
     """
     observer = Observer(model, spec, threads)
-    handles = []
-    try:
-        for name, observation in observer.observations.items():
-            if observation.kind == "input":
-                module = model.get_submodule(observation.consumers[0])
-                hook = _input_hook(observer, name)
-                handles.append(module.register_forward_pre_hook(hook))
+    with ExitStack() as stack:
+        stack.callback(observer.close)
+        for index, layer in enumerate(model.base_model.layers):
+            stack.enter_context(observer.layers.watching(layer, index))
         yield observer
-    finally:
-        for handle in handles:
-            handle.remove()
-        observer.close()
 
 
-def _input_hook(observer: Observer, name: str) -> Any:
-    def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        observer.count(name, inputs[0])
-
-    return hook
-
-
-def _observations(
-    spec: ModelSpec, code_dtype: CodeDtype, observed_dtype: str
+def observations_of(
+    spec: ModelSpec, dtype: torch.dtype, layer: int | None = None
 ) -> dict[str, Observation]:
-    """What is observed, in the order in which the model computes it."""
+    """What is observed of `layer`, or of all, in the order in which the model computes it."""
+    observed_dtype = str(dtype).removeprefix("torch.")
+    code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
     found: dict[str, Observation] = {}
 
     def add(name: str, kind: Any, consumers: tuple[str, ...]) -> None:
@@ -163,33 +221,54 @@ def _observations(
             kind=kind, consumers=consumers, code_dtype=code_dtype, observed_dtype=observed_dtype
         )
 
-    linears = list(spec.linears())
-    for linear in linears:
-        if linear.input in found:
-            continue
-        add(linear.input, "input", tuple(x.name for x in linears if x.input == linear.input))
-        attention, _, projection = linear.name.rpartition(".")
+    consumers: dict[str, list[str]] = {}
+    for linear in spec.linears():
+        if layer is None or linear.name.startswith(f"{spec.layer(layer)}."):
+            consumers.setdefault(linear.input, []).append(linear.name)
+    for name, linears in consumers.items():
+        add(name, "input", tuple(linears))
+        attention, _, projection = linears[0].rpartition(".")
         if projection == "q_proj":
             add(f"{attention}.key", "key", (attention,))
             add(f"{attention}.value", "value", (attention,))
     return found
 
 
-def _not_finite(name: str, x: torch.Tensor, batch: Batch) -> NumericsError | None:
-    """What to say of x [B, T, ...] if it holds NaN or Inf."""
-    rows = [
-        (origin, row[:length].flatten(1))
-        for origin, row, length in zip(batch.origins, x, batch.lengths, strict=True)
-    ]
-    broken = [(origin, part) for origin, part in rows if not part.isfinite().all()]
+def check_totals(spec: ModelSpec, counts: Mapping[str, NDArray[np.int64]], tokens: int) -> None:
+    """RuntimeError unless every tensor was counted once for each of `tokens`.
+
+    The experts of a layer share its tokens, `experts_per_token` for each. It guards against a
+    transformers release that routes its tensors differently.
+    """
+    kv = spec.kv_heads * spec.head_dim
+    widths = {linear.input: linear.in_features for linear in spec.linears()}
+    found: dict[str, int] = {}
+    expected: dict[str, int] = {}
+    for name, histogram in counts.items():
+        experts, _, rest = name.partition(".experts.")
+        where, share = name, 1
+        if rest:
+            where = f"{experts}.experts.*.{rest.partition('.')[2]}"
+            share = spec.experts_per_token
+        found[where] = found.get(where, 0) + int(histogram.sum())
+        expected[where] = tokens * widths.get(name, kv) * share
+    for where, total in found.items():
+        if total != expected[where]:
+            raise RuntimeError(f"{where}: counted {total} elements, not {expected[where]}")
+
+
+def _require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf."""
+    parts = [(origin, row.flatten(1)) for origin, row in rows]
+    broken = [(origin, part) for origin, part in parts if not part.isfinite().all()]
     if not broken:
-        return None
+        return
     origin, first = broken[0]
     channel = int((~first.isfinite()).any(dim=0).nonzero()[0])
     nans = sum(int(part.isnan().sum()) for _, part in broken)
     infs = sum(int(part.isinf().sum()) for _, part in broken)
-    total = sum(part.numel() for _, part in rows)
-    return NumericsError(
+    total = sum(part.numel() for _, part in parts)
+    raise NumericsError(
         f"{name} holds {nans} NaN and {infs} Inf among {total} values of one batch, first in"
         f" channel {channel} in the sample of {origin}: the model itself is broken there, or"
         " overflows in this dtype"

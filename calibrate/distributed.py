@@ -1,0 +1,99 @@
+"""Data parallel calibration: N processes started by torchrun share the batches and sum the counts.
+
+Adding integers gives the same sum in any order, so N processes find the histograms of one, to the
+last count. Objects travel through gloo on the CPU; counts too, or through NCCL between GPUs.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octet.errors import ConfigError, OctetError
+
+__all__ = ["Group", "TorchGroup", "process_group", "require_agreement"]
+
+
+class Group:
+    """The processes that share a calibration: this one alone."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, item: Any) -> list[Any]:
+        """`item` of every rank, by rank, on every rank; also a barrier."""
+        return [item]
+
+    def sum(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sum of every rank's `counts`, on every rank."""
+        return counts
+
+    def agree(self, error: OctetError | None) -> None:
+        """Raises the first error that any rank brings, on every rank; also a barrier."""
+        for found in self.gather(error):
+            if found is not None:
+                raise found
+
+
+class TorchGroup(Group):
+    """The ranks of torch.distributed's default group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
+        self._device = device
+
+    def gather(self, item: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(found, item)
+        return found
+
+    def sum(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        total = torch.from_numpy(counts).to(self._device, copy=True)
+        torch.distributed.all_reduce(total)
+        summed: NDArray[np.int64] = total.cpu().numpy()
+        return summed
+
+
+@contextmanager
+def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
+    """The group that torchrun's variables describe, or this process alone; and this rank's device.
+
+    `device` is "cpu" or "cuda": each rank of a machine takes the GPU of its number. ConfigError
+    where there are fewer.
+    """
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if torch.cuda.device_count() <= local:
+            raise ConfigError(
+                f"--device cuda: rank {local} of this machine finds {torch.cuda.device_count()}"
+                " GPUs; start as many processes as it has"
+            )
+        chosen = torch.device("cuda", local if chosen.index is None else chosen.index)
+        torch.cuda.set_device(chosen)
+    if world == 1:
+        yield Group(), chosen
+        return
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend)
+    try:
+        yield TorchGroup(chosen), chosen
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def require_agreement(group: Group, facts: Mapping[str, str]) -> None:
+    """ConfigError naming the first rank whose `facts` are not those of rank 0, and which."""
+    first, *others = group.gather(dict(facts))
+    for rank, other in enumerate(others, start=1):
+        for what, value in first.items():
+            if other.get(what) != value:
+                raise ConfigError(
+                    f"rank {rank} has another {what} than rank 0 ({other.get(what)}, not {value}):"
+                    " every process must be given the same"
+                )

@@ -84,6 +84,7 @@ def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
         text: str = tokenizer.apply_chat_template(
             list(sample.messages), tokenize=False, chat_template=DEFAULT_TEMPLATE if plain else None
         )
+        text.encode()  # a lone surrogate in a member that only the template reads is no text
     # A template is a program: on messages it does not expect it fails as programs do.
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         detail = (str(error).splitlines() or [type(error).__name__])[0]

@@ -93,6 +93,11 @@ def test_a_template_that_refuses_names_the_sample(chat_tokenizer: Any) -> None:
         ids_of(chat_tokenizer, Sample("fine", "line 1"), system)
 
 
+def test_a_lone_surrogate_that_only_the_template_reads(chat_tokenizer: Any) -> None:
+    with pytest.raises(SampleError, match=r"line 7: the chat template refuses .*surrogates"):
+        ids_of(chat_tokenizer, Sample("", "line 7", ({"role": "\ud800", "content": "x"},)))
+
+
 @pytest.mark.parametrize("template", ["{% if", "{{ messages[9].content }}", "{{ 1 + 'a' }}"])
 def test_a_broken_template_names_the_sample(template: str, example_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(example_model)

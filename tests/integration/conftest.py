@@ -78,3 +78,10 @@ def tensorrt_rtx_python() -> Path:
     """The interpreter that has TensorRT-RTX and this repository: `-m octet build-engine` runs."""
     require(layout.TENSORRT_RTX)
     return layout.python(layout.TENSORRT_RTX)
+
+
+@pytest.fixture(scope="session")
+def modelopt_python() -> Path:
+    """The interpreter that has ModelOpt, this repository and all that calibration needs."""
+    require(layout.MODELOPT)
+    return layout.python(layout.MODELOPT)

@@ -7,6 +7,7 @@
     stub/        bin/python3 and pyvenv.cfg: what the embedded interpreter takes for its home
     lib/         libpython3.X.so.1.0, only where the system's loader does not find it
   tensorrt-rtx/  a virtual environment with TensorRT-RTX and this repository
+  modelopt/      a virtual environment with ModelOpt, before this repository's own packages
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ ROOT = REPOSITORY / ".integration"
 VLLM = ROOT / "vllm"
 TRITON = ROOT / "triton"
 TENSORRT_RTX = ROOT / "tensorrt-rtx"
+MODELOPT = ROOT / "modelopt"
 
 TRITON_SERVER = TRITON / "server"
 TRITON_LIBRARIES = TRITON_SERVER / "nvidia_pytriton.libs"

@@ -1,6 +1,6 @@
 """Build the environments of the integration tests' real servers; needs only the standard library.
 
-    python tests/integration/servers/setup.py [vllm] [triton] [tensorrt-rtx]
+    python tests/integration/servers/setup.py [vllm] [triton] [tensorrt-rtx] [modelopt]
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -12,12 +12,23 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import stub
-from layout import REPOSITORY, ROOT, TENSORRT_RTX, TRITON, TRITON_SERVER, VLLM, python, stamp
+from layout import (
+    MODELOPT,
+    REPOSITORY,
+    ROOT,
+    TENSORRT_RTX,
+    TRITON,
+    TRITON_SERVER,
+    VLLM,
+    python,
+    stamp,
+)
 
 REQUIREMENTS = Path(__file__).parents[1]
 TORCH = "torch==2.13.0"
@@ -58,10 +69,21 @@ def build_tensorrt_rtx() -> None:
     check(TENSORRT_RTX, "import tensorrt_rtx, octet")
 
 
+def build_modelopt() -> None:
+    """ModelOpt in front of the packages of the environment that runs this, torch among them."""
+    create_environment(MODELOPT)
+    requirements = REQUIREMENTS / "requirements-modelopt.txt"
+    pip(MODELOPT, "install", "--no-deps", "-r", str(requirements))
+    add_path(MODELOPT, "octet-packages.pth", Path(sysconfig.get_paths()["purelib"]))
+    add_repository(MODELOPT)
+    check(MODELOPT, "import modelopt.torch.quantization, numba, octet, transformers")
+
+
 BUILDERS: dict[Path, Callable[[], None]] = {
     VLLM: build_vllm,
     TRITON: build_triton,
     TENSORRT_RTX: build_tensorrt_rtx,
+    MODELOPT: build_modelopt,
 }
 
 
@@ -97,13 +119,18 @@ def run(environment: Path, command: list[str]) -> None:
 
 def add_repository(environment: Path) -> None:
     """Make this working tree importable there; Triton's embedded interpreter ignores PYTHONPATH."""
+    add_path(environment, "octet-repository.pth", REPOSITORY)
+
+
+def add_path(environment: Path, name: str, path: Path) -> None:
+    """Let the environment import what lies in `path`, after what is its own."""
     packages = next((environment / "lib").glob("python3.*")) / "site-packages"
-    (packages / "octet-repository.pth").write_text(f"{REPOSITORY}\n")
+    (packages / name).write_text(f"{path}\n")
 
 
 def fingerprint(environment: Path) -> str:
     """A hash of all that decides what the environment holds."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {REPOSITORY} {TORCH}".encode())
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {sys.prefix} {REPOSITORY} {TORCH}".encode())
     here = Path(__file__).parent
     sources = [here / "setup.py", here / "stub.py", here / "layout.py"]
     for path in [*sources, *sorted(REQUIREMENTS.glob(f"requirements-{environment.name}*.txt"))]:

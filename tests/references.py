@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -198,3 +200,39 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     """KL(reference ‖ other) in nats for each position, from logits [..., V]."""
     p, q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
+
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_VALUES = tuple(  # subnormals, then normals below the NaN
+    [m / 8 * 2.0**-6 for m in range(8)]
+    + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)]
+)
+E8M0_VALUES = tuple(2.0**e for e in range(-127, 128))
+
+
+def least_group_errors(
+    weight: NDArray[np.float32],
+    size: int,
+    values: tuple[float, ...],
+    scales: tuple[float, ...],
+    global_scale: float = 1.0,
+) -> NDArray[np.float64]:
+    """[N, ⌈K/size⌉] the least squared error of each group, over every one of `scales`.
+
+    By definition, in float64: each element takes the nearest of `values` times the scale. Nothing
+    is pruned, and nothing rounded but by the format.
+    """
+    rows, columns = weight.shape
+    magnitudes = np.zeros((rows, -(-columns // size) * size))
+    magnitudes[:, :columns] = np.abs(weight)
+    least = np.full((rows, magnitudes.shape[1] // size), np.inf)
+    grid = np.array(values)
+    for scale in scales:
+        real = grid * (scale * global_scale)
+        above = np.clip(np.searchsorted(real, magnitudes), 1, len(real) - 1)
+        error = np.minimum(
+            (magnitudes - real[above - 1]) ** 2,
+            (magnitudes - real[above]) ** 2,
+        )
+        least = np.minimum(least, error.reshape(rows, -1, size).sum(axis=2))
+    return least

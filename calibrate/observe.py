@@ -36,6 +36,7 @@ class LayerObserver:
         self._spec = spec
         self._slots = slots
         self._batch: Batch | None = None
+        self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once an expert asks
         self._locating = False
 
     @contextmanager
@@ -71,7 +72,7 @@ class LayerObserver:
     def _watched(
         self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
     ) -> torch.Tensor:
-        self._batch = batch
+        self._batch, self._real = batch, None
         try:
             return compute(_WatchedCache(self))
         finally:
@@ -93,17 +94,19 @@ class LayerObserver:
         if batch is None:
             return rows
         width = batch.token_ids.shape[1]
-        lengths = torch.tensor(batch.lengths, device=token_index.device)
-        sample, position = token_index // width, token_index % width
-        real = position < lengths[sample]
+        real = rows
+        if min(batch.lengths) < width:
+            if self._real is None:
+                lengths = torch.tensor(batch.lengths)[:, None]
+                self._real = (torch.arange(width) < lengths).flatten().to(token_index.device)
+            kept = self._real[token_index]
+            real, token_index = rows[kept], token_index[kept]
         if self._locating:
-            found = [
-                (origin, rows[real & (sample == index)])
-                for index, origin in enumerate(batch.origins)
-            ]
+            sample = token_index // width
+            found = [(origin, real[sample == i]) for i, origin in enumerate(batch.origins)]
             _require_finite(name, [(origin, part) for origin, part in found if len(part)])
         else:
-            self.counter.add(self._slots[name], rows[real], None)
+            self.counter.add(self._slots[name], real, None)
         return rows
 
     def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -222,9 +225,8 @@ def observations_of(
         )
 
     consumers: dict[str, list[str]] = {}
-    for linear in spec.linears():
-        if layer is None or linear.name.startswith(f"{spec.layer(layer)}."):
-            consumers.setdefault(linear.input, []).append(linear.name)
+    for linear in spec.linears(layer):
+        consumers.setdefault(linear.input, []).append(linear.name)
     for name, linears in consumers.items():
         add(name, "input", tuple(linears))
         attention, _, projection = linears[0].rpartition(".")

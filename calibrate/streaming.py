@@ -10,7 +10,7 @@ The histograms are, bin for bin, those of the whole model in memory: see `calibr
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from calibrate.activations import (
     require_space,
 )
 from calibrate.batches import Batch
+from calibrate.compact import CompactCounts
 from calibrate.counting import Counter, make_counter
 from calibrate.distributed import Group, require_agreement
 from calibrate.journal import Journal, device_name, run_identity
@@ -48,7 +49,7 @@ class Observed:
     """What a run counted: int64 [chunks, 32768], the counts of each chunk of batches, for each of
     `observations`; `facts` of the run are for the manifest."""
 
-    histograms: dict[str, NDArray[np.int64]]
+    histograms: Mapping[str, NDArray[np.int64]]
     observations: dict[str, Observation]
     facts: dict[str, Any]
 
@@ -97,7 +98,7 @@ def observe_checkpoint(
         "processes": group.world,
         "batches": len(batches),
     }
-    return Observed({name: histograms[name] for name in observations}, observations, facts)
+    return Observed(histograms, observations, facts)
 
 
 class _Sweep:
@@ -126,15 +127,15 @@ class _Sweep:
             for index in range(checkpoint.spec.layers)
         ]
 
-    def run(self, threads: int | None) -> dict[str, NDArray[np.int64]]:
-        """int64 [chunks, 32768] of every observed tensor, the sums of all ranks."""
-        histograms: dict[str, NDArray[np.int64]] = {}
+    def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
+        """int64 [chunks, 32768] of every observed tensor in order, the sums of all ranks."""
+        histograms = CompactCounts()
         first = 0 if self._journal is None else self._journal.finished
         for index in range(first):
             assert self._journal is not None
             names = self._names[index]
             counts = self._journal.histograms(index, names, self._chunks)
-            histograms |= dict(zip(names, counts, strict=True))
+            histograms.update(zip(names, counts, strict=True))
             self._progress.skip_layer()
         if first == self._spec.layers:
             return histograms
@@ -153,7 +154,7 @@ class _Sweep:
                 found = dict(zip(self._names[index], counts, strict=True))
                 if self._journal is not None:
                     self._journal.commit(index, found, files)
-                histograms |= found
+                histograms.update(found)
                 entering = leaving or entering
         return histograms
 

@@ -8,11 +8,19 @@ import torch
 
 from calibrate.counting import count_reference
 from calibrate.histogram import Histogram
-from calibrate.scales import check_recipe, input_scales, kv_scale, kv_scales, weight_scales
+from calibrate.scales import (
+    check_alive,
+    check_recipe,
+    derive_scales,
+    input_scales,
+    kv_scale,
+    kv_scales,
+    weight_scales,
+)
 from octet import formats, scaling
 from octet.checkpoint import Checkpoint
-from octet.errors import ConfigError
-from octet.recipe import Recipe, TensorScheme
+from octet.errors import ConfigError, NumericsError
+from octet.recipe import PRESETS, Override, Recipe, TensorScheme
 
 
 def histogram_of(*values: float) -> Histogram:
@@ -83,10 +91,95 @@ def test_mse_lowers_the_error_of_every_weight(
     assert all(by_mse[name].scale.shape == by_max[name].scale.shape for name in by_max)
 
 
-def test_weight_methods_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights\.method 'kl'.*max or mse"):
-        check_recipe(recipe_of(granularity="channel", method="kl"))
-    check_recipe(recipe_of(granularity="channel", method="mse"))
+@pytest.mark.parametrize(
+    ("exclude", "message"),
+    [
+        ("*.dwn_proj", r"exclude: no linear .*'\*\.dwn_proj'; did you mean '\*\.down_proj'\?"),
+        ("model.layers.0.self_attn.qproj", r"did you mean 'model\.layers\.0\.self_attn\.q_proj'"),
+        ("model.layers.7.*", r"no linear of the model matches 'model\.layers\.7\.\*'"),
+        ("§", r"known: \*\.down_proj, \*\.gate_proj, \*\.k_proj"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(
+    checkpoint: Checkpoint, exclude: str, message: str
+) -> None:
+    fp8 = Recipe.load("fp8")
+    excluding = fp8.model_copy(update={"exclude": (*fp8.exclude, exclude)})
+    with pytest.raises(ConfigError, match=message) as error:
+        check_recipe(excluding, checkpoint.spec)
+    assert "\n" not in str(error.value)
+    override = Override(match=exclude, weights=fp8.weights, activations=fp8.activations)
+    overriding = fp8.model_copy(update={"overrides": (override,)})
+    with pytest.raises(ConfigError, match=r"overrides\.0\.match: no linear of the model matches"):
+        derive_scales(checkpoint, overriding, {})
+
+
+def test_patterns_that_match_and_those_of_every_recipe_are_fine(checkpoint: Checkpoint) -> None:
+    fp8 = Recipe.load("fp8")
+    override = Override(match="*.q_proj", weights=fp8.weights, activations=fp8.activations)
+    exclude = (*fp8.exclude, "lm_head", "*.embed_tokens", "model.layers.[01].mlp.*")
+    recipe = fp8.model_copy(update={"exclude": exclude, "overrides": (override,)})
+    check_recipe(recipe, checkpoint.spec)  # "*.gate" and "*.router" of the defaults match nothing
+    check_recipe(recipe)
+    check_recipe(fp8.model_copy(update={"kv_cache": "e4m3"}), checkpoint.spec)
+
+
+def whole_histograms(checkpoint: Checkpoint, *values: float) -> dict[str, Histogram]:
+    """The same histogram for everything that a checkpoint's calibration observes."""
+    names = {linear.input for linear in checkpoint.spec.linears()}
+    layers = [f"{checkpoint.spec.layer(i)}.self_attn" for i in range(checkpoint.spec.layers)]
+    names |= {f"{layer}.{kind}" for layer in layers for kind in ("key", "value")}
+    return {name: histogram_of(*values) for name in names}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_derived_scales_are_what_a_calibration_names(checkpoint: Checkpoint, preset: str) -> None:
+    recipe = PRESETS[preset]
+    scales, weights = derive_scales(checkpoint, recipe, whole_histograms(checkpoint, 1.0, 7.0))
+    wanted = {}
+    for linear in checkpoint.spec.linears():
+        shape = (linear.out_features, linear.in_features)
+        granularity = scaling.Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
+        wanted[f"{linear.name}.weight_scale"] = granularity.scale_shape(shape)
+        if preset == "nvfp4":
+            wanted[f"{linear.name}.weight_global_scale"] = ()
+            wanted[f"{linear.name}.input_global_scale"] = ()
+        if preset == "fp8-static":
+            wanted[f"{linear.name}.input_scale"] = ()
+    for index in range(checkpoint.spec.layers):
+        for kind in "kv":
+            wanted[f"{checkpoint.spec.layer(index)}.self_attn.{kind}_scale"] = ()
+    assert {name: scale.shape for name, scale in scales.items()} == wanted
+    assert all(scale.dtype == np.float32 for scale in scales.values())
+    assert set(weights) == {linear.name for linear in checkpoint.spec.linears()}
+
+
+def test_the_global_scale_of_inputs_uses_all_of_e4m3(checkpoint: Checkpoint) -> None:
+    scales, _ = derive_scales(
+        checkpoint, Recipe.load("nvfp4"), whole_histograms(checkpoint, 1.0, 7.0)
+    )
+    name = "model.layers.0.mlp.up_proj.input_global_scale"
+    assert scales[name] == np.float32(7) / np.float32(448 * 6)
+
+
+def test_overrides_decide_what_is_known_of_inputs(checkpoint: Checkpoint) -> None:
+    static, fp8 = Recipe.load("fp8-static"), Recipe.load("fp8")
+    override = Override(match="*.0.*_proj", weights=fp8.weights, activations=fp8.activations)
+    recipe = static.model_copy(update={"overrides": (override,)})
+    found = input_scales(checkpoint, recipe, whole_histograms(checkpoint, 1.0))
+    assert found and all(name.startswith("model.layers.1.") for name in found)
+
+
+def test_an_input_that_is_always_zero_is_refused_by_name(checkpoint: Checkpoint) -> None:
+    histograms = whole_histograms(checkpoint, 1.0)
+    check_alive(checkpoint, Recipe.load("fp8"), histograms)
+    histograms["model.layers.1.mlp.down_proj.input"] = histogram_of(0.0, 0.0, -0.0)
+    with pytest.raises(
+        NumericsError, match=r"layers\.1\.mlp\.down_proj was zero in all 3 elements"
+    ):
+        check_alive(checkpoint, Recipe.load("fp8"), histograms)
+    excluded = Recipe.load("fp8").model_copy(update={"exclude": ("model.layers.1.mlp.*",)})
+    check_alive(checkpoint, excluded, histograms)
 
 
 def test_excluded_linears_get_no_scales(checkpoint: Checkpoint) -> None:

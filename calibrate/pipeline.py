@@ -13,14 +13,13 @@ from calibrate.golden import LONGEST, choose_prompts, golden_set
 from calibrate.loading import load_model, load_tokenizer, resolve_dtype
 from calibrate.observe import Observer, observe
 from calibrate.progress import progress_bar
-from calibrate.report import Report, print_report, report_tensors, scale_warnings
+from calibrate.report import build_report, print_report
 from calibrate.samples import Sample, load_samples
 from calibrate.scales import (
     check_finite,
     check_recipe,
     input_scales,
     kv_scales,
-    scales_in_use,
     weight_scales,
 )
 from calibrate.split import split_samples
@@ -80,12 +79,9 @@ def run(
     scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
     scales |= input_scales(checkpoint, recipe, histograms)
     scales |= kv_scales(checkpoint, recipe, histograms)
-    used = scales_in_use(observations, scales)
-    tensors = report_tensors(recipe, observations, histograms, used)
-    warnings = [*split.warnings, *scale_warnings(recipe, tensors)]
+    notes = list(split.warnings)
     if length < max_length:
-        warnings.append(f"samples were cut at the model's context of {length} tokens")
-    report = Report(tensors, weights, tuple(warnings))
+        notes.append(f"samples were cut at the model's context of {length} tokens")
 
     sample_set = SampleSet(
         sha256=split.sha256,
@@ -94,16 +90,29 @@ def run(
         max_length=length,
         batch_size=batch_size,
     )
+    identity = ModelIdentity.of(checkpoint, name)
+    report = build_report(
+        recipe,
+        checkpoint.spec,
+        observations,
+        histograms,
+        scales,
+        weights,
+        model=identity.name,
+        samples=sample_set.count,
+        tokens=sample_set.tokens,
+        warnings=notes,
+    )
     manifest = Manifest(
         kind="calibration",
-        model=ModelIdentity.of(checkpoint, name),
+        model=identity,
         recipe=recipe,
         samples=sample_set,
         details={
             "source": str(model.absolute()),
             "compute_dtype": compute_dtype,
             "held_out": split.facts,
-            "warnings": warnings,
+            "warnings": list(report.warnings),
         },
         software=software("numpy", "torch", "transformers", "tokenizers", "numba"),
     )

@@ -1,62 +1,155 @@
-"""Warnings say what a scale costs, and only then."""
+"""The report says what is known, warns of what costs, and names what it does not know."""
 
+import io
+import json
 import math
+from pathlib import Path
 
-import torch
+import pytest
+from rich.console import Console
 
-from calibrate.counting import count_reference
-from calibrate.histogram import Histogram
-from calibrate.report import Report, TensorReport, report_tensors, scale_warnings
-from calibrate.search import Quality, find_scale
-from octet.calibration import Observation
-from octet.formats import E4M3
-from octet.recipe import Recipe, ScaleMethod, TensorScheme
+from calibrate.report import print_report
+from octet.recipe import Recipe, TensorScheme
+from tests.calibrate.report_data import chunks, experts, make_report, observations, sensitivity
 
-INPUT = Observation(kind="input", consumers=("a.q_proj",), observed_dtype="float32")
-KEY = Observation(kind="key", consumers=("a",), observed_dtype="float32")
+INPUT = "model.layers.0.self_attn.q_proj.input"
+KEY = "model.layers.1.self_attn.key"
 
 
-def recipe_of(method: ScaleMethod) -> Recipe:
+def static(method: str) -> Recipe:
     tensor = TensorScheme(granularity="tensor")
-    activations = TensorScheme(granularity="tensor", method=method, percentile=99.0)
+    activations = TensorScheme.model_validate(
+        {"granularity": "tensor", "method": method, "percentile": 99.0}
+    )
     return Recipe(name="test", weights=tensor, activations=activations)
 
 
-def reports(method: ScaleMethod, *, key_scale: float = 1.0) -> dict[str, TensorReport]:
-    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    x[:10] *= 100
-    histogram = Histogram(count_reference(x), "bfloat16")
-    chosen = {
-        "a.q_proj.input": find_scale(histogram, E4M3, method, percentile=99.0),
-        "a.key": key_scale,
-    }
-    observations = {"a.q_proj.input": INPUT, "a.key": KEY}
-    histograms = dict.fromkeys(observations, histogram)
-    return report_tensors(recipe_of(method), observations, histograms, chosen)
+def test_nothing_to_warn_about_is_said_so() -> None:
+    report = make_report("fp8-static")
+    assert report.warnings == ()
+    assert report.summary.status == "ready"
+    assert report.summary.title == "made-up as fp8-static: nothing to warn about"
+    assert report.summary.todo == ("Nothing: export it.",)
+    assert report.summary.enough.startswith("128 samples were enough")
 
 
 def test_a_method_that_clips_is_warned_about() -> None:
-    (warning,) = scale_warnings(recipe_of("percentile"), reports("percentile"))
-    assert "'percentile' clips 1 inputs" in warning
-    assert "a.q_proj.input" in warning
-    assert scale_warnings(recipe_of("max"), reports("max")) == []
+    report = make_report(static("percentile"), counts=chunks(outlier={INPUT: 100.0}))
+    (warning,) = [line for line in report.warnings if "clips" in line]
+    assert "'percentile' clips" in warning
+    assert INPUT in warning
+    assert "Use activations.method max." in report.summary.todo
+    assert report.tensors[INPUT].chosen is not None
+    assert report.tensors[INPUT].chosen.saturated > 0
 
 
 def test_a_cache_scale_is_warned_about() -> None:
-    (warning,) = scale_warnings(recipe_of("max"), reports("max", key_scale=4.0))
-    assert "a.key" in warning
-    assert "scale 4" in warning
+    report = make_report("fp8", counts=chunks(outlier={KEY: 1e5}))
+    (warning,) = [line for line in report.warnings if "E5M2" in line]
+    assert KEY in warning
+    assert any("kv_cache e4m3" in line for line in report.summary.todo)
 
 
 def test_the_cache_is_measured_on_its_own_format() -> None:
-    found = reports("max")
-    assert found["a.q_proj.input"].format == "e4m3"
-    assert found["a.key"].format == "e5m2"
-    assert found["a.key"].chosen is not None
-    assert found["a.key"].chosen.sqnr_db < found["a.q_proj.input"].methods["max"].sqnr_db - 4
+    tensors = make_report("fp8-static").tensors
+    assert tensors[INPUT].format == "e4m3"
+    assert tensors[KEY].format == "e5m2"
+    inputs, keys = tensors[INPUT].sqnr_db, tensors[KEY].sqnr_db
+    assert inputs is not None
+    assert keys is not None
+    assert keys < inputs - 4
 
 
-def test_an_infinite_ratio_is_null_in_json() -> None:
-    tensor = TensorReport("input", "e4m3", 3, 0.0, {"max": Quality(1.0, math.inf, 0, 0)}, None)
-    data = Report({"x": tensor}, {}, ()).as_json()
-    assert data["tensors"]["x"]["methods"]["max"]["sqnr_db"] is None
+def test_small_values_under_a_few_large_ones_are_seen() -> None:
+    """The SQNR of all values is better than ever: only the small ones tell."""
+    report = make_report("fp8-static", counts=chunks(outlier={INPUT: 3e4}))
+    tensor = report.tensors[INPUT]
+    assert tensor.sqnr_db is not None
+    assert tensor.sqnr_db > 30
+    assert tensor.small_sqnr_db is not None
+    assert tensor.small_sqnr_db < 20
+    assert any("a few large values" in line and INPUT in line for line in report.warnings)
+    assert any("smoothquant" in line for line in report.summary.todo)
+    assert report.summary.worst_tensor == INPUT
+
+
+def test_a_format_with_range_to_spare_hides_nothing() -> None:
+    report = make_report("fp8-static", counts=chunks(outlier={INPUT: 1_000.0}))
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+def test_errors_of_scales_made_at_run_time_are_unknown(recipe: str) -> None:
+    report = make_report(recipe)
+    tensor = report.tensors[INPUT]
+    assert tensor.chosen is None
+    assert tensor.sqnr_db is None
+    assert tensor.underflow_at_most == tensor.methods["max"].underflow
+    unknown = report.unknown[0]
+    assert len(unknown.tensors) == 8
+    assert "histogram" in unknown.why
+    assert (tensor.global_scale is not None) == (recipe == "nvfp4")
+
+
+def test_what_was_measured_is_known() -> None:
+    report = make_report("fp8", sensitivity=sensitivity())
+    assert report.tensors[INPUT].sqnr_db == 30.0
+    assert not any("run time" in unknown.what for unknown in report.unknown)
+    assert not any("output" in unknown.what for unknown in report.unknown)
+    assert "perplexity 10.05 where the original has 10" in report.summary.measured
+
+
+def test_a_linear_in_full_precision_has_no_error() -> None:
+    recipe = Recipe.load("fp8-static").model_copy(update={"exclude": ("*.layers.0.*",)})
+    report = make_report(recipe)
+    tensor = report.tensors[INPUT]
+    assert tensor.format == "bfloat16"
+    assert tensor.treatment == "full precision"
+    assert not tensor.quantized
+    assert len(report.weights) == 7
+
+
+def test_a_float16_cache_that_overflows_is_warned_about() -> None:
+    recipe = Recipe.load("fp8").model_copy(update={"kv_cache": "float16"})
+    assert make_report(recipe).tensors[KEY].format == "float16"
+    report = make_report(recipe, counts=chunks(outlier={KEY: 1e5}))
+    assert any("65,504" in line and KEY in line for line in report.warnings)
+
+
+def test_tensors_that_still_moved_are_warned_about() -> None:
+    report = make_report("fp8-static", counts=chunks(late={INPUT: 30.0}))
+    (warning,) = report.warnings
+    assert "128 samples may not be enough" in warning
+    assert INPUT in warning
+    assert report.summary.todo == ("Calibrate on 256 samples or more.",)
+
+
+def test_plotted_counts_hold_every_value_that_is_not_zero() -> None:
+    report = make_report("fp8-static")
+    for name, shown in report.distributions.items():
+        assert sum(shown["counts"]) == report.tensors[name].elements
+        top = 2.0 ** ((shown["first"] + len(shown["counts"])) / 8)
+        assert top / 2 ** (1 / 8) <= report.tensors[name].absmax < top
+
+
+def test_json_is_plain_and_infinity_is_null() -> None:
+    report = make_report(weights_db=math.inf, experts=experts(), warnings=("one more",))
+    data = report.as_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["weights"]["model.layers.0.mlp.up_proj"]["sqnr_db"] is None
+    assert data["tensors"].keys() == observations().keys()
+    assert data["warnings"] == ["one more"]
+    assert data["formats"]["e4m3"]["grid"][-1] == 448
+    assert data["experts"]["fallback"][1]["tokens"] == 120
+
+
+def test_the_console_shows_the_verdict_the_warnings_and_the_page() -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    report = make_report("fp8-static", counts=chunks(late={INPUT: 30.0}))
+    print_report(console, report, tokens=16_000, seconds=2.0, page=Path("cal/report.html"))
+    shown = console.export_text()
+    assert "8,000 tokens/s" in shown
+    assert "warning: 128 samples may not be enough" in shown
+    assert "to do: Calibrate on 256 samples or more." in shown
+    assert "cal/report.html" in shown
+    assert len(shown.splitlines()) < 40

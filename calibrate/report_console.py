@@ -20,17 +20,23 @@ _WORST = 3  # tensors of each kind
 
 
 def print_report(
-    console: Console, report: "Report", *, tokens: int, seconds: float, page: Path | None = None
+    console: Console,
+    report: "Report",
+    *,
+    tokens: int | None = None,
+    seconds: float = 0.0,
+    page: Path | None = None,
 ) -> None:
     """The rate, the verdict, the worst tensors, what clipping would do, and the warnings.
 
-    `page` is where the HTML report is.
+    Without `tokens` the model was not run, and there is no rate. `page` is where the HTML report is.
     """
-    rate = tokens / seconds if seconds > 0 else math.inf
-    console.print(
-        f"observed {len(report.tensors)} tensors over {tokens:,} tokens"
-        f" in {seconds:.1f} s ({rate:,.0f} tokens/s)"
-    )
+    if tokens is not None:
+        rate = tokens / seconds if seconds > 0 else math.inf
+        console.print(
+            f"observed {len(report.tensors)} tensors over {tokens:,} tokens"
+            f" in {seconds:.1f} s ({rate:,.0f} tokens/s)"
+        )
     summary = report.summary
     for line in (summary.enough, summary.worst, summary.measured):
         if line:

@@ -15,6 +15,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError, NumericsError, nearest
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+from octet.tensors import Tensor
 
 __all__ = [
     "WeightScale",
@@ -34,6 +35,8 @@ Float32Array = NDArray[np.float32]
 # A cache scale other than 1 must gain this much over it, in dB: E5M2's range holds any normal key
 # or value as it is, and not every engine applies a scale to an E5M2 cache.
 _WORTH_A_SCALE_DB = 1.0
+
+_PART = 1 << 20  # elements checked at a time
 
 _EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # excluded whether or not they are
 
@@ -82,7 +85,7 @@ def check_finite(checkpoint: Checkpoint, *, except_for: Iterable[str]) -> None:
     checked = {f"{linear}.weight" for linear in except_for}
     for name in checkpoint.tensor_names:
         if name not in checked:
-            scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
+            _check_finite(checkpoint.read(name), name)
             checkpoint.release()
 
 
@@ -176,6 +179,18 @@ def scales_in_use(
             if f"{consumer}.{suffix}" in scales:
                 used[name] = float(scales[f"{consumer}.{suffix}"])
     return used
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
+    """A part at a time: embeddings in float32 would be the largest thing in memory."""
+    codes = tensor.codes.reshape(-1)
+    try:
+        for start in range(0, codes.size, _PART):
+            part = Tensor(tensor.dtype, codes[start : start + _PART])
+            scaling.absmax(part.float32(), scaling.TENSOR)
+    except NumericsError:  # says how many of the whole tensor
+        scaling.absmax(tensor.float32(), scaling.TENSOR, name=name)
+        raise
 
 
 def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:

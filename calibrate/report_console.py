@@ -29,7 +29,7 @@ def print_report(
 ) -> None:
     """The rate, the verdict, the worst tensors, what clipping would do, and the warnings.
 
-    Without `tokens` the model was not run, and there is no rate. `page` is where the HTML report is.
+    Without `tokens` the model was not run: no rate. `page` is where the HTML report is.
     """
     if tokens is not None:
         rate = tokens / seconds if seconds > 0 else math.inf

@@ -151,6 +151,7 @@ _BINS, _COUNTS = ".bins", ".counts"
 
 def _pack(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
     """`<name>.bins` uint16[n], and `<name>.counts` [n] or [chunks, n], of the fewest bytes."""
+    counts = counts[0] if len(counts) == 1 else counts
     bins = np.flatnonzero(counts.reshape(-1, BINS).any(axis=0))
     present = counts[..., bins]
     yield name + _BINS, Tensor.of(bins.astype(np.uint16))

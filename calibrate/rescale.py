@@ -1,0 +1,207 @@
+"""`rescale`: another recipe's calibration from one that there is, without running the model.
+
+Histograms, golden records and observations are the same. Weights are read from the checkpoint, or
+as the calibration changed them. What a histogram cannot give, the error of scales made at run time
+and what all of it does to the output, is unknown in the report, with the reason; what had been
+measured (sensitivity, a budget) was measured of the other recipe and stays behind with it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from calibrate.convergence import Convergence, convergence
+from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
+from calibrate.histogram import Histogram
+from calibrate.report import build_report, print_report
+from calibrate.report_html import render_html
+from calibrate.scales import check_alive, check_recipe, derive_scales
+from octet.artifact import Manifest, check_destination, software
+from octet.calibration import WEIGHTS_FILE, Calibration, Observation
+from octet.checkpoint import Checkpoint
+from octet.errors import ArtifactError, ConfigError
+from octet.recipe import Recipe
+
+__all__ = ["rescale"]
+
+_MEASURED = ("sensitivity", "budget")  # parts of report.json that are of one recipe alone
+
+
+def rescale(
+    calibration: Path,
+    out: Path,
+    *,
+    recipe: Recipe,
+    model: Path | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> Calibration:
+    """Writes to `out` what `calibrate` would have written for `recipe`, from `calibration`.
+
+    `model` overrides where the calibration says that the checkpoint was. With the recipe that it
+    has already, the scales are the same to the bit. Raises ArtifactError if the calibration or the
+    checkpoint was altered, ConfigError for a recipe that does not fit the model; then `out` is as
+    it was.
+    """
+    check_destination(out, force=force, inputs=[calibration, *([model] if model else [])])
+    origin = Calibration.load(calibration)
+    checkpoint = _checkpoint(origin, model)
+    check_recipe(recipe, checkpoint.spec)
+    fitted = _fitted(origin, recipe)
+
+    told = _report_of(origin)
+    experts = told.get("experts") or {}
+    least = experts.get("min_tokens", MIN_TOKENS)
+    counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
+    histograms = _Histograms(counts, origin.observations)
+    check_alive(checkpoint, recipe, histograms)
+    scales, weights = derive_scales(checkpoint, recipe, histograms)
+    scales |= fitted
+
+    course = _convergence(origin, recipe, checkpoint, least)
+    same = recipe == origin.manifest.recipe
+    samples = origin.manifest.samples
+    report = build_report(
+        recipe,
+        checkpoint.spec,
+        origin.observations,
+        histograms,
+        scales,
+        weights,
+        model=origin.manifest.model.name,
+        samples=samples.count if samples else None,
+        tokens=samples.tokens if samples else None,
+        convergence=course,
+        experts=experts or None,
+        warnings=told.get("notes", fallback_warnings(experts)),
+        facts=told.get("facts"),
+        **{part: told.get(part) for part in _MEASURED if same},
+    )
+    data = report.as_json()
+    extra: dict[str, str | Path] = {
+        "report.json": json.dumps(data, indent=1) + "\n",
+        "report.html": render_html(data),
+    }
+    if course is not None:
+        extra["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
+    if (origin.path / WEIGHTS_FILE).exists():
+        extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
+    written = Calibration.save(
+        out,
+        _manifest(origin, checkpoint, recipe, list(report.warnings)),
+        origin.observations,
+        origin.chunks,
+        scales,
+        origin.golden,
+        extra_files=extra,
+        force=force,
+    )
+    if console is not None:
+        console.print(
+            f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); the model"
+            " was not run",
+            highlight=False,
+        )
+        print_report(console, report)
+    return written
+
+
+def _checkpoint(origin: Calibration, model: Path | None) -> Checkpoint:
+    """The checkpoint that was calibrated, verified, with what the calibration changed in it."""
+    where = model or Path(origin.manifest.details.get("source", "(not recorded)"))
+    if model is None and not where.is_dir():
+        raise ArtifactError(
+            f"{origin.path}: its checkpoint {where} is not there; say where with --model"
+        )
+    checkpoint = Checkpoint.open(where)
+    origin.manifest.model.require(checkpoint)
+    changed = origin.path / WEIGHTS_FILE
+    return checkpoint.with_changes(changed) if changed.exists() else checkpoint
+
+
+def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
+    """The weight scales that changed weights were fitted to: those of no other recipe fit them.
+
+    GPTQ leaves weights on the grid of their scales, AWQ close to one; SmoothQuant's compute the
+    same function as before and start any recipe.
+    """
+    algorithm = origin.manifest.details.get("algorithm")
+    if not (origin.path / WEIGHTS_FILE).exists() or "smoothquant" in str(algorithm):
+        return {}
+    before = origin.manifest.recipe
+    schemes = [(r.weights, r.overrides, r.exclude) for r in (recipe, before)]
+    if schemes[0] != schemes[1]:
+        raise ConfigError(
+            f"{origin.path}: its weights were fitted to recipe {before.name} by an algorithm;"
+            f" calibrate again for recipe {recipe.name}"
+        )
+    suffixes = (".weight_scale", ".weight_global_scale")
+    return {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
+
+
+def _convergence(
+    origin: Calibration, recipe: Recipe, checkpoint: Checkpoint, least: int
+) -> Convergence | None:
+    """Recomputed for `recipe`; None if the calibration did not keep its samples' spans apart."""
+    path = origin.path / "convergence.json"
+    if not path.exists():
+        return None
+    counts = json.loads(path.read_text())["counts"]
+    chunks, _ = with_fallback(checkpoint.spec, origin.chunks, least)
+    if any(len(chunks[name]) != len(counts) for name in list(origin.observations)[:1]):
+        return None
+    return convergence(chunks, origin.observations, recipe, counts)
+
+
+def _report_of(origin: Calibration) -> dict[str, Any]:
+    path = origin.path / "report.json"
+    told = json.loads(path.read_text()) if path.exists() else {}
+    return told if isinstance(told, dict) else {}
+
+
+def _manifest(
+    origin: Calibration, checkpoint: Checkpoint, recipe: Recipe, warnings: list[str]
+) -> Manifest:
+    """As the origin's, with the recipe, and where it came from."""
+    before = origin.manifest
+    details = {
+        **before.details,
+        "source": str(checkpoint.path.absolute()),
+        "warnings": warnings,
+        "rescaled_from": {"identity": before.identity, "recipe": before.recipe.name},
+    }
+    details = {key: value for key, value in details.items() if key not in _MEASURED}
+    return Manifest(
+        kind="calibration",
+        model=before.model,
+        recipe=recipe,
+        samples=before.samples,
+        details=details,
+        software=before.software | software("numpy", "numba"),
+    )
+
+
+class _Histograms(Mapping[str, Histogram]):
+    """Counts as histograms, one at a time."""
+
+    def __init__(
+        self,
+        counts: Mapping[str, NDArray[np.int64]],
+        observations: Mapping[str, Observation],
+    ) -> None:
+        self._counts = counts
+        self._observations = observations
+
+    def __getitem__(self, name: str) -> Histogram:
+        return Histogram(self._counts[name], self._observations[name].code_dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._observations)
+
+    def __len__(self) -> int:
+        return len(self._observations)

@@ -1,0 +1,249 @@
+"""`rescale` gives what calibrating afresh would give, without the model being run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from calibrate import run
+from calibrate.rescale import rescale
+from octet.calibration import WEIGHTS_FILE, Calibration
+from octet.checkpoint import Checkpoint
+from octet.errors import ArtifactError, ConfigError, OctetError
+from octet.formats import float32_to_bf16
+from octet.recipe import PRESETS, Override, Recipe
+from octet.tensors import Tensor, write_tensors
+
+STATIC = PRESETS["fp8-static"]
+
+
+def static_by(method: str) -> Recipe:
+    activations = STATIC.activations.model_copy(update={"method": method})
+    return STATIC.model_copy(update={"activations": activations})
+
+
+RECIPES = {
+    **PRESETS,
+    **{f"fp8-static {method}": static_by(method) for method in ("mse", "percentile", "kl")},
+    "fp8 e4m3": PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
+    "fp8 float16": PRESETS["fp8"].model_copy(update={"kv_cache": "float16"}),
+    "mixed": PRESETS["nvfp4"].model_copy(
+        update={
+            "exclude": (*STATIC.exclude, "model.layers.0.mlp.gate_proj"),
+            "overrides": (
+                Override(
+                    match="*.down_proj", weights=STATIC.weights, activations=STATIC.activations
+                ),
+            ),
+        }
+    ),
+}
+# Those that the pipeline itself is run with: a calibration takes a second or two.
+FRESH = ["fp8-static", "fp8-block", "nvfp4", "fp8 e4m3", "mixed"]
+
+
+def calibrated(model: Path, samples: Path, out: Path, recipe: Recipe) -> Calibration:
+    return run(
+        model, samples, out, recipe=recipe, count=16, dtype="float32", allow_few_samples=True
+    )
+
+
+@pytest.fixture(scope="module")
+def origin(
+    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Calibration:
+    """`fp8` with an E5M2 cache on 16 samples: nothing static that another recipe could inherit."""
+    out = tmp_path_factory.mktemp("origin") / "out"
+    return calibrated(tiny_model, tiny_samples, out, PRESETS["fp8"])
+
+
+def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:
+    assert ours.scales.keys() == theirs.scales.keys()
+    for name, scale in ours.scales.items():
+        np.testing.assert_array_equal(scale, theirs.scales[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_it_equals_calibrating_afresh(
+    origin: Calibration, tiny_model: Path, tiny_samples: Path, tmp_path: Path, name: str
+) -> None:
+    recipe = RECIPES[name]
+    derived = rescale(origin.path, tmp_path / "derived", recipe=recipe)
+    fresh = calibrated(tiny_model, tiny_samples, tmp_path / "fresh", recipe)
+    assert_same_scales(derived, fresh)
+    same = {
+        file
+        for file, sha in derived.manifest.files.items()
+        if fresh.manifest.files.get(file) == sha
+    }
+    assert {
+        "scales.safetensors",
+        "histograms.safetensors",
+        "observations.json",
+        "golden.json",
+    } <= same
+    reports = [json.loads((x.path / "report.json").read_text()) for x in (derived, fresh)]
+    for part in ("tensors", "weights", "convergence", "distributions", "unknown", "warnings"):
+        assert reports[0][part] == reports[1][part], part
+
+
+def test_through_every_recipe_and_back_again(origin: Calibration, tmp_path: Path) -> None:
+    derived = origin
+    for name, recipe in {**RECIPES, "back": PRESETS["fp8"]}.items():
+        before, derived = derived, rescale(derived.path, tmp_path / name, recipe=recipe)
+        assert derived.manifest.recipe == recipe
+        assert derived.manifest.details["rescaled_from"]["identity"] == before.manifest.identity
+    for file in ("scales.safetensors", "histograms.safetensors", "golden.json"):
+        assert (derived.path / file).read_bytes() == (origin.path / file).read_bytes(), file
+
+
+def test_its_own_recipe_changes_no_byte(origin: Calibration, tmp_path: Path) -> None:
+    again = rescale(origin.path, tmp_path / "again", recipe=PRESETS["fp8"])
+    assert again.manifest.files.keys() == origin.manifest.files.keys()
+    for file in again.manifest.files:
+        assert (again.path / file).read_bytes() == (origin.path / file).read_bytes(), file
+    assert again.manifest.samples == origin.manifest.samples
+    assert again.manifest.model == origin.manifest.model
+
+
+def test_what_cannot_be_known_is_named_with_a_reason(origin: Calibration, tmp_path: Path) -> None:
+    derived = rescale(origin.path, tmp_path / "out", recipe=PRESETS["nvfp4"])
+    report = json.loads((derived.path / "report.json").read_text())
+    inputs = {name for name, seen in derived.observations.items() if seen.kind == "input"}
+    groups = next(item for item in report["unknown"] if set(item["tensors"]) == inputs)
+    assert "e2m1 per 16" in groups["what"] and "histogram" in groups["why"]
+    assert all(report["tensors"][name]["sqnr_db"] is None for name in inputs)
+    assert report["sensitivity"] is None
+    assert any("output" in item["what"] for item in report["unknown"])
+
+
+def test_it_says_what_it_did(origin: Calibration, tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    rescale(origin.path, tmp_path / "out", recipe=PRESETS["nvfp4"], console=console)
+    text = console.export_text()
+    assert "derived nvfp4 from" in text and "the model was not run" in text
+    assert "tokens/s" not in text
+
+
+# Weights that a calibration changed
+
+
+def changed(origin: Calibration, to: Path, checkpoint: Checkpoint, algorithm: str) -> Calibration:
+    """A copy of the calibration in which `algorithm` doubled a weight."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    doubled = float32_to_bf16(checkpoint.read(name).float32() * 2)
+    weights = to.with_suffix(".weights")
+    write_tensors(weights, {name: Tensor("BF16", doubled)})
+    details = {**origin.manifest.details, "algorithm": algorithm}
+    return Calibration.save(
+        to,
+        origin.manifest.model_copy(update={"details": details}),
+        origin.observations,
+        origin.histograms,
+        origin.scales,
+        origin.golden,
+        extra_files={WEIGHTS_FILE: weights},
+    )
+
+
+def test_changed_weights_are_used_and_passed_on(
+    origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    smooth = changed(origin, tmp_path / "smooth", checkpoint, "smoothquant")
+    derived = rescale(smooth.path, tmp_path / "out", recipe=PRESETS["fp8"])
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    np.testing.assert_array_equal(derived.scales[name], 2 * origin.scales[name])
+    other = "model.layers.1.mlp.down_proj.weight_scale"
+    np.testing.assert_array_equal(derived.scales[other], origin.scales[other])
+    assert (derived.path / WEIGHTS_FILE).read_bytes() == (smooth.path / WEIGHTS_FILE).read_bytes()
+
+
+def test_weights_fitted_to_one_recipe_start_no_other(
+    origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    gptq = changed(origin, tmp_path / "gptq", checkpoint, "gptq")
+    with pytest.raises(ConfigError, match=r"fitted to recipe fp8 .*calibrate again for.* nvfp4"):
+        rescale(gptq.path, tmp_path / "out", recipe=PRESETS["nvfp4"])
+    cache = PRESETS["fp8"].model_copy(update={"kv_cache": "float16"})
+    derived = rescale(gptq.path, tmp_path / "out", recipe=cache)
+    name = "model.layers.0.mlp.down_proj.weight_scale"  # as it was stored, not as derived
+    np.testing.assert_array_equal(derived.scales[name], origin.scales[name])
+
+
+# What is refused
+
+
+def refused(kind: type[OctetError], match: str, origin: Path, out: Path, **options: Any) -> None:
+    options.setdefault("recipe", PRESETS["nvfp4"])
+    with pytest.raises(kind, match=match) as error:
+        rescale(origin, out, **options)
+    assert "\n" not in str(error.value)
+    assert not out.exists()
+
+
+def test_an_altered_calibration_is_refused(origin: Calibration, tmp_path: Path) -> None:
+    copy = shutil.copytree(origin.path, tmp_path / "copy")
+    path = copy / "histograms.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    refused(ArtifactError, r"histograms\.safetensors: altered", copy, tmp_path / "out")
+
+
+def test_a_changed_checkpoint_is_refused(
+    origin: Calibration, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    rescale(origin.path, tmp_path / "same", recipe=PRESETS["nvfp4"], model=model)
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    match = r"model\.safetensors has changed since calibration"
+    refused(ArtifactError, match, origin.path, tmp_path / "out", model=model)
+
+
+def test_a_checkpoint_that_moved_is_asked_for(origin: Calibration, tmp_path: Path) -> None:
+    details = {**origin.manifest.details, "source": str(tmp_path / "gone")}
+    moved = Calibration.save(
+        tmp_path / "moved",
+        origin.manifest.model_copy(update={"details": details}),
+        origin.observations,
+        origin.histograms,
+        origin.scales,
+        origin.golden,
+    )
+    refused(ArtifactError, "gone is not there; say where", moved.path, tmp_path / "out")
+
+
+def test_a_pattern_that_matches_nothing_is_refused(origin: Calibration, tmp_path: Path) -> None:
+    recipe = PRESETS["fp8"].model_copy(update={"exclude": ("*.qproj",)})
+    refused(ConfigError, r"did you mean '\*\.q_proj'", origin.path, tmp_path / "out", recipe=recipe)
+
+
+def test_it_replaces_neither_its_source_nor_what_exists(
+    origin: Calibration, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match="exists already; add --force"):
+        rescale(origin.path, origin.path, recipe=PRESETS["fp8"])
+    with pytest.raises(ArtifactError, match="which is read"):
+        rescale(origin.path, origin.path, recipe=PRESETS["fp8"], force=True)
+
+
+def test_a_dead_input_is_refused_by_name(origin: Calibration, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.input"
+    dead = np.zeros_like(origin.histograms[name])
+    dead[0] = 100
+    copy = Calibration.save(
+        tmp_path / "dead",
+        origin.manifest,
+        origin.observations,
+        {**origin.histograms, name: dead},
+        origin.scales,
+        origin.golden,
+    )
+    refused(OctetError, r"layers\.1\.mlp\.down_proj was zero", copy.path, tmp_path / "out")

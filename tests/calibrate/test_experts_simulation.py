@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from calibrate.batches import Batch
+from calibrate.divergence import Reference
 from calibrate.experts import with_fallback
 from calibrate.histogram import Histogram
 from calibrate.loading import load_model
 from calibrate.scales import derive_scales
-from calibrate.simulate import simulate
+from calibrate.sensitivity import measure_sensitivity
+from calibrate.simulate import module_schemes, simulate, simulate_modules
 from calibrate.streaming import observe_checkpoint
 from octet import scaling
 from octet.checkpoint import Checkpoint
@@ -32,14 +34,12 @@ def moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def calibrated(
     checkpoint: Checkpoint, recipe: Recipe, batch: Batch, min_tokens: int = 1
-) -> tuple[Scales, Any]:
-    """Scales from `batch`, and the facts of experts that it hardly reaches."""
+) -> tuple[Scales, dict[str, Histogram], Any]:
+    """Scales and histograms from `batch`, and the facts of experts that it hardly reaches."""
     observed = observe_checkpoint(checkpoint, [batch], dtype="float32", threads=1)
     counts, facts = with_fallback(checkpoint.spec, observed.histograms, min_tokens)
-    histograms = {
-        name: Histogram(chunks.sum(axis=0), "bfloat16") for name, chunks in counts.items()
-    }
-    return derive_scales(checkpoint, recipe, histograms)[0], facts
+    histograms = {name: Histogram(x.sum(axis=0), "bfloat16") for name, x in counts.items()}
+    return derive_scales(checkpoint, recipe, histograms)[0], histograms, facts
 
 
 def block(
@@ -77,7 +77,7 @@ def block(
 
 def test_each_expert_is_rounded_by_its_own_scales(moe: Checkpoint, batch: Batch) -> None:
     spec, recipe = moe.spec, Recipe.load("fp8-static")
-    scales, _ = calibrated(moe, recipe, batch)
+    scales, _, _ = calibrated(moe, recipe, batch)
     inputs = {
         float(scales[f"{linear.name}.input_scale"])
         for linear in spec.linears()
@@ -110,7 +110,7 @@ def test_experts_that_saw_little_are_served_with_the_scale_of_all(
 ) -> None:
     spec = moe.spec
     short = Batch(batch.token_ids[:1, :1], (1,), batch.origins[:1])  # most experts see nothing
-    scales, facts = calibrated(moe, Recipe.load("fp8-static"), short, min_tokens=2)
+    scales, _, facts = calibrated(moe, Recipe.load("fp8-static"), short, min_tokens=2)
     assert {item["tokens"] for item in facts["fallback"]} == {0, 1}
     assert len(facts["fallback"]) == spec.layers * spec.experts
     for layer in range(spec.layers):
@@ -126,7 +126,7 @@ def test_experts_that_saw_little_are_served_with_the_scale_of_all(
 
 def test_the_model_is_as_before_afterwards(moe: Checkpoint, batch: Batch, tmp_path: Path) -> None:
     recipe = Recipe.load("fp8-static")
-    scales, _ = calibrated(moe, recipe, batch)
+    scales, _, _ = calibrated(moe, recipe, batch)
     model = load_model(moe, "float32")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with simulate(model, moe.spec, recipe, scales):
@@ -134,3 +134,26 @@ def test_the_model_is_as_before_afterwards(moe: Checkpoint, batch: Batch, tmp_pa
     assert any(name.endswith("experts.gate_up_proj") for name in changed)
     assert not any(name.endswith("mlp.gate.weight") for name in changed)  # the router
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_experts_of_a_layer_are_two_units(moe: Checkpoint, batch: Batch) -> None:
+    """Each measured from its own layer on, and equal to a pass through the whole model."""
+    spec, recipe = moe.spec, Recipe.load("fp8-static")
+    scales, histograms, _ = calibrated(moe, recipe, batch)
+    model = load_model(moe, "float32")
+    reference = Reference(model, spec, [batch])
+    found = measure_sensitivity(model, moe, recipe, scales, histograms, reference)
+    units = {unit.name: unit for unit in found.units}
+    for layer in range(spec.layers):
+        prefix = spec.experts_of(spec.layer(layer))
+        both = [unit for name, unit in units.items() if name.startswith(prefix)]
+        named = sorted(name for unit in both for name in unit.linears)
+        assert named == sorted(x.name for x in spec.linears(layer) if ".experts." in x.name)
+        assert [len(unit.linears) for unit in both] == [2 * spec.experts, spec.experts]
+        for unit in both:
+            alone = module_schemes(spec, recipe, unit.linears)
+            with simulate_modules(model, spec, alone, scales, None):
+                cost = reference.compare()
+            assert 0 < unit.kl == pytest.approx(cost.kl, rel=1e-3)
+            ratios = (unit.input_sqnr_db, unit.weight_sqnr_db, unit.output_sqnr_db)
+            assert all(ratio is not None and 20 < ratio < 50 for ratio in ratios)

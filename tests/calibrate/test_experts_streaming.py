@@ -148,3 +148,31 @@ def test_a_broken_expert_is_named_with_channel_and_sample(
     message = rf"{expert}.{down}.input holds \d+ NaN and 0 Inf .* channel 7 in the sample of line"
     with pytest.raises(NumericsError, match=message):
         observe_checkpoint(Checkpoint.open(tmp_path), batches, dtype="float32", threads=1)
+
+
+def test_a_run_that_was_stopped_continues_to_the_same_counts(
+    moe: Checkpoint, batches: list[Batch], tmp_path: Path
+) -> None:
+    whole = observe_checkpoint(moe, batches, dtype="float32", threads=1)
+    total, told = sum(batch.tokens for batch in batches), 0
+
+    def stop_in_the_last_layer(tokens: int) -> None:
+        nonlocal told
+        told += tokens
+        if told > total * (moe.spec.layers - 0.5) / moe.spec.layers:
+            raise KeyboardInterrupt
+
+    journal = tmp_path / "journal"
+    with pytest.raises(KeyboardInterrupt):
+        observe_checkpoint(
+            moe,
+            batches,
+            dtype="float32",
+            threads=1,
+            journal=journal,
+            advance=stop_in_the_last_layer,
+        )
+    resumed = observe_checkpoint(moe, batches, dtype="float32", threads=1, journal=journal)
+    assert list(resumed.histograms) == list(whole.histograms)
+    for name, counts in whole.histograms.items():
+        assert (resumed.histograms[name] == counts).all(), name

@@ -3,6 +3,9 @@
 transformers 5 keeps the experts of a layer in two fused parameters, `gate_up_proj` [E, 2I, H] (gate
 above up) and `down_proj` [E, H, I], and runs them in one module; a checkpoint holds them one by
 one, and so do our histograms and scales. Everything here uses the checkpoint's names.
+
+Where input scales are static, each expert has its own, which a kernel can take that runs experts
+apart. The fused FP8 kernels of vLLM and SGLang take one for all experts of a layer, the largest.
 """
 
 import re

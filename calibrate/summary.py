@@ -94,12 +94,12 @@ def _worst(tensors: Mapping[str, TensorReport], weights_db: Mapping[str, float])
         low = _left(tensor)
         hidden = f" ({low:.1f} dB for its smallest 90 %)" if low < tensor.sqnr_db - 1 else ""
         parts.append(
-            f"of activations {name}, SQNR {_db(tensor.sqnr_db)}{hidden} in {tensor.format}"
+            f"{name}, {_db(tensor.sqnr_db)}{hidden} in {tensor.format}"
         )
     if weights_db:
         name = min(weights_db, key=lambda name: weights_db[name])
-        parts.append(f"of weights {name}, {_db(weights_db[name])}")
-    return f"Worst tensor {'; '.join(parts)}." if parts else ""
+        parts.append(f"of the weights {name}, {_db(weights_db[name])}")
+    return f"Lowest SQNR: {'; '.join(parts)}." if parts else ""
 
 
 def _db(value: float) -> str:

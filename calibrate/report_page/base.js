@@ -21,18 +21,23 @@ function groupOf(role) {
 }
 
 function styleOf(group) {
-  const places = { key: 0, value: 1, "expert gate/up": 4, "expert down": 5 };
-  const place = places[group] ?? Math.max(0, ORDER.indexOf(group));
+  if (group === "expert gate/up") return ["c2", "hexagon", "dot"];
+  if (group === "expert down") return ["c3", "star", "dashdot"];
+  const place = { key: 4, value: 5 }[group] ?? Math.max(0, ORDER.indexOf(group));
   return STYLES[place % STYLES.length];
 }
 
-const digits = (value, places = 3) =>
-  value === null || value === undefined ? "–" : Number(value.toPrecision(places)).toString();
+function digits(value, places = 3) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (value !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(places - 1);
+  return Number(value.toPrecision(size >= 10 ** places ? 7 : places)).toString();
+}
 const decibels = (value) => (value === null || value === undefined ? "–" : value.toFixed(1));
 const percent = (value) => {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
-  return value < 1e-4 ? (value * 100).toExponential(1) + " %" : digits(value * 100) + " %";
+  return value < 1e-4 ? (value * 100).toExponential(1).replace(".0e", "e") + " %" : digits(value * 100) + " %";
 };
 const short = (name) => name.replace(/^model\./, "").replace("self_attn.", "attn.");
 
@@ -48,9 +53,16 @@ function element(tag, attributes = {}, ...children) {
 
 const drawn = new Map(); // element id to what makes { traces, layout, label }
 
+let laidOut = false; // until every figure is in its grid, no plot has its width
+
 function plot(id, make) {
   drawn.set(id, make);
-  redraw(id);
+  if (laidOut) redraw(id);
+}
+
+function drawAll() {
+  laidOut = true;
+  for (const id of drawn.keys()) redraw(id);
 }
 
 function redraw(id) {
@@ -98,5 +110,5 @@ function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   byId("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme";
   byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
-  for (const id of drawn.keys()) redraw(id);
+  if (laidOut) drawAll();
 }

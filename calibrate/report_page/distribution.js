@@ -81,15 +81,16 @@ function distributionPlot(name, logarithmic) {
   }
   const space = Math.max(1, Math.ceil((high - low) / 12)), ticks = [];
   for (let at = Math.ceil(low / space) * space; at <= high; at += space) ticks.push(at);
+  const powers = [...Array(12).keys()].map((at) => 10 ** -at);
   const lines = grid ? `; underflow below ${digits(grid.zero)}, saturation at ${digits(grid.saturates)}` : "";
   return {
     traces, label: `Distribution of the magnitudes of ${name}, largest ${digits(tensor.absmax)}${lines}`,
     layout: {
       barmode: "overlay", bargap: 0, shapes, annotations, margin: { l: 10, r: 14, t: 8, b: 10 },
       xaxis: { title: "magnitude |x|", range: [low, high], tickvals: ticks, ticktext: ticks.map(power),
-        zeroline: false },
+        zeroline: false, anchor: grid ? "y2" : "y" },
       yaxis: { title: "share of elements", type: logarithmic ? "log" : "linear", domain: [0.1, 1],
-        exponentformat: "power", tickformat: logarithmic ? "" : ".1~%", dtick: logarithmic ? 1 : null,
+        ...(logarithmic ? { tickvals: powers, ticktext: powers.map((at) => percent(at)) } : { tickformat: ".1~%" }),
         // Room above, for what the lines are called.
         ...(logarithmic ? { range: logRange(tensor, bins) } : { rangemode: "tozero" }) },
       yaxis2: { domain: [0, 0.07], visible: false, range: [-1, 1], fixedrange: true },

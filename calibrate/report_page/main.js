@@ -14,4 +14,5 @@ startSensitivity();
 startBudget();
 startExperts();
 startTable();
+drawAll();
 document.documentElement.dataset.ready = "true";

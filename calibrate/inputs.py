@@ -32,6 +32,12 @@ class Inputs:
     sample_set: SampleSet
     warnings: tuple[str, ...]
 
+    @property
+    def evaluated_on(self) -> str:
+        """Whose tokens `evaluation` are."""
+        shared = self.split.facts["source"] == "calibration samples"
+        return "calibration samples" if shared else "held-out samples"
+
 
 def read_inputs(
     checkpoint: Checkpoint,

@@ -10,7 +10,15 @@ import torch
 from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError
 
-__all__ = ["ComputeDtype", "load_config", "load_model", "load_tokenizer", "quiet", "resolve_dtype"]
+__all__ = [
+    "ComputeDtype",
+    "apply_changes",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "quiet",
+    "resolve_dtype",
+]
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -73,12 +81,18 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
-    if checkpoint.changes is not None:
-        with torch.no_grad():
-            for name in checkpoint.changes.names:
-                changed = torch.from_numpy(checkpoint.changes.read(name).float32())
-                model.get_parameter(name).copy_(changed)
+    apply_changes(model, checkpoint)
     return model.eval()
+
+
+def apply_changes(model: Any, checkpoint: Checkpoint) -> None:
+    """Copies the tensors that `checkpoint` has changed into the loaded `model`."""
+    if checkpoint.changes is None:
+        return
+    with torch.no_grad():
+        for name in checkpoint.changes.names:
+            changed = torch.from_numpy(checkpoint.changes.read(name).float32())
+            model.get_parameter(name).copy_(changed)
 
 
 @contextmanager

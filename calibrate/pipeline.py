@@ -1,32 +1,34 @@
 """`run`: a checkpoint and samples become a calibration."""
 
 import json
+import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
-from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.golden import LONGEST, choose_prompts, golden_set
-from calibrate.loading import load_model, load_tokenizer, resolve_dtype
-from calibrate.observe import Observer, observe
+from calibrate.algorithm import changed_model
+from calibrate.convergence import convergence
+from calibrate.distributed import process_group
+from calibrate.experts import fallback_warnings, with_fallback
+from calibrate.golden import golden_set
+from calibrate.histogram import Histogram
+from calibrate.inputs import read_inputs
+from calibrate.limit import Limit
+from calibrate.loading import resolve_dtype
+from calibrate.measure import measure_model
+from calibrate.plan import LongPolicy
 from calibrate.progress import progress_bar
 from calibrate.report import build_report, print_report
-from calibrate.samples import Sample, load_samples
-from calibrate.scales import (
-    check_finite,
-    check_recipe,
-    input_scales,
-    kv_scales,
-    weight_scales,
-)
-from calibrate.split import split_samples
-from octet.artifact import Manifest, ModelIdentity, SampleSet, check_destination, software
-from octet.calibration import Calibration
+from calibrate.report_html import render_html
+from calibrate.scales import check_alive, check_finite, check_recipe, derive_scales
+from calibrate.streaming import observe_checkpoint
+from octet.artifact import Manifest, ModelIdentity, check_destination, software
+from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
-from octet.golden import GoldenSet
+from octet.errors import ConfigError
 from octet.recipe import Recipe
 
 __all__ = ["run"]
@@ -42,132 +44,181 @@ def run(
     count: int = 256,
     held_out: Path | None = None,
     text_field: str = "text",
+    messages_field: str = "messages",
     max_length: int = 512,
+    long: LongPolicy = "cut",
+    pack: bool = False,
     batch_size: int = 8,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    algorithm: Literal["smoothquant", "awq", "gptq"] | None = None,
+    budget: str | None = None,
+    sensitivity: bool = False,
+    spill: Path | None = None,
+    restart: bool = False,
     allow_few_samples: bool = False,
     force: bool = False,
     console: Console | None = None,
-) -> Calibration:
+) -> Calibration | None:
     """Calibrates the checkpoint `model` on the first `count` of `samples`, and writes `out`.
 
-    Golden records come from `held_out`, or from the samples after the first `count`. `name` is
-    what the model will be served as (default: its directory's name). `max_length` is in tokens;
-    `dtype` is that of the forward pass. Without a console nothing is printed. Raises a subclass of
-    OctetError for anything the user can mend; then `out` is as it was.
+    Golden records, and the divergence that `sensitivity` and `budget` measure, come from
+    `held_out`, or from the samples after the first `count`. `name` is what the model will be served
+    as (default: its directory's name). `max_length` is in tokens; `dtype` is that of the forward
+    pass. Without a console nothing is printed. What is done is kept in `<out>.progress` until
+    `out` is written: a run that was killed continues there, and gives the same bytes.
+
+    Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Of the
+    processes that torchrun starts, the first writes `out`; the others return None.
     """
     check_destination(out, force=force, inputs=[model, samples])
-    check_recipe(recipe)
     checkpoint = Checkpoint.open(model)
-    held = None if held_out is None else load_samples(held_out, text_field)
-    split = split_samples(
-        load_samples(samples, text_field), held, count, allow_few=allow_few_samples
-    )
-    tokenizer = load_tokenizer(checkpoint)
-    length = min(max_length, checkpoint.spec.max_positions)
-    batches = _batches(split.calibration, tokenizer, checkpoint, length, batch_size)
-    prompts = _prompts(split.held_out, tokenizer, checkpoint)
-    weights = dict(weight_scales(checkpoint, recipe))
-    check_finite(checkpoint, except_for=weights)
-
-    compute_dtype = resolve_dtype(dtype, checkpoint)
-    network = load_model(checkpoint, compute_dtype)
-    observer, seconds = _observe(network, checkpoint, batches, console)
-    golden = _golden(network, checkpoint, prompts, console)
-
-    histograms, observations = observer.histograms, observer.observations
-    scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
-    scales |= input_scales(checkpoint, recipe, histograms)
-    scales |= kv_scales(checkpoint, recipe, histograms)
-    notes = list(split.warnings)
-    if length < max_length:
-        notes.append(f"samples were cut at the model's context of {length} tokens")
-
-    sample_set = SampleSet(
-        sha256=split.sha256,
-        count=len(split.calibration),
-        tokens=sum(batch.tokens for batch in batches),
-        max_length=length,
+    check_recipe(recipe, checkpoint.spec)
+    limit = None if budget is None else Limit.parse(budget)
+    inputs = read_inputs(
+        checkpoint,
+        samples,
+        held_out=held_out,
+        count=count,
+        text_field=text_field,
+        messages_field=messages_field,
+        max_length=max_length,
+        long=long,
+        pack=pack,
         batch_size=batch_size,
+        allow_few_samples=allow_few_samples,
     )
+    compute_dtype = resolve_dtype(dtype, checkpoint)
+    progress = out.absolute().with_name(f"{out.name}.progress")
+    with process_group(_device(device)) as (group, place):
+        if group.rank == 0:
+            check_finite(checkpoint, except_for=())
+            if console is not None:
+                console.print(inputs.plan.summary(), highlight=False)
+        changed = None
+        if algorithm is not None:
+            if group.world > 1:
+                raise ConfigError("--algorithm runs in one process: start it without torchrun")
+            changed = changed_model(
+                checkpoint,
+                algorithm,
+                recipe,
+                inputs.plan.batches,
+                progress / algorithm,
+                dtype=compute_dtype,
+                restart=restart,
+                console=console,
+            )
+        observed_model = checkpoint if changed is None else changed.checkpoint
+        tokens = inputs.plan.tokens
+        with progress_bar(console if group.rank == 0 else None, "Calibrating", tokens) as advance:
+            started = time.perf_counter()
+            observed = observe_checkpoint(
+                observed_model,
+                inputs.plan.batches,
+                dtype=compute_dtype,
+                device=place,
+                chunks=len(inputs.plan.chunk_ends),
+                spill=spill,
+                journal=progress / "layers",
+                restart=restart,
+                group=group,
+                advance=advance,
+            )
+            seconds = time.perf_counter() - started
+        if group.rank != 0:
+            return None
+
+    total = sum(len(ids) for _, ids in inputs.prompts)
+    with progress_bar(console, "Golden records", total) as advance:
+        golden = golden_set(checkpoint, inputs.prompts, device=place, advance=advance)
+    histograms, experts = with_fallback(observed_model.spec, observed.histograms)
+    summed = {
+        name: Histogram(histograms[name].sum(axis=0), observation.code_dtype)
+        for name, observation in observed.observations.items()
+    }
+    check_alive(observed_model, recipe, summed)
+    scales, weights = derive_scales(observed_model, recipe, summed)
+    kept_scales = {} if changed is None else changed.scales
+    scales |= kept_scales
+    measured = None
+    if sensitivity or limit is not None:
+        measured = measure_model(
+            observed_model,
+            recipe,
+            scales,
+            summed,
+            inputs,
+            limit,
+            dtype=compute_dtype,
+            device=place,
+            console=console,
+        )
+        if measured.recipe != recipe:
+            recipe = measured.recipe
+            scales, weights = derive_scales(observed_model, recipe, summed)
+            scales |= kept_scales
+    course = convergence(histograms, observed.observations, recipe, inputs.plan.chunk_ends)
+
     identity = ModelIdentity.of(checkpoint, name)
     report = build_report(
         recipe,
         checkpoint.spec,
-        observations,
-        histograms,
+        observed.observations,
+        summed,
         scales,
         weights,
         model=identity.name,
-        samples=sample_set.count,
-        tokens=sample_set.tokens,
-        warnings=notes,
+        samples=inputs.sample_set.count,
+        tokens=tokens,
+        convergence=course,
+        sensitivity=None if measured is None else measured.sensitivity,
+        budget=None if measured is None else measured.budget,
+        experts=experts or None,
+        warnings=[*inputs.warnings, *fallback_warnings(experts)],
+        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts},
     )
-    manifest = Manifest(
-        kind="calibration",
-        model=identity,
-        recipe=recipe,
-        samples=sample_set,
-        details={
-            "source": str(model.absolute()),
-            "compute_dtype": compute_dtype,
-            "held_out": split.facts,
-            "warnings": list(report.warnings),
-        },
-        software=software("numpy", "torch", "transformers", "tokenizers", "numba"),
-    )
-    counts = {name: histogram.counts for name, histogram in histograms.items()}
-    extra = {"report.json": json.dumps(report.as_json(), indent=1) + "\n"}
+    details: dict[str, Any] = {
+        "source": str(model.absolute()),
+        "compute_dtype": compute_dtype,
+        **observed.facts,
+        "held_out": inputs.split.facts,
+        "warnings": list(report.warnings),
+    }
+    if changed is not None:
+        details["algorithm"] = {"name": algorithm, **changed.details}
+    data = report.as_json()
+    extra: dict[str, str | Path] = {
+        "report.json": json.dumps(data, indent=1) + "\n",
+        "report.html": render_html(data),
+        "convergence.json": json.dumps(course.as_json(), indent=1) + "\n",
+    }
+    if changed is not None:
+        extra[WEIGHTS_FILE] = changed.path
     calibration = Calibration.save(
-        out, manifest, observations, counts, scales, golden, extra_files=extra, force=force
+        out,
+        Manifest(
+            kind="calibration",
+            model=identity,
+            recipe=recipe,
+            samples=inputs.sample_set,
+            details=details,
+            software=software("numpy", "torch", "transformers", "tokenizers", "numba"),
+        ),
+        observed.observations,
+        observed.histograms,
+        scales,
+        golden,
+        extra_files=extra,
+        force=force,
     )
+    shutil.rmtree(progress, ignore_errors=True)
     if console is not None:
-        print_report(console, report, tokens=sample_set.tokens, seconds=seconds)
+        print_report(console, report, tokens=tokens, seconds=seconds, page=out / "report.html")
     return calibration
 
 
-def _batches(
-    samples: Sequence[Sample], tokenizer: Any, checkpoint: Checkpoint, length: int, size: int
-) -> list[Batch]:
-    vocab_size = checkpoint.spec.vocab_size
-    sequences = tokenize(samples, tokenizer, max_length=length, vocab_size=vocab_size)
-    return make_batches(sequences, [sample.origin for sample in samples], batch_size=size)
-
-
-def _prompts(
-    held_out: Sequence[Sample], tokenizer: Any, checkpoint: Checkpoint
-) -> list[tuple[str, list[int]]]:
-    spec = checkpoint.spec
-    sequences = tokenize(held_out, tokenizer, max_length=LONGEST, vocab_size=spec.vocab_size)
-    return choose_prompts(sequences, tokenizer, spec.max_positions)
-
-
-def _observe(
-    network: Any, checkpoint: Checkpoint, batches: Sequence[Batch], console: Console | None
-) -> tuple[Observer, float]:
-    """The observer after every batch, and the seconds that the batches took."""
-    tokens = sum(batch.tokens for batch in batches)
-    with (
-        observe(network, checkpoint.spec) as observer,
-        progress_bar(console, "Calibrating", tokens) as advance,
-    ):
-        started = time.perf_counter()
-        for batch in batches:
-            observer.run(batch)
-            advance(batch.tokens)
-        seconds = time.perf_counter() - started
-    observer.check(tokens)
-    return observer, seconds
-
-
-def _golden(
-    network: Any,
-    checkpoint: Checkpoint,
-    prompts: Sequence[tuple[str, list[int]]],
-    console: Console | None,
-) -> GoldenSet:
-    """Golden records in float32, whatever dtype `network` calibrated in."""
-    reference = network if network.dtype.itemsize == 4 else load_model(checkpoint, "float32")
-    tokens = sum(len(ids) for _, ids in prompts)
-    with progress_bar(console, "Golden records", tokens) as advance:
-        return golden_set(reference, checkpoint, prompts, advance=advance)
+def _device(requested: Literal["auto", "cpu", "cuda"]) -> str:
+    if requested != "auto":
+        return requested
+    return "cuda" if torch.cuda.is_available() else "cpu"

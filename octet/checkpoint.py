@@ -72,6 +72,10 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
         return replace(self, changes=changes)
 
+    def unchanged(self) -> Self:
+        """This checkpoint with its own tensors alone."""
+        return replace(self, changes=None)
+
     def read(self, name: str) -> Tensor:
         """A tensor by name, as a view of the mapped file."""
         if self.changes is not None and name in self.changes.names:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from octet import __version__
-from octet.commands.calibrate import calibrate
+from octet.commands.calibrate import calibrate, rescale
 from octet.commands.export import build_engine, export
 from octet.commands.serve import evaluate, serve
 from octet.errors import OctetError
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(calibrate)
+app.command()(rescale)
 app.command()(export)
 app.command("build-engine")(build_engine)
 app.command()(evaluate)

@@ -1,44 +1,99 @@
-"""`octet calibrate`: samples and a checkpoint become a calibration."""
+"""`octet calibrate` and `octet rescale`: a model observed once, and scales for any recipe."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from octet.commands.options import RECIPES, Force, Json, Model, Out, console_for, wrote
-from octet.recipe import Recipe
+from octet.commands.options import (
+    RECIPES,
+    Force,
+    Json,
+    Model,
+    ModelOption,
+    Out,
+    Source,
+    TextField,
+    console_for,
+    wrote,
+)
+from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "rescale"]
+
+RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
+KvOption = Annotated[
+    KvCacheDtype | None, typer.Option("--kv-cache", help="The cache's format [the recipe's].")
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Pattern of module names to leave in full precision; may be repeated."),
+]
 
 
 def calibrate(
     model: Model,
-    samples: Annotated[Path, typer.Option("--samples", help="JSONL, one text a line.")],
+    samples: Annotated[
+        Path, typer.Option("--samples", help="JSONL, text, folder of texts, Parquet or data set.")
+    ],
     out: Out,
-    recipe: Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")] = "fp8",
+    recipe: RecipeOption = "fp8",
+    kv_cache: KvOption = None,
+    exclude: Exclude = None,
     name: Annotated[
         str | None, typer.Option(help="What to serve the model as [its directory's name].")
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")] = 256,
     held_out: Annotated[
-        Path | None, typer.Option(help="JSONL for the golden records; not used for scales.")
+        Path | None, typer.Option(help="Samples for golden records and budget, not for scales.")
     ] = None,
-    text_field: Annotated[
-        str, typer.Option(help="Field of each line that holds the text.")
-    ] = "text",
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens kept of each sample.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a forward pass.")] = 8,
+    text_field: TextField = "text",
+    messages_field: Annotated[
+        str, typer.Option(help="Field of each sample that holds its conversation.")
+    ] = "messages",
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens in a row, at most.")] = 512,
+    long: Annotated[
+        Literal["cut", "split", "refuse"], typer.Option(help="What becomes of a longer sample.")
+    ] = "cut",
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Join samples into full rows instead of padding.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a forward pass.")] = 8,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Arithmetic of the forward pass.")
     ] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
+    ] = "auto",
+    algorithm: Annotated[
+        Literal["smoothquant", "awq", "gptq"] | None,
+        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="kl=0.005 or ppl=1%: layers go up in precision until it is met."),
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Measure what quantizing each layer costs.")
+    ] = False,
+    spill: Annotated[
+        Path | None, typer.Option(help="Directory for activations that memory cannot hold.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what an interrupted run has computed.")
+    ] = False,
     allow_few_samples: Annotated[
         bool, typer.Option("--allow-few-samples", help="Accept fewer than 128 samples.")
     ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Observe a model on representative samples, and find its scales."""
-    chosen = Recipe.load(recipe)
+    """Observe a model on representative samples, and find its scales.
+
+    An interrupted run continues where it stopped when the same command is given again. Under
+    torchrun, processes share the samples.
+    """
+    chosen = _recipe(recipe, kv_cache, exclude)
     import calibrate as stage
 
     calibration = stage.run(
@@ -50,11 +105,51 @@ def calibrate(
         count=count,
         held_out=held_out,
         text_field=text_field,
+        messages_field=messages_field,
         max_length=max_length,
+        long=long,
+        pack=pack,
         batch_size=batch_size,
         dtype=dtype,
+        device=device,
+        algorithm=algorithm,
+        budget=budget,
+        sensitivity=sensitivity,
+        spill=spill,
+        restart=restart,
         allow_few_samples=allow_few_samples,
         force=force,
         console=console_for(as_json),
     )
-    wrote(out, calibration.manifest, as_json)
+    if calibration is not None:  # only the first of several processes writes
+        wrote(out, calibration.manifest, as_json)
+
+
+def rescale(
+    calibration: Source,
+    out: Out,
+    recipe: RecipeOption = "fp8",
+    kv_cache: KvOption = None,
+    exclude: Exclude = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Derive the scales of another recipe from a calibration, without running the model."""
+    chosen = _recipe(recipe, kv_cache, exclude)
+    from calibrate.rescale import rescale as derive
+
+    derived = derive(
+        calibration, out, recipe=chosen, model=model, force=force, console=console_for(as_json)
+    )
+    wrote(out, derived.manifest, as_json)
+
+
+def _recipe(name: str, kv_cache: KvCacheDtype | None, exclude: list[str] | None) -> Recipe:
+    recipe = Recipe.load(name)
+    changes: dict[str, object] = {}
+    if kv_cache is not None:
+        changes["kv_cache"] = kv_cache
+    if exclude:
+        changes["exclude"] = (*recipe.exclude, *exclude)
+    return recipe.model_copy(update=changes)

@@ -1,7 +1,10 @@
 """Golden records: the unquantized model's answers to prompts of mixed lengths.
 
-Each prompt runs by itself, in float32 arithmetic on the checkpoint's weights, so that a record
-depends on its prompt alone.
+Everything is computed layer by layer in float32 arithmetic on the checkpoint's weights. Each prompt
+runs by itself, so that its log-probabilities depend on it alone: they are those of the whole model
+in memory, to the bit where the output head is applied in one piece (up to 256 MiB of it). The
+continuations run together, a few at a time: matrix products of other shapes differ in the last
+bits, which changes a greedy token only where two are equally likely but for such bits.
 """
 
 import hashlib
@@ -12,38 +15,54 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
 
+from calibrate.layers import LayeredModel
+from calibrate.progress import Spread
 from octet.artifact import software
 from octet.checkpoint import Checkpoint
 from octet.errors import SampleError
 from octet.golden import GoldenRecord, GoldenSet
 
-__all__ = ["CONTINUATION", "LONGEST", "choose_prompts", "golden_set", "record"]
+__all__ = ["CONTINUATION", "LONGEST", "choose_prompts", "golden_set"]
 
 PROMPTS = 64
 SHORTEST, LONGEST = 4, 500  # prompt lengths in tokens, spread evenly on a logarithmic scale
 TOP = 20
 CONTINUATION = 16  # tokens; fewer where the model ends its text
 
+_TOGETHER = 8  # prompts, of similar lengths, that are continued in one batch
+_CACHE_BYTES = 1 << 30  # keys and values held at a time
+_KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a token
+
 
 def golden_set(
-    model: Any,
     checkpoint: Checkpoint,
     prompts: Sequence[tuple[str, list[int]]],
     *,
+    device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> GoldenSet:
-    """A record for each of `prompts` (text, token ids); `model` computes in float32.
+    """A record for each of `prompts` (text, token ids), computed layer by layer in float32.
 
-    `advance` is told the tokens of each prompt as it is done.
+    Of equally likely tokens the one with the lower id comes first. An end token ends a continuation
+    and is its last. `advance` is told tokens as work is done, which add up to those of `prompts`.
     """
-    if model.dtype != torch.float32:
-        raise ValueError(f"the reference computes in float32, not {model.dtype}")
-    records = []
+    spec = checkpoint.spec
+    model = LayeredModel(checkpoint, "float32", device, keep_bytes=_KEPT_BYTES)
+    tokens = sum(len(ids) for _, ids in prompts)
+    rounds = _rounds(model, [ids for _, ids in prompts])
+    progress = Spread(advance, tokens, len(rounds) * spec.layers * CONTINUATION)
+    records: list[GoldenRecord] = []
     with _threads(model):
-        for prompt, ids in prompts:
-            records.append(record(model, prompt, ids, checkpoint.spec.eos_token_ids))
-            advance(len(ids))
+        for groups in rounds:
+            answers = _answers(model, groups, progress)
+            for group, answer in zip(groups, answers, strict=True):
+                for ids, logits, continuation in zip(group.prompts, *answer, strict=True):
+                    text = prompts[len(records)][0]
+                    records.append(_record(text, ids, logits, continuation, spec.eos_token_ids))
+    progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)
     return GoldenSet(
         weights_sha256=hashlib.sha256(identity.encode()).hexdigest(),
@@ -53,15 +72,164 @@ def golden_set(
     )
 
 
+class _Group:
+    """Prompts that are continued together; their keys and values, of every layer.
+
+    `keys[layer]` and `values[layer]` are float32 [prompts, kv heads, room, D].
+    """
+
+    def __init__(self, model: LayeredModel, prompts: Sequence[list[int]]) -> None:
+        spec = model.spec
+        self.prompts = prompts
+        self.lengths = torch.tensor([len(ids) for ids in prompts])
+        self.room = int(self.lengths.max()) + CONTINUATION
+        self.shape = (len(prompts), spec.kv_heads, self.room, spec.head_dim)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of the keys and values of one layer."""
+        return 2 * 4 * int(np.prod(self.shape))
+
+    def allocate(self, model: LayeredModel) -> None:
+        for held in (self.keys, self.values):
+            held.extend(
+                torch.zeros(self.shape, dtype=model.dtype, device=model.device)
+                for _ in range(model.spec.layers)
+            )
+
+
+class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """What transformers asks to keep the keys and values of some `rows` of a group.
+
+    `start` int64 [rows] is the position of the first new token of each. `prompt` is for one row
+    that begins: attention sees the new tokens alone. Else it sees the whole room, masked.
+    """
+
+    def __init__(
+        self, group: _Group, rows: torch.Tensor, start: torch.Tensor, *, prompt: bool
+    ) -> None:
+        super().__init__()
+        self._group, self._rows, self._start, self._prompt = group, rows, start, prompt
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._group.keys[layer_idx], self._group.values[layer_idx]
+        at = self._start[:, None] + torch.arange(key_states.shape[2])
+        rows, at = self._rows[:, None].to(keys.device), at.to(keys.device)
+        keys[rows, :, at] = key_states.transpose(1, 2)
+        values[rows, :, at] = value_states.transpose(1, 2)
+        return (key_states, value_states) if self._prompt else (keys, values)
+
+
+def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
+    """Groups of prompts, in order; each round's keys and values fit in `_CACHE_BYTES`, or are of
+    one group."""
+    rounds: list[list[_Group]] = []
+    free = 0
+    for start in range(0, len(prompts), _TOGETHER):
+        group = _Group(model, prompts[start : start + _TOGETHER])
+        needed = group.nbytes * model.spec.layers
+        if needed > free or not rounds:
+            rounds.append([])
+            free = _CACHE_BYTES
+        rounds[-1].append(group)
+        free -= needed
+    return rounds
+
+
+def _answers(
+    model: LayeredModel, groups: Sequence[_Group], progress: Spread
+) -> list[tuple[list[NDArray[np.float32]], list[list[int]]]]:
+    """For each group, for each prompt: the logits [V] after it, and CONTINUATION greedy tokens.
+
+    Prompts run one by one; their continuations run together, a token each at a time.
+    """
+    for group in groups:
+        group.allocate(model)
+    states = [[model.embed(torch.tensor([ids])) for ids in group.prompts] for group in groups]
+    for _ in model.sweep():
+        for group, hidden in zip(groups, states, strict=True):
+            for row, x in enumerate(hidden):
+                one = torch.tensor([row])
+                cache = _GroupCache(group, one, torch.tensor([0]), prompt=True)
+                hidden[row] = model.forward(x, cache)
+        progress.step()
+    last = model.logits([x[:, -1:] for hidden in states for x in hidden])
+    found = iter([x[0, 0].cpu().numpy() for x in last])
+    firsts = [[next(found) for _ in group.prompts] for group in groups]
+    chosen = [[[int(x.argmax())] for x in logits] for logits in firsts]
+    eos = set(model.spec.eos_token_ids)
+    while len(chosen[0][0]) < CONTINUATION and not all(eos & {*x} for y in chosen for x in y):
+        for tokens, logits in zip(chosen, _next(model, groups, chosen, progress), strict=True):
+            for continuation, x in zip(tokens, logits, strict=True):
+                continuation.append(int(x.argmax()))
+    for group in groups:
+        group.keys.clear()
+        group.values.clear()
+    return list(zip(firsts, chosen, strict=True))
+
+
+def _next(
+    model: LayeredModel,
+    groups: Sequence[_Group],
+    chosen: Sequence[Sequence[Sequence[int]]],
+    progress: Spread,
+) -> list[NDArray[np.float32]]:
+    """The logits [prompts, V] of each group after the last of its `chosen` tokens."""
+    states = [model.embed(torch.tensor([x[-1:] for x in tokens])) for tokens in chosen]
+    position = [group.lengths + len(chosen[0][0]) - 1 for group in groups]
+    for _ in model.sweep():
+        for index, group in enumerate(groups):
+            rows, at = torch.arange(len(group.prompts)), position[index]
+            visible = torch.arange(group.room)[None] <= at[:, None]
+            states[index] = model.forward(
+                states[index],
+                _GroupCache(group, rows, at, prompt=False),
+                position_ids=at[:, None].to(model.device),
+                attention_mask=visible[:, None, None].to(model.device),
+            )
+        progress.step()
+    return [x[:, 0].cpu().numpy() for x in model.logits(states)]
+
+
+def _record(
+    prompt: str,
+    ids: Sequence[int],
+    logits: NDArray[np.float32],
+    continuation: Sequence[int],
+    eos_token_ids: Sequence[int],
+) -> GoldenRecord:
+    logprobs = logits.astype(np.float64)
+    logprobs -= logprobs.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    top = np.argsort(-logprobs, kind="stable")[:TOP]
+    ends = [n for n, token in enumerate(continuation, start=1) if token in eos_token_ids]
+    return GoldenRecord(
+        prompt=prompt,
+        prompt_token_ids=tuple(ids),
+        top_token_ids=tuple(int(token) for token in top),
+        top_logprobs=tuple(float(value) for value in logprobs[top]),
+        continuation_token_ids=tuple(continuation[: min(ends, default=CONTINUATION)]),
+    )
+
+
 @contextmanager
-def _threads(model: Any) -> Iterator[None]:
-    """torch's threads for decoding one token at a time: one for each 50 M parameters.
+def _threads(model: LayeredModel) -> Iterator[None]:
+    """torch's threads for small operations: one for each 50 M parameters of the decoder layers.
 
     With less to do in each operation, threads wait for each other longer than they work: the 6.9 M
     example decodes faster with one than with two, and far faster on a machine that is busy.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 1 + model.num_parameters() // 50_000_000))
+    torch.set_num_threads(min(before, 1 + model.parameters // 50_000_000))
     try:
         yield
     finally:
@@ -110,32 +278,3 @@ def _spelled(ids: list[int], tokenizer: Any) -> Iterator[str]:
     special = bool(set(ids) & set(tokenizer.all_special_ids))
     for part, skip in ((ids, True), (ids, False), (ids[1:], False)) if special else ((ids, True),):
         yield tokenizer.decode(part, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-
-
-@torch.inference_mode()
-def record(model: Any, prompt: str, ids: list[int], eos_token_ids: Sequence[int]) -> GoldenRecord:
-    """The answer to one prompt: top log-probabilities of the next token, then greedy tokens.
-
-    Of equally likely tokens the one with the lower id comes first. An end token ends the
-    continuation and is its last.
-    """
-    output = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
-    logits = output.logits[0, -1].double().numpy()
-    logprobs = logits - logits.max()
-    logprobs -= np.log(np.exp(logprobs).sum())
-    top = np.argsort(-logprobs, kind="stable")[:TOP]
-    continuation = [int(top[0])]
-    while len(continuation) < CONTINUATION and continuation[-1] not in eos_token_ids:
-        output = model(
-            torch.tensor([continuation[-1:]]),
-            past_key_values=output.past_key_values,
-            use_cache=True,
-        )
-        continuation.append(int(output.logits[0, -1].numpy().argmax()))
-    return GoldenRecord(
-        prompt=prompt,
-        prompt_token_ids=tuple(ids),
-        top_token_ids=tuple(int(token) for token in top),
-        top_logprobs=tuple(float(value) for value in logprobs[top]),
-        continuation_token_ids=tuple(continuation),
-    )

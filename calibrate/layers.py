@@ -65,8 +65,13 @@ class LayeredModel:
         rotary = type(self._decoder.rotary_emb)(config=self._decoder.config)
         self._decoder.rotary_emb = rotary.to(self.device)
         self._kept: list[dict[str, torch.Tensor]] | None = None
-        if self._decoder_bytes() <= keep_bytes:
+        if self.parameters * self.dtype.itemsize <= keep_bytes:
             self._kept = [self._read(index) for index in range(self.spec.layers)]
+
+    @property
+    def parameters(self) -> int:
+        """How many the decoder layers have."""
+        return sum(x.numel() for layer in self._layers for x in layer.parameters())
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -129,13 +134,6 @@ class LayeredModel:
             for part, x in zip(parts, normed, strict=True):
                 part.append(torch.nn.functional.linear(x, weight))
         return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
-
-    def _decoder_bytes(self) -> int:
-        return sum(
-            parameter.numel() * self.dtype.itemsize
-            for layer in self._layers
-            for parameter in layer.parameters()
-        )
 
     def _read(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of a layer, on the CPU, by the names of its module's parameters."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-__all__ = ["progress_bar"]
+__all__ = ["Spread", "progress_bar"]
 
 
 class _RateColumn(TextColumn):
@@ -38,3 +38,21 @@ def progress_bar(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=tokens)
         yield lambda done: progress.advance(task, done)
+
+
+class Spread:
+    """Tells `advance` of `total` tokens, spread evenly over `steps` of work."""
+
+    def __init__(self, advance: Callable[[int], None], total: int, steps: int) -> None:
+        self._advance, self._total, self._steps = advance, total, steps
+        self._done = self._told = 0
+
+    def step(self, steps: int = 1) -> None:
+        self._done += steps
+        reached = self._total * self._done // max(self._steps, 1)
+        self._advance(reached - self._told)
+        self._told = reached
+
+    def finish(self) -> None:
+        """Tells what is left, if less work was needed."""
+        self.step(self._steps - self._done)

@@ -37,6 +37,7 @@ from calibrate.journal import Journal, device_name, run_identity
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.observe import LayerObserver, check_totals, observations_of
+from calibrate.progress import Spread
 from octet.calibration import BINS, Observation
 from octet.checkpoint import Checkpoint
 from octet.errors import OctetError
@@ -121,7 +122,9 @@ class _Sweep:
         self._mine = range(group.rank, len(batches), group.world)
         self._dtype, self._device = dtype, device
         self._spill, self._journal, self._group = spill, journal, group
-        self._progress = _Progress(advance, self._mine, batches, checkpoint.spec.layers)
+        self._my_tokens = sum(batches[index].tokens for index in self._mine)
+        tokens = sum(batch.tokens for batch in batches)
+        self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
         self._names = [
             list(observations_of(checkpoint.spec, getattr(torch, dtype), index))
             for index in range(checkpoint.spec.layers)
@@ -136,7 +139,7 @@ class _Sweep:
             names = self._names[index]
             counts = self._journal.histograms(index, names, self._chunks)
             histograms.update(zip(names, counts, strict=True))
-            self._progress.skip_layer()
+            self._progress.step(self._my_tokens)
         if first == self._spec.layers:
             return histograms
         model = LayeredModel(self._checkpoint, self._dtype, self._device)
@@ -220,37 +223,8 @@ class _Sweep:
             if following is None or self._batches[following].chunk != batch.chunk:
                 counts[:, batch.chunk] = observer.counter.counts()[: len(counts)]
                 observer.counter.clear()
-            self._progress.ran(batch)
+            self._progress.step(batch.tokens)
 
     def _activation_bytes(self, model: LayeredModel) -> int:
         rows = sum(self._batches[index].token_ids.numel() for index in self._mine)
         return rows * self._spec.hidden_size * model.dtype.itemsize
-
-
-class _Progress:
-    """Tells tokens so that those of all batches add up once all layers have run on this rank."""
-
-    def __init__(
-        self,
-        advance: Callable[[int], None],
-        mine: Sequence[int],
-        batches: Sequence[Batch],
-        layers: int,
-    ) -> None:
-        self._advance = advance
-        self._layer = sum(batches[index].tokens for index in mine)
-        self._all = sum(batch.tokens for batch in batches)
-        self._layers = layers
-        self._done = self._told = 0
-
-    def ran(self, batch: Batch) -> None:
-        self._tell(batch.tokens)
-
-    def skip_layer(self) -> None:
-        self._tell(self._layer)
-
-    def _tell(self, tokens: int) -> None:
-        self._done += tokens
-        reached = self._done * self._all // (self._layer * self._layers)
-        self._advance(reached - self._told)
-        self._told = reached

@@ -1,6 +1,7 @@
 """Golden records are what the model says, and their prompts can be replayed as text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from calibrate.golden import CONTINUATION, LONGEST, choose_prompts, golden_set, record
-from calibrate.loading import load_model
+from calibrate.golden import CONTINUATION, LONGEST, choose_prompts, golden_set
 from calibrate.sample import Sample
 from calibrate.tokens import tokenize
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import SampleError
+from octet.golden import GoldenSet
 
 
 def test_records_can_be_computed_again_without_a_cache(
@@ -100,14 +101,57 @@ def test_nothing_to_cut_prompts_from_is_an_error(tokenizer: Any) -> None:
         choose_prompts(inside_a_character, tokenizer, max_positions=1024)
 
 
-def test_an_end_token_ends_the_continuation(model: Any) -> None:
-    free = record(model, "", [10, 20, 30], eos_token_ids=())
-    second = free.continuation_token_ids[1]
-    ended = record(model, "", [10, 20, 30], eos_token_ids=(second,))
-    stop = free.continuation_token_ids.index(second) + 1
-    assert ended.continuation_token_ids == free.continuation_token_ids[:stop]
+PROMPTS = [("", [7 + n, *range(100, 100 + length)]) for n, length in enumerate(range(0, 60, 5))]
 
 
-def test_the_reference_must_compute_in_float32(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match="float32"):
-        golden_set(load_model(checkpoint, "bfloat16"), checkpoint, [])
+@pytest.fixture(scope="module")
+def golden(checkpoint: Checkpoint) -> GoldenSet:
+    return golden_set(checkpoint, PROMPTS)
+
+
+def alone(model: Any, ids: list[int]) -> tuple[list[float], list[int]]:
+    """Top log-probabilities after `ids`, and 16 greedy tokens, by the whole model in memory."""
+    output = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+    logprobs = output.logits[0, -1].double().numpy()
+    logprobs = logprobs - logprobs.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    tokens = [int(logprobs.argmax())]
+    while len(tokens) < CONTINUATION:
+        last = torch.tensor([tokens[-1:]])
+        output = model(last, past_key_values=output.past_key_values, use_cache=True)
+        tokens.append(int(output.logits[0, -1].argmax()))
+    return sorted(logprobs.tolist(), reverse=True)[:20], tokens
+
+
+def test_layer_by_layer_is_the_whole_model_to_the_bit(golden: GoldenSet, model: Any) -> None:
+    for item in golden.records:
+        with torch.inference_mode():
+            logprobs, tokens = alone(model, list(item.prompt_token_ids))
+        assert list(item.top_logprobs) == logprobs
+        assert list(item.continuation_token_ids) == tokens
+
+
+def test_neither_rounds_nor_slices_of_the_head_change_a_record(
+    checkpoint: Checkpoint, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calibrate.golden._CACHE_BYTES", 1)
+    monkeypatch.setattr("calibrate.golden._KEPT_BYTES", 0)
+    assert golden_set(checkpoint, PROMPTS).records == golden.records
+    monkeypatch.setattr("calibrate.layers._HEAD_BYTES", 1 << 20)
+    sliced = golden_set(checkpoint, PROMPTS)
+    for item, other in zip(golden.records, sliced.records, strict=True):
+        assert item.continuation_token_ids == other.continuation_token_ids
+        np.testing.assert_allclose(item.top_logprobs, other.top_logprobs, atol=1e-5)
+
+
+def test_progress_adds_up_to_the_prompts(checkpoint: Checkpoint) -> None:
+    told: list[int] = []
+    golden_set(checkpoint, PROMPTS[:3], advance=told.append)
+    assert sum(told) == sum(len(ids) for _, ids in PROMPTS[:3])
+
+
+def test_an_end_token_ends_the_continuation(checkpoint: Checkpoint, golden: GoldenSet) -> None:
+    free = golden.records[0].continuation_token_ids
+    spec = checkpoint.spec.model_copy(update={"eos_token_ids": (free[1],)})
+    ended = golden_set(replace(checkpoint, spec=spec), PROMPTS[:2]).records[0]
+    assert ended.continuation_token_ids == free[: free.index(free[1]) + 1]

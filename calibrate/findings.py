@@ -101,9 +101,7 @@ def _hidden(tensors: Mapping[str, TensorReport]) -> list[Finding]:
     for name, tensor in tensors.items():
         if (tensor.small_lost_db or 0.0) <= HIDDEN_DB:
             continue
-        small = tensor.small_sqnr_db
-        if tensor.measured_sqnr_db is not None:
-            small = tensor.measured_small_sqnr_db
+        small = tensor.small_left_db
         assert small is not None
         if tensor.sqnr_db is not None:
             lost.append((small, name))

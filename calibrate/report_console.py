@@ -38,7 +38,7 @@ def print_report(
             f" in {seconds:.1f} s ({rate:,.0f} tokens/s)"
         )
     summary = report.summary
-    for line in (summary.enough, summary.worst, summary.measured):
+    for line in (summary.enough, summary.worst, summary.measured, summary.budget):
         if line:
             console.print(escape(line), highlight=False)
     console.print(_worst(report))

@@ -15,7 +15,10 @@ __all__ = ["Summary", "summarise"]
 
 @dataclass(frozen=True)
 class Summary:
-    """Sentences; `worst_tensor` is the observation to look at first, `measured` may be empty."""
+    """Sentences; `worst_tensor` is the observation to look at first.
+
+    `measured` and `budget` are empty where there was none.
+    """
 
     status: Literal["ready", "look"]
     title: str
@@ -24,6 +27,7 @@ class Summary:
     worst: str
     worst_tensor: str | None
     measured: str
+    budget: str
     todo: tuple[str, ...]
 
 
@@ -50,6 +54,8 @@ def summarise(
         plural = "s" if len(notes) > 1 else ""
         todo.append(f"Read the {len(notes)} other warning{plural}." if findings else "")
     todo = [line for line in todo if line]
+    if any(tensor.format == "e2m1" and tensor.sqnr_db is None for tensor in tensors.values()):
+        todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "
@@ -66,7 +72,8 @@ def summarise(
         else convergence.verdict,
         worst=_worst(tensors, weights_db),
         worst_tensor=_worst_tensor(tensors),
-        measured=_measured(sensitivity, budget),
+        measured=_measured(sensitivity),
+        budget=_budget(budget),
         todo=tuple(todo),
     )
 
@@ -79,8 +86,7 @@ def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:
 
 
 def _left(tensor: TensorReport) -> float:
-    small = tensor.small_sqnr_db if tensor.measured_sqnr_db is None else None
-    values = (tensor.sqnr_db, small, tensor.measured_small_sqnr_db)
+    values = (tensor.sqnr_db, tensor.small_left_db)
     return min((value for value in values if value is not None), default=math.inf)
 
 
@@ -93,12 +99,13 @@ def _worst(tensors: Mapping[str, TensorReport], weights_db: Mapping[str, float])
         assert tensor.sqnr_db is not None
         low = _left(tensor)
         hidden = f" ({low:.1f} dB for its smallest 90 %)" if low < tensor.sqnr_db - 1 else ""
-        parts.append(
-            f"{name}, {_db(tensor.sqnr_db)}{hidden} in {tensor.format}"
-        )
+        parts.append(f"{name}, {_db(tensor.sqnr_db)}{hidden} in {tensor.format}")
     if weights_db:
         name = min(weights_db, key=lambda name: weights_db[name])
         parts.append(f"of the weights {name}, {_db(weights_db[name])}")
+    unknown = sum(t.quantized and t.sqnr_db is None for t in tensors.values())
+    if unknown:
+        parts.append(f"that of {unknown} inputs, scaled at run time, is not known")
     return f"Lowest SQNR: {'; '.join(parts)}." if parts else ""
 
 
@@ -106,19 +113,28 @@ def _db(value: float) -> str:
     return f"{value:.1f} dB" if math.isfinite(value) else "without error"
 
 
-def _measured(sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None) -> str:
-    parts = []
-    if sensitivity is not None and sensitivity.get("all"):
-        everything = sensitivity["all"]
-        parts.append(
-            f"Measured with all of it quantized: KL {everything['kl']:.2g} nats a token,"
-            f" perplexity {everything['perplexity']:.4g} where the original has"
-            f" {sensitivity['reference_perplexity']:.4g}."
-        )
-    if budget is not None:
-        verb = "is met" if budget["met"] else "is not met"
-        parts.append(
-            f"The budget of {budget['metric']} {budget['limit']:g} {verb}:"
-            f" {budget['reached']:.2g} with the chosen recipe."
-        )
-    return " ".join(parts)
+def _measured(sensitivity: Mapping[str, Any] | None) -> str:
+    if sensitivity is None:
+        return ""
+    everything, reference = sensitivity["all"], sensitivity["reference_perplexity"]
+    return (
+        f"With all of it quantized, KL {everything['kl']:.2g} nats a token and perplexity"
+        f" {everything['perplexity']:.4g}, where the original has {reference:.4g}."
+    )
+
+
+def _budget(budget: Mapping[str, Any] | None) -> str:
+    if budget is None:
+        return ""
+    perplexity = budget["metric"] == "perplexity"
+    limit, reached = (
+        f"{value:.2%}" if perplexity else f"{value:.2g}"
+        for value in (budget["limit"], budget["reached"])
+    )
+    name = "a perplexity higher by" if perplexity else "KL"
+    verb = "is met" if budget["met"] else "is not met"
+    steps = len(budget["curve"]) - 1
+    return (
+        f"The budget of {name} {limit} {verb}: {reached} after {steps}"
+        f" promotion{'' if steps == 1 else 's'} to a higher precision."
+    )

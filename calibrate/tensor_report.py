@@ -92,10 +92,17 @@ class TensorReport:
     @property
     def small_lost_db(self) -> float | None:
         """By how much large values lower the SQNR of the small ones; None where not known."""
-        small = self.small_sqnr_db if self.measured_sqnr_db is None else self.measured_small_sqnr_db
-        if small is None or self.small_alone_db is None:
+        small, alone = self.small_left_db, self.small_alone_db
+        if small is None or alone is None:
             return None
-        return 0.0 if small >= self.small_alone_db else self.small_alone_db - small
+        return 0.0 if small >= alone else alone - small
+
+    @property
+    def small_left_db(self) -> float | None:
+        """The SQNR of the small values as served: exact, measured, or what `max` would leave."""
+        if self.chosen is None and self.measured_sqnr_db is not None:
+            return self.measured_small_sqnr_db
+        return self.small_sqnr_db
 
 
 def report_tensors(

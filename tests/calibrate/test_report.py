@@ -96,7 +96,7 @@ def test_what_was_measured_is_known() -> None:
     assert report.tensors[INPUT].sqnr_db == 30.0
     assert not any("run time" in unknown.what for unknown in report.unknown)
     assert not any("output" in unknown.what for unknown in report.unknown)
-    assert "perplexity 10.05 where the original has 10" in report.summary.measured
+    assert "perplexity 10.05, where the original has 10" in report.summary.measured
 
 
 def test_a_linear_in_full_precision_has_no_error() -> None:

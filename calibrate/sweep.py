@@ -25,7 +25,7 @@ from calibrate.compiled import compiled, inlined
 
 __all__ = ["best_scales", "tile_errors"]
 
-_BUFFER = 64  # elements squared before they are summed: the squares are then vectorized
+_BLOCK = 16  # elements squared before they are summed; a fixed number becomes vector instructions
 _MAGIC = np.float32(1.5 * 2**23)  # adding and subtracting it rounds to an integer, ties to even
 _SIGNIFICAND = np.uint32(0xFFF00000)  # sign, exponent and the three first bits of a mantissa
 
@@ -54,29 +54,41 @@ def _round(y: np.float32, e2m1: bool) -> np.float32:
 
 
 @inlined
+def _load(
+    row: NDArray[np.float32], start: int, stop: int, magnitudes: NDArray[np.float32]
+) -> np.float32:
+    """Magnitudes of row[start:stop] into `magnitudes`, zeros behind; the largest is returned."""
+    largest = np.float32(0)
+    for k in range(stop - start):
+        magnitudes[k] = abs(row[start + k])
+        largest = max(largest, magnitudes[k])
+    for k in range(stop - start, magnitudes.size):
+        magnitudes[k] = np.float32(0)
+    return largest
+
+
+@inlined
 def _errors(
-    row: NDArray[np.float32],
-    start: int,
-    stop: int,
+    magnitudes: NDArray[np.float32],
     scale: np.float32,
     e2m1: bool,
-    buffer: NDArray[np.float64],
+    squares: NDArray[np.float64],
 ) -> tuple[float, float]:
-    """(error of row[start:stop], the part of it from elements that become zero), float64."""
+    """(error of all, the part of it from elements that become zero), float64."""
     error = 0.0
     lost = 0.0
-    for base in range(start, stop, _BUFFER):
-        count = min(_BUFFER, stop - base)
-        for k in range(count):
-            magnitude = abs(row[base + k])
+    for block in range(magnitudes.size // _BLOCK):
+        for k in range(_BLOCK):
+            magnitude = magnitudes[block * _BLOCK + k]
             rounded = _round(magnitude / scale, e2m1)
             difference = np.float64(magnitude) - np.float64(rounded * scale)
             square = difference * difference
-            buffer[0, k] = square
-            buffer[1, k] = square if rounded == np.float32(0) else 0.0
-        for k in range(count):
-            error += buffer[0, k]
-            lost += buffer[1, k]
+            squares[k] = square
+            squares[_BLOCK + k] = square if rounded == np.float32(0) else 0.0
+        for k in range(_BLOCK):
+            error += squares[k]
+        for k in range(_BLOCK):
+            lost += squares[_BLOCK + k]
     return error, lost
 
 
@@ -93,13 +105,14 @@ def tile_errors(
 
     `x` is [n, K]; T tiles of `columns` elements make up a row.
     """
-    buffer = np.empty((2, _BUFFER))
+    magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    squares = np.empty(2 * _BLOCK)
     for n in range(x.shape[0]):
         for t in range(scales.shape[2]):
-            stop = min((t + 1) * columns, x.shape[1])
+            _load(x[n], t * columns, min((t + 1) * columns, x.shape[1]), magnitudes)
             for c in range(scales.shape[0]):
                 scale = scales[c, n // rows, t]
-                errors[c, n, t] = _errors(x[n], t * columns, stop, scale, e2m1, buffer)[0]
+                errors[c, n, t] = _errors(magnitudes, scale, e2m1, squares)[0]
 
 
 @compiled
@@ -118,17 +131,15 @@ def best_scales(
     says so. Of equals it takes the one tried first, from the least that saturates nothing upwards,
     then downwards. `errors` [n] are those of the rows at their best.
     """
-    buffer = np.empty((2, _BUFFER))
+    magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    squares = np.empty(2 * _BLOCK)
     largest = np.float32(6) if e2m1 else np.float32(448)
     last = candidates.size - 1
     for n in range(x.shape[0]):
         errors[n] = 0.0
         for t in range(best.shape[1]):
             start = t * columns
-            stop = min(start + columns, x.shape[1])
-            amax = np.float32(0)
-            for k in range(start, stop):
-                amax = max(amax, abs(x[n, k]))
+            amax = _load(x[n], start, min(start + columns, x.shape[1]), magnitudes)
             if amax == np.float32(0):
                 best[n, t] = -1
                 continue
@@ -142,7 +153,7 @@ def best_scales(
                     low = middle + 1
             least = np.inf
             for c in range(first, first + 1 if powers else last + 1):
-                error, lost = _errors(x[n], start, stop, candidates[c], e2m1, buffer)
+                error, lost = _errors(magnitudes, candidates[c], e2m1, squares)
                 if error < least:
                     least = error
                     best[n, t] = c
@@ -152,7 +163,7 @@ def best_scales(
                 beyond = np.float64(amax) - np.float64(largest * candidates[c])
                 if beyond * beyond >= least:
                     break
-                error = _errors(x[n], start, stop, candidates[c], e2m1, buffer)[0]
+                error = _errors(magnitudes, candidates[c], e2m1, squares)[0]
                 if error < least:
                     least = error
                     best[n, t] = c

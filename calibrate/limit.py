@@ -10,6 +10,8 @@ from octet.errors import ConfigError
 
 __all__ = ["Limit"]
 
+LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -32,9 +34,14 @@ class Limit:
         number = value.removesuffix("%")
         if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", number) or not 0 < float(number) < math.inf:
             raise ConfigError(f"budget '{text}': '{number}' is not a positive number")
-        if metric == "kl":
-            return cls("kl", float(number))
-        return cls("perplexity", float(number) / 100)
+        limit = float(number) if metric == "kl" else float(number) / 100
+        if limit < LEAST:
+            least = f"{LEAST:g}" if metric == "kl" else f"{100 * LEAST:g}%"
+            raise ConfigError(
+                f"budget '{text}': {metric} must be at least {least}, about what rounding a"
+                " float32 sum moves it by"
+            )
+        return cls("kl" if metric == "kl" else "perplexity", limit)
 
     def __str__(self) -> str:
         return f"kl={self.value:g}" if self.metric == "kl" else f"ppl={100 * self.value:g}%"

@@ -11,6 +11,7 @@ the tensor's own memory is read, and padding is skipped by reading runs of whole
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar, cast
 
@@ -49,6 +50,12 @@ class Counter(Protocol):
 
         `x` is bfloat16, float16 or float32 (rounded to bfloat16) and need not be contiguous. The
         work may still be under way when this returns.
+        """
+
+    def beside(self) -> AbstractContextManager[None]:
+        """A model that runs within this context is counted while it computes, if that is faster.
+
+        What is added there must not be changed in place before the context ends.
         """
 
     def bad(self) -> list[int]:
@@ -99,6 +106,9 @@ class CpuCounter:
         self._add(self._counts[slot], x, lengths)
         if int(self._counts[slot, first_special:].sum()) > before:
             self._bad.add(slot)
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def bad(self) -> list[int]:
         return sorted(self._bad)

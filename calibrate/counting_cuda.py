@@ -9,8 +9,9 @@ import ctypes
 import hashlib
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -33,11 +34,17 @@ _VECTOR = 16  # bytes of a load
 
 _LONGEST = 1 << 31  # elements of one launch: a 32-bit counter in shared memory cannot overflow
 _WORTHWHILE = 2 * _THREADS * _VECTOR  # bytes of a tensor for which one more block pays
+_HELD = 6  # tensors that wait to be counted beside a model: those of one decoder layer
 _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
 
 
 class CudaCounter:
-    """Counts tensors on one GPU, on torch's current stream; `add` returns at once."""
+    """Counts tensors on one GPU, on torch's current stream; `add` returns at once.
+
+    Within `beside` it counts on a stream of its own, of a lower priority than the model's: the
+    matrix products leave no room for its counters on a multiprocessor, but their last wave of
+    blocks rarely fills the GPU, and counting fills it.
+    """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         if device.type != "cuda" or torch.version.cuda is None:
@@ -47,6 +54,27 @@ class CudaCounter:
         self._counts = torch.zeros(slots, BINS, dtype=torch.int64, device=self.device)
         self._bad = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self._kernels = _kernels(index)
+        self._front = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._behind = torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
+        self._aside = False
+        self._held: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See `Counter`; the current stream is another one within the block."""
+        caller = torch.cuda.current_stream(self.device)
+        self._front.wait_stream(caller)
+        self._behind.wait_stream(caller)
+        self._aside = True
+        try:
+            with torch.cuda.stream(self._front):
+                yield
+        finally:
+            self._aside = False
+            caller.wait_stream(self._front)
+            caller.wait_stream(self._behind)
+            # Only now: the caller's stream, on which the next block's work waits, has waited.
+            self._held.clear()
 
     def add(
         self,
@@ -64,10 +92,28 @@ class CudaCounter:
         if x.device != self.device or x.dtype not in _FIRST_SPECIAL:
             raise TypeError(f"cannot count {x.dtype} on {x.device} with a counter on {self.device}")
         x = x.detach()
-        with torch.cuda.device(self.device):
-            channels = 1 if channel_max is None else len(channel_max)
+        channels = 1 if channel_max is None else len(channel_max)
+        with torch.cuda.device(self.device), self._stream(x):
             for piece, rows in _pieces(*_batched(x, lengths, channels)):
                 self._add(slot, piece, rows, channel_max)
+
+    @contextmanager
+    def _stream(self, x: torch.Tensor) -> Iterator[None]:
+        """The stream to count `x` on, behind all that computed it."""
+        if not self._aside:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._behind.wait_stream(current)
+        with torch.cuda.stream(self._behind):
+            yield
+        # The memory of x must not be given to another tensor while it is read. record_stream would
+        # see to it too, but the host runs far ahead of the GPU and would take new memory all along.
+        self._held.append((x, self._behind.record_event()))
+        if len(self._held) > _HELD:
+            _, counted = self._held[0]
+            current.wait_event(counted)
+            self._held.popleft()
 
     def bad(self) -> list[int]:
         return [slot for slot, bad in enumerate(self._bad.tolist()) if bad]

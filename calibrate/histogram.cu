@@ -17,13 +17,6 @@
 #define UNROLL 4
 #define MAX_BATCHES 256
 
-#ifndef LOAD
-#define LOAD *
-#endif
-#ifndef AT
-#define AT(i) (total - 1 - (i))
-#endif
-
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -58,6 +51,9 @@ __device__ __forceinline__ u32 rounded(u32 bits) {
     return magnitude > 0x7F800000u ? upper | 0x40u : (magnitude + 0x7FFFu + (upper & 1u)) >> 16;
 }
 
+template <bool FLOAT> struct Bits { typedef unsigned short Type; };
+template <> struct Bits<true> { typedef u32 Type; };
+
 // `code4` is four times the code, its byte offset in the table of all codes.
 __device__ __forceinline__ void count4(u32 code4) {
     char* table = reinterpret_cast<char*>(shared_memory);
@@ -69,21 +65,6 @@ __device__ __forceinline__ void count4(u32 code4) {
         atomicAdd(reinterpret_cast<u32*>(table) + code / PARTS, 1u);
 #endif
 }
-
-template <bool FLOAT>
-struct Element;
-
-template <>
-struct Element<false> {
-    typedef unsigned short Bits;
-    static __device__ __forceinline__ u32 code(Bits bits) { return bits & 0x7FFFu; }
-};
-
-template <>
-struct Element<true> {
-    typedef u32 Bits;
-    static __device__ __forceinline__ u32 code(Bits bits) { return rounded(bits); }
-};
 
 // Counts the elements of one 16-byte vector; MAXIMUM keeps the largest code of each position too,
 // two codes to a word.
@@ -106,9 +87,9 @@ __device__ __forceinline__ void count_vector(uint4 vector, u32 (&largest)[4]) {
 
 template <bool FLOAT, bool MAXIMUM>
 __device__ __forceinline__ void count_tensor(const Arguments& a) {
-    typedef typename Element<FLOAT>::Bits Bits;
-    const u32 WIDTH = 16 / sizeof(Bits);  // elements of a vector
-    const Bits* data = reinterpret_cast<const Bits*>(a.data);
+    typedef typename Bits<FLOAT>::Type Element;
+    const u32 WIDTH = 16 / sizeof(Element);  // elements of a vector
+    const Element* data = reinterpret_cast<const Element*>(a.data);
 
     u32* table = reinterpret_cast<u32*>(shared_memory);
     for (u32 i = threadIdx.x; i < BINS / PARTS / 4; i += THREADS)
@@ -126,16 +107,16 @@ __device__ __forceinline__ void count_tensor(const Arguments& a) {
     bool idle = index >= stride;
 
     for (u32 b = 0; b < a.batches && !idle; ++b) {
-        const Bits* start = data + b * a.batch_stride;
+        const Element* start = data + b * a.batch_stride;
         u32 runs = a.rows_outer ? a.lengths[b] : a.runs;
         u32 length = a.rows_outer ? a.unit : a.lengths[b] * a.unit;
         u32 head = 0;
         if (runs == 1 && !MAXIMUM) {  // elements before the first and after the last whole vector
-            head = min(length, ((16u - (u32)((u64)start & 15u)) & 15u) / (u32)sizeof(Bits));
+            head = min(length, ((16u - (u32)((u64)start & 15u)) & 15u) / (u32)sizeof(Element));
             u32 tail = (length - head) % WIDTH;
             if (blockIdx.x == 0 && threadIdx.x < head + tail) {
                 u32 i = threadIdx.x < head ? threadIdx.x : length - tail + (threadIdx.x - head);
-                count4(Element<FLOAT>::code(start[i]) << 2);
+                count4((FLOAT ? rounded(start[i]) : start[i] & 0x7FFFu) << 2);
             }
         }
         u32 vectors = (length - head) / WIDTH;  // of one run
@@ -143,20 +124,22 @@ __device__ __forceinline__ void count_tensor(const Arguments& a) {
         const uint4* first = reinterpret_cast<const uint4*>(start + head);
         if (runs == 1) {
             // From the end: what the previous kernel wrote last is still in the L2, and what is
-            // read last here, the beginning, is what the next kernel reads first.
+            // read last here, the beginning, is what the next kernel reads first. __ldcs marks the
+            // lines as the first to go, so that fewer unwritten ones have to make room.
+            const uint4* last = first + total - 1;
             for (; index + (UNROLL - 1) * stride < total; index += UNROLL * stride) {
                 uint4 loaded[UNROLL];
 #pragma unroll
-                for (u32 i = 0; i < UNROLL; ++i) loaded[i] = LOAD(first + AT(index + i * stride));
+                for (u32 i = 0; i < UNROLL; ++i) loaded[i] = __ldcs(last - (index + i * stride));
 #pragma unroll
                 for (u32 i = 0; i < UNROLL; ++i) count_vector<FLOAT, MAXIMUM>(loaded[i], largest);
             }
             for (; index < total; index += stride)
-                count_vector<FLOAT, MAXIMUM>(LOAD(first + AT(index)), largest);
+                count_vector<FLOAT, MAXIMUM>(__ldcs(last - index), largest);
         } else {
             for (; index < total; index += stride) {
                 u32 run = index / vectors;
-                const Bits* from = start + run * a.run_stride;
+                const Element* from = start + run * a.run_stride;
                 uint4 vector = reinterpret_cast<const uint4*>(from)[index - run * vectors];
                 count_vector<FLOAT, MAXIMUM>(vector, largest);
             }

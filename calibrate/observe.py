@@ -28,11 +28,16 @@ __all__ = ["LayerObserver", "Observer", "check_totals", "observations_of", "obse
 class LayerObserver:
     """Counts what flows in decoder layers while `run` computes a batch.
 
-    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`.
+    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`. NaN
+    and Inf are looked for after each `patience` passes, since a GPU runs dry while it is asked.
     """
 
-    def __init__(self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int]) -> None:
+    def __init__(
+        self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int], patience: int = 1
+    ) -> None:
         self.counter = counter
+        self._patience = patience
+        self._unchecked: list[tuple[Batch, Callable[[DynamicCache], torch.Tensor]]] = []
         self._spec = spec
         self._slots = slots
         self._batch: Batch | None = None
@@ -58,23 +63,33 @@ class LayerObserver:
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
         """What `compute(cache)` gives, which passes `batch` through layers and must do it again.
 
-        NumericsError names the first tensor in which NaN or Inf was counted.
+        NumericsError is that of `require_finite`.
         """
         result = self._watched(batch, compute)
-        if self.counter.bad():
-            self._locating = True  # the same pass again, looking at each tensor
-            try:
-                self._watched(batch, compute)
-            finally:
-                self._locating = False
+        self._unchecked.append((batch, compute))
+        if len(self._unchecked) >= self._patience:
+            self.require_finite()
         return result
+
+    def require_finite(self) -> None:
+        """NumericsError names the first tensor in which NaN or Inf was counted, if any was."""
+        unchecked, self._unchecked = self._unchecked, []
+        if not unchecked or not self.counter.bad():
+            return
+        self._locating = True  # the same passes again, looking at each tensor
+        try:
+            for batch, compute in unchecked:
+                self._watched(batch, compute)
+        finally:
+            self._locating = False
 
     def _watched(
         self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
     ) -> torch.Tensor:
         self._batch, self._real = batch, None
         try:
-            return compute(_WatchedCache(self))
+            with self.counter.beside():
+                return compute(_WatchedCache(self))
         finally:
             self._batch = None
 
@@ -153,7 +168,8 @@ class Observer:
         self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
         slots = {name: slot for slot, name in enumerate(self.observations)}
         counter = make_counter(model.device, len(slots), threads=threads)
-        self.layers = LayerObserver(spec, counter, slots)
+        patience = 16 if model.device.type == "cuda" else 1
+        self.layers = LayerObserver(spec, counter, slots, patience)
         self._decoder = model.base_model
         self._spec = spec
         self._counts: NDArray[np.int64] | None = None  # once closed
@@ -182,7 +198,7 @@ class Observer:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> None:
-        """One forward pass; NumericsError names the first tensor that holds NaN or Inf."""
+        """One forward pass; NumericsError, on a GPU up to 15 passes later, names a NaN or Inf."""
         token_ids = batch.token_ids.to(self._decoder.device)
 
         def compute(cache: DynamicCache) -> torch.Tensor:
@@ -209,6 +225,7 @@ def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Itera
         for index, layer in enumerate(model.base_model.layers):
             stack.enter_context(observer.layers.watching(layer, index))
         yield observer
+        observer.layers.require_finite()
 
 
 def observations_of(

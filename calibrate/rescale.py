@@ -107,7 +107,7 @@ def rescale(
             " was not run",
             highlight=False,
         )
-        print_report(console, report)
+        print_report(console, report, page=out / "report.html")
     return written
 
 
@@ -130,14 +130,14 @@ def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32
     GPTQ leaves weights on the grid of their scales, AWQ close to one; SmoothQuant's compute the
     same function as before and start any recipe.
     """
-    algorithm = origin.manifest.details.get("algorithm")
-    if not (origin.path / WEIGHTS_FILE).exists() or "smoothquant" in str(algorithm):
+    algorithm = (origin.manifest.details.get("algorithm") or {}).get("name")
+    if algorithm in (None, "smoothquant"):
         return {}
     before = origin.manifest.recipe
     schemes = [(r.weights, r.overrides, r.exclude) for r in (recipe, before)]
     if schemes[0] != schemes[1]:
         raise ConfigError(
-            f"{origin.path}: its weights were fitted to recipe {before.name} by an algorithm;"
+            f"{origin.path}: its weights were fitted to recipe {before.name} by {algorithm};"
             f" calibrate again for recipe {recipe.name}"
         )
     suffixes = (".weight_scale", ".weight_global_scale")

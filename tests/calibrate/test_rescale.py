@@ -47,16 +47,18 @@ FRESH = ["fp8-static", "fp8-block", "nvfp4", "fp8 e4m3", "mixed"]
 
 
 def calibrated(model: Path, samples: Path, out: Path, recipe: Recipe) -> Calibration:
-    return run(
-        model, samples, out, recipe=recipe, count=16, dtype="float32", allow_few_samples=True
+    written = run(
+        model, samples, out, recipe=recipe, count=40, dtype="float32", allow_few_samples=True
     )
+    assert written is not None
+    return written
 
 
 @pytest.fixture(scope="module")
 def origin(
     tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Calibration:
-    """`fp8` with an E5M2 cache on 16 samples: nothing static that another recipe could inherit."""
+    """`fp8` with an E5M2 cache on 40 samples: nothing static that another recipe could inherit."""
     out = tmp_path_factory.mktemp("origin") / "out"
     return calibrated(tiny_model, tiny_samples, out, PRESETS["fp8"])
 
@@ -93,7 +95,8 @@ def test_it_equals_calibrating_afresh(
 
 def test_through_every_recipe_and_back_again(origin: Calibration, tmp_path: Path) -> None:
     derived = origin
-    for name, recipe in {**RECIPES, "back": PRESETS["fp8"]}.items():
+    others = {name: recipe for name, recipe in RECIPES.items() if name not in FRESH}
+    for name, recipe in {**others, "back": PRESETS["fp8"]}.items():
         before, derived = derived, rescale(derived.path, tmp_path / name, recipe=recipe)
         assert derived.manifest.recipe == recipe
         assert derived.manifest.details["rescaled_from"]["identity"] == before.manifest.identity
@@ -138,7 +141,7 @@ def changed(origin: Calibration, to: Path, checkpoint: Checkpoint, algorithm: st
     doubled = float32_to_bf16(checkpoint.read(name).float32() * 2)
     weights = to.with_suffix(".weights")
     write_tensors(weights, {name: Tensor("BF16", doubled)})
-    details = {**origin.manifest.details, "algorithm": algorithm}
+    details = {**origin.manifest.details, "algorithm": {"name": algorithm}}
     return Calibration.save(
         to,
         origin.manifest.model_copy(update={"details": details}),
@@ -166,7 +169,7 @@ def test_weights_fitted_to_one_recipe_start_no_other(
     origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     gptq = changed(origin, tmp_path / "gptq", checkpoint, "gptq")
-    with pytest.raises(ConfigError, match=r"fitted to recipe fp8 .*calibrate again for.* nvfp4"):
+    with pytest.raises(ConfigError, match=r"fitted to recipe fp8 by gptq; calibrate again .*nvfp4"):
         rescale(gptq.path, tmp_path / "out", recipe=PRESETS["nvfp4"])
     cache = PRESETS["fp8"].model_copy(update={"kv_cache": "float16"})
     derived = rescale(gptq.path, tmp_path / "out", recipe=cache)

@@ -13,33 +13,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.compiled import compiled
 from octet.calibration import BINS
 from octet.formats import float32_to_bf16
 
 __all__ = ["Counter", "CpuCounter", "count_reference", "make_counter"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _LANES = 4
 _BLOCK = 2048  # float32 rounded at a time: 4 KB of codes
 _LONGEST = 1 << 31  # elements counted between flushes by one thread; a counter holds 2^32 - 1
 _WORTHWHILE = 1 << 15  # elements a thread must have for a second one to pay
 _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # code of Inf; NaN above
-
-
-def _compiled(function: F) -> F:
-    """`function` in machine code, kept on disk between runs where a directory can be written."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba finds neither our folder nor the user's cache writable
-        return cast(F, numba.njit(nogil=True)(function))
 
 
 class Counter(Protocol):
@@ -183,7 +173,7 @@ def _split(
 # allows for negative indices at each access, which keeps the compiler from vectorising.
 
 
-@_compiled
+@compiled
 def _increment(codes: NDArray[np.uint16], table: NDArray[np.uint32]) -> None:
     """Counts `codes`, the sign bit ignored, into `table` [32768 x 4 lanes]."""
     mask, one = np.uint16(0x7FFF), np.uint32(1)
@@ -197,7 +187,7 @@ def _increment(codes: NDArray[np.uint16], table: NDArray[np.uint32]) -> None:
         table[np.uint64(code & mask) * np.uint64(4)] += one
 
 
-@_compiled
+@compiled
 def _round(bits: NDArray[np.uint32], codes: NDArray[np.uint16]) -> None:
     """BF16 magnitude codes of the float32 `bits`, to nearest even, without branch or table."""
     for i in range(len(bits)):
@@ -209,7 +199,7 @@ def _round(bits: NDArray[np.uint32], codes: NDArray[np.uint16]) -> None:
         codes[i] = np.uint16(upper | np.uint32(0x40)) if nan else np.uint16(rounded)
 
 
-@_compiled
+@compiled
 def _count_codes(
     bits: NDArray[np.uint16],
     starts: NDArray[np.int64],
@@ -220,7 +210,7 @@ def _count_codes(
         _increment(bits[starts[run] : stops[run]], table)
 
 
-@_compiled
+@compiled
 def _count_rounded(
     bits: NDArray[np.uint32],
     starts: NDArray[np.int64],
@@ -236,7 +226,7 @@ def _count_rounded(
             _increment(codes, table)
 
 
-@_compiled
+@compiled
 def _flush(table: NDArray[np.uint32], counts: NDArray[np.int64]) -> None:
     for code in range(BINS):
         lanes = np.int64(table[4 * code]) + np.int64(table[4 * code + 1])

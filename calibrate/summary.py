@@ -127,14 +127,14 @@ def _budget(budget: Mapping[str, Any] | None) -> str:
     if budget is None:
         return ""
     perplexity = budget["metric"] == "perplexity"
-    limit, reached = (
-        f"{value:.2%}" if perplexity else f"{value:.2g}"
-        for value in (budget["limit"], budget["reached"])
+    limit, reached, bound = (
+        f"{budget[key]:.2%}" if perplexity else f"{budget[key]:.2g}"
+        for key in ("limit", "reached", "bound")
     )
     name = "a perplexity higher by" if perplexity else "KL"
     verb = "is met" if budget["met"] else "is not met"
     steps = len(budget["curve"]) - 1
     return (
-        f"The budget of {name} {limit} {verb}: {reached} after {steps}"
+        f"The budget of {name} {limit} {verb}: {reached} (95 % bound {bound}) after {steps}"
         f" promotion{'' if steps == 1 else 's'} to a higher precision."
     )

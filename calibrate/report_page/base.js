@@ -77,7 +77,7 @@ function redraw(id) {
     font: { family: "system-ui, sans-serif", size: narrow ? 11 : 12.5, color: color("text") },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 10, r: 14, t: 14, b: 10 }, hovermode: "closest", dragmode: narrow ? false : "zoom",
-    legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0 },
+    legend: { orientation: "h", yref: "container", yanchor: "bottom", y: 0, x: 0 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("text") } },
     ...layout,
   };

@@ -63,13 +63,13 @@ function distributionPlot(name, logarithmic) {
   };
   if (grid) {
     const clipping = tensor.absmax > grid.clips;
-    line(grid.zero, `underflow below ${digits(grid.zero)}`, "dash", "c4", 0.82);
-    line(grid.normal, `smallest normal ${digits(grid.normal)}`, "dot", "c5", 0.92);
-    line(grid.saturates, `saturates at ${digits(grid.saturates)}`, "solid", "c1", 0.92);
-    if (clipping) line(tensor.absmax, `largest ${digits(tensor.absmax)}`, "dot", "c5", 0.82);
+    line(grid.zero, `underflow below ${digits(grid.zero)}`, "dash", "c4", 0.8);
+    line(grid.normal, `smallest normal ${digits(grid.normal)}`, "dot", "c5", 0.87);
+    line(grid.saturates, `saturates at ${digits(grid.saturates)}`, "solid", "c1", 0.94);
+    if (clipping) line(tensor.absmax, `largest ${digits(tensor.absmax)}`, "dot", "c5", 0.73);
     if (tensor.global_scale) {
       const least = (tensor.global_scale * 2 ** -9 * grid.format.smallest_subnormal) / 2;
-      line(least, `zero under any group scale: below ${digits(least)}`, "dash", "c3", 0.72);
+      line(least, `zero under any group scale: below ${digits(least)}`, "dash", "c3", 0.73);
     }
     const values = grid.format.grid.filter((value) => value > 0).map((value) => value * grid.scale);
     traces.push({

@@ -68,7 +68,7 @@ function startLayers() {
   const of = (kinds, value) => tensors.filter((tensor) => kinds.includes(tensor.kind)).map((tensor) =>
     ({ layer: tensor.layer, group: groupOf(tensor.role), value: value(tensor), name: tensor.name }));
   const known = sqnrFigure("sqnr-inputs", "Inputs", of(["input"], (tensor) => tensor.sqnr_db),
-    { caption: tensors.some((t) => t.measured_sqnr_db !== null) ? "Measured on samples where scales are made at run time." : "" });
+    { caption: tensors.some((t) => t.dynamic && t.measured_sqnr_db !== null) ? "Measured on samples where scales are made at run time." : "" });
   if (!known) {
     // The whole tensor under one scale says something of E4M3, whose range covers it, not of FP4.
     const reference = (tensor) => (tensor.format === "e4m3" && tensor.methods.max ? tensor.methods.max.sqnr_db : null);
@@ -77,6 +77,9 @@ function startLayers() {
         caption: "Served with scales made at run time, whose error a histogram cannot tell." });
     if (!shown) note("layers-grid", "Inputs", "Not known: their scales are made at run time for each group, and a histogram cannot tell which values share one. See what is not known.");
   }
+  sqnrFigure("sqnr-small", "Inputs, the smallest 90 % of their values", of(["input"], (tensor) =>
+    (tensor.chosen ? tensor.small_sqnr_db : tensor.measured_small_sqnr_db)),
+    { caption: "Far below the SQNR of all, a few large values take the format's range." });
   if (!sqnrFigure("sqnr-cache", "Keys and values in the cache", of(["key", "value"], (t) => t.sqnr_db)))
     note("layers-grid", "Keys and values in the cache", "Not quantized.");
   const weights = Object.entries(report.weights).map(([name, weight]) =>

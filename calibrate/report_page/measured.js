@@ -34,7 +34,7 @@ function convergenceFigure(id, title, names, value, kind, counts) {
   figure("convergence-grid", id, title, () => ({
     traces: [
       ...rest.map((line, index) => ({ type: "scatter", mode: "lines", x: counts, y: line.y, name: "other tensors",
-        legendgroup: "rest", showlegend: index === 0, line: { color: color("line"), width: 1 },
+        legendgroup: "rest", showlegend: index === 0, opacity: 0.45, line: { color: color("muted"), width: 1 },
         hovertemplate: `${line.name}<br>%{y:${unit}}<extra></extra>` })),
       ...named.map((line, index) => ({ type: "scatter", mode: "lines+markers", x: counts, y: line.y,
         name: short(line.name), line: { color: color(STYLES[index][0]), width: 2, dash: STYLES[index][2] },
@@ -85,6 +85,8 @@ function startBudget() {
       type: "scatter", mode: "lines+markers", x: curve.map((at) => at.weight_bytes / 1e6), y: curve.map((at) => at[key]),
       text: curve.map(text), hovertemplate: "%{text}<br>%{x:.4~g} MB, %{y:.4~g}<extra></extra>", showlegend: false,
       line: { color: color("c0"), width: 2 }, marker: { size: 9, color: color("c0") },
+      error_y: { type: "data", symmetric: false, array: curve.map((at) => boundOf(found, at, key) - at[key]),
+        arrayminus: curve.map(() => 0), color: color("muted"), thickness: 1.5, width: 5 },
     }],
     label: `${name} against the size of the weights, ${curve.length} steps, from ${digits(curve[0][key])} to ${digits(found.reached)}`,
     layout: {
@@ -96,7 +98,14 @@ function startBudget() {
     },
   }));
   byId("budget-steps").append(...curve.map((at) =>
-    element("li", {}, `${text(at)}: ${(at.weight_bytes / 1e6).toFixed(1)} MB, ${name} ${digits(at[key], 4)}`)));
+    element("li", {}, `${text(at)}: ${digits(at.weight_bytes / 1e6, 4)} MB, ${key === "kl" ? "KL" : key} ${digits(at[key], 4)}`)));
+}
+
+// The upper end of the confidence interval, which is what the budget is held against.
+function boundOf(found, at, key) {
+  if (at.bound === undefined || at.bound === null) return at[key];
+  const [reference] = key === "kl" ? [0] : limitOf({ ...found, limit: 0 }, key);
+  return key === "kl" ? at.bound : reference === undefined ? at[key] : reference * (1 + at.bound);
 }
 
 // A perplexity budget is a relative change; only the reference says what it is in perplexity.
@@ -115,7 +124,7 @@ function startExperts() {
   plot("plot-experts", () => ({
     traces: [{
       type: "heatmap", z: tokens.map((row) => row.map((count) => Math.log10(count + 1))), x: [...Array(most).keys()],
-      y: layers.map((layer) => layer.replace("model.layers.", "")), customdata: tokens, colorscale: "Cividis", xgap: 1, ygap: 1,
+      y: layers.map((layer) => layer.replace("model.layers.", "")), customdata: tokens, colorscale: "Cividis", xgap: most > 64 ? 0 : 1, ygap: 1,
       hovertemplate: "layer %{y}, expert %{x}: %{customdata} tokens<extra></extra>",
       colorbar: { title: { text: "tokens" }, tickvals: [0, 1, 2, 3, 4, 5, 6, 7],
         ticktext: ["0", "10", "100", "1k", "10k", "100k", "1M", "10M"], thickness: 12 },

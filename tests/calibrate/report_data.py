@@ -150,18 +150,29 @@ def budget() -> dict[str, Any]:
         "metric": "kl",
         "limit": 0.005,
         "reached": 0.004,
+        "bound": 0.0045,
         "met": True,
         "curve": [
-            {"promoted": None, "to": None, "weight_bytes": 100_000, "kl": 0.02, "perplexity": 10.2},
+            {
+                "promoted": None,
+                "to": None,
+                "weight_bytes": 100_000,
+                "kl": 0.02,
+                "perplexity": 10.2,
+                "bound": 0.021,
+            },
             {
                 "promoted": "model.layers.0.self_attn.q_proj",
                 "to": "bf16",
                 "weight_bytes": 116_384,
                 "kl": 0.004,
                 "perplexity": 10.05,
+                "bound": 0.0045,
             },
         ],
-        "chosen": {"name": "chosen"},
+        "tokens": 16_384,
+        "evaluated_on": "held-out samples",
+        "chosen": [{"unit": "model.layers.0.self_attn.q_proj", "to": "bf16"}],
     }
 
 

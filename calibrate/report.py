@@ -77,6 +77,7 @@ class Report:
             "facts": dict(self.facts),
             "summary": asdict(self.summary),
             "warnings": list(self.warnings),
+            "notes": list(self.notes),  # those of the warnings that another recipe would have too
             "notes": list(self.notes),  # those of the warnings that were given
             "unknown": [asdict(unknown) for unknown in self.unknown],
             "formats": {name: _format_json(name) for name in used},

@@ -24,18 +24,17 @@ def print_report(
     report: "Report",
     *,
     tokens: int | None = None,
-    seconds: float = 0.0,
+    seconds: float | None = None,
     page: Path | None = None,
 ) -> None:
-    """The rate, the verdict, the worst tensors, what clipping would do, and the warnings.
+    """The verdict, the worst tensors, what clipping would do, the warnings and what to do.
 
-    Without `tokens` the model was not run: no rate. `page` is where the HTML report is.
+    `tokens` in `seconds` are what this run observed, if the model ran; `page` is the HTML report.
     """
-    if tokens is not None:
-        rate = tokens / seconds if seconds > 0 else math.inf
+    if tokens is not None and seconds:
         console.print(
             f"observed {len(report.tensors)} tensors over {tokens:,} tokens"
-            f" in {seconds:.1f} s ({rate:,.0f} tokens/s)"
+            f" in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
         )
     summary = report.summary
     for line in (summary.enough, summary.worst, summary.measured, summary.budget):

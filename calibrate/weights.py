@@ -65,7 +65,7 @@ def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str,
     Per-tensor scales, and global ones, are shared by linears that are fused when served (q/k/v,
     gate/up).
     """
-    with ThreadPoolExecutor(os.cpu_count(), "octet-weights") as pool:
+    with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         for scheme, linears in _fused(checkpoint.spec, recipe):
             names = [f"{linear.name}.weight" for linear in linears]
             weights = [_Weight(name, checkpoint.read(name), scheme, pool) for name in names]
@@ -76,7 +76,7 @@ def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str,
 
 def scale_of_weight(name: str, tensor: Tensor, scheme: TensorScheme) -> WeightScale:
     """The scale of one weight [N, K] that shares it with no other."""
-    with ThreadPoolExecutor(os.cpu_count(), "octet-weights") as pool:
+    with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         return _scales_of([_Weight(name, tensor, scheme, pool)], scheme)[0]
 
 
@@ -244,6 +244,13 @@ def _two_level(amax: Float32Array, shared: Float32Array, target: float) -> Float
     """E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
     scale = amax / (np.float32(target) * shared)
     return formats.round_to(np.maximum(scale, np.float32(microscaling.LEAST_E4M3)), E4M3)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _power(x: Float32Array) -> float:

@@ -71,6 +71,7 @@ class LayerObserver:
             self.require_finite()
         return result
 
+    @torch.inference_mode()
     def require_finite(self) -> None:
         """NumericsError names the first tensor in which NaN or Inf was counted, if any was."""
         unchecked, self._unchecked = self._unchecked, []

@@ -77,7 +77,6 @@ class Report:
             "facts": dict(self.facts),
             "summary": asdict(self.summary),
             "warnings": list(self.warnings),
-            "notes": list(self.notes),  # those of the warnings that another recipe would have too
             "notes": list(self.notes),  # those of the warnings that were given
             "unknown": [asdict(unknown) for unknown in self.unknown],
             "formats": {name: _format_json(name) for name in used},
@@ -126,7 +125,7 @@ def build_report(
         histograms,
         scales_in_use(observations, scales),
         global_scales=_global_scales(observations, scales),
-        sensitivity=sensitivity,
+        sensitivity=_still_true(sensitivity, budget),
     )
     findings = find(recipe, tensors, convergence)
     return Report(
@@ -158,6 +157,16 @@ def build_report(
         experts=experts,
         facts=facts or {},
     )
+
+
+def _still_true(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Without the units that the budget moved to another format after they were measured."""
+    if sensitivity is None or budget is None:
+        return sensitivity
+    moved = {chosen["unit"] for chosen in budget["chosen"]}
+    return {"units": [unit for unit in sensitivity["units"] if unit["name"] not in moved]}
 
 
 def _global_scales(

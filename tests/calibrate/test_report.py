@@ -10,7 +10,14 @@ from rich.console import Console
 
 from calibrate.report import print_report
 from octet.recipe import Recipe, TensorScheme
-from tests.calibrate.report_data import chunks, experts, make_report, observations, sensitivity
+from tests.calibrate.report_data import (
+    budget,
+    chunks,
+    experts,
+    make_report,
+    observations,
+    sensitivity,
+)
 
 INPUT = "model.layers.0.self_attn.q_proj.input"
 KEY = "model.layers.1.self_attn.key"
@@ -97,6 +104,13 @@ def test_what_was_measured_is_known() -> None:
     assert not any("run time" in unknown.what for unknown in report.unknown)
     assert not any("output" in unknown.what for unknown in report.unknown)
     assert "perplexity 10.05, where the original has 10" in report.summary.measured
+
+
+def test_what_was_measured_before_the_budget_changed_it_is_unknown_again() -> None:
+    report = make_report("fp8", sensitivity=sensitivity(), budget=budget())
+    assert report.tensors[INPUT].sqnr_db is None
+    assert report.tensors[INPUT.replace("q_proj", "o_proj")].sqnr_db == 29.0
+    assert report.unknown[0].tensors == (INPUT,)
 
 
 def test_a_linear_in_full_precision_has_no_error() -> None:

@@ -158,7 +158,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     example_model: Path, example_samples: Path, tmp_path: Path
 ) -> None:
     """`fp8-static` alone loses over 1 % of held-out perplexity; the report shows why; a budget of
-    1 % brings it back, by the injured layers alone."""
+    1 % brings it back, by the injured layers and few others."""
     path = tmp_path / "model"
     injured = write_outlier_checkpoint(example_model, path, layers=(1, 3), factor=2**16)
     checkpoint = Checkpoint.open(path)
@@ -190,7 +190,8 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     found = choose(*common, sensitivity, limit, reference, evaluated_on="held-out samples")
     assert found.met and found.reached < found.bound <= 0.01
     first = {unit.name: f"{unit.linears[0]}.input" for unit in sensitivity.units if unit.linears}
-    assert {first[name] for name, _ in found.chosen} <= seen
+    assert {first[name] for name, _ in found.chosen} >= seen
+    assert len(found.chosen) <= 8  # of 24
     assert found.curve[-1].weight_bytes < 1.2 * found.curve[0].weight_bytes
     scales, _ = derive_scales(checkpoint, found.recipe, observer.histograms)
     with simulate(model, checkpoint.spec, found.recipe, scales):

@@ -87,12 +87,23 @@ class Report:
                 "left_out": len(self.tensors) - len(self.distributions),
                 "tensors": dict(self.distributions),
             },
-            "convergence": None if self.convergence is None else self.convergence.as_json(),
+            "convergence": self._convergence_json(),
             "sensitivity": None if self.sensitivity is None else dict(self.sensitivity),
             "budget": None if self.budget is None else dict(self.budget),
             "experts": None if self.experts is None else dict(self.experts),
         }
         return _finite(data)  # type: ignore[no-any-return]
+
+    def _convergence_json(self) -> dict[str, Any] | None:
+        """Without experts that settled, if there are many: convergence.json has them all."""
+        if self.convergence is None:
+            return None
+        data = self.convergence.as_json()
+        kept = {*self.distributions, *data["moved"]}
+        courses = data["tensors"]
+        data["tensors"] = {name: course for name, course in courses.items() if name in kept}
+        data["left_out"] = len(courses) - len(data["tensors"])
+        return data
 
 
 def build_report(

@@ -126,14 +126,13 @@ def test_the_golden_records_are_those_of_the_whole_model(
         assert np.allclose(record.top_logprobs, expected.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["fp8-static", "nvfp4"])
 def test_another_recipe_needs_no_other_run(
-    calibration: Calibration, moe: Path, tiny_samples: Path, preset: str, tmp_path: Path
+    calibration: Calibration, moe: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
-    recipe = Recipe.load(preset)
+    recipe = Recipe.load("nvfp4")
     derived = rescale(calibration.path, tmp_path / "derived", recipe=recipe)
     fresh = run(moe, tiny_samples, tmp_path / "fresh", recipe=recipe, count=128, dtype="float32")
-    assert derived.scales.keys() == fresh.scales.keys()
+    assert fresh is not None and derived.scales.keys() == fresh.scales.keys()
     for name, scale in fresh.scales.items():
         assert np.array_equal(derived.scales[name], scale), name
 

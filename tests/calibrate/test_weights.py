@@ -18,7 +18,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError
 from octet.formats import E2M1, E4M3, Format
 from octet.microscaling import combined
-from octet.recipe import PRESETS, Override, Recipe
+from octet.recipe import PRESETS, Override, Recipe, TensorScheme
 from octet.tensors import Tensor, TensorFile, write_tensors
 from tests.generators import format_id, rounding_points
 from tests.references import (
@@ -297,6 +297,18 @@ def test_overrides_give_other_scales_to_some(checkpoint: Checkpoint) -> None:
             assert name not in found
         else:
             assert found[name].scale.shape == (linear.out_features, linear.in_features // 16)
+
+
+def test_groups_with_float32_scales(checkpoint: Checkpoint) -> None:
+    """1 by 128, as activations of block weights have: no preset's, but a recipe may say so."""
+    group = TensorScheme(granularity="group", group_size=128)
+    recipe = Recipe(
+        name="test", weights=group, activations=group.model_copy(update={"dynamic": True})
+    )
+    for linear, found in weight_scales(checkpoint, recipe):
+        weight = stored(checkpoint, linear)
+        amax = np.abs(weight).reshape(len(weight), -1, 128).max(axis=2)
+        np.testing.assert_array_equal(found.scale, amax / np.float32(448))
 
 
 # How it is computed

@@ -156,6 +156,7 @@ def disk_error(path: Path, error: OSError) -> OctetError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(
             f"{path.parent}: no space left on the disk; free some and run the same command again"
+            " (layers that a journal holds are not computed again)"
         )
     return ArtifactError(f"{path}: {error.strerror}")
 

@@ -1,79 +1,51 @@
 """What a killed run continues from: every finished layer's counts, and what enters the next.
 
-    journal.json             what the counts depend on (`run_identity`), but not the recipe
+    journal.json             what the counts depend on (`calibrate.identity`), but not the recipe
     layer-003.safetensors    int64 [chunks, 32768] for each tensor of layer 3
     layer-003.json           hashes of that file and of the activations; its arrival ends the layer
     activations-003/         what layer 3 gave, one file a batch
 
 A layer is finished when its .json is there, which is moved into place after everything that it
-names. What is found of an unfinished layer is overwritten. Several processes share one journal:
-rank 0 writes it, and each its own batches' activations.
+names. What is found of an unfinished layer is removed. Several processes share one journal: rank 0
+writes it, and each its own batches' activations.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from calibrate.activations import ActivationFiles, disk_error
 from calibrate.batches import Batch
 from calibrate.distributed import Group
 from calibrate.layers import LayeredModel
-from octet.checkpoint import Checkpoint, sha256_file
+from octet.calibration import BINS
+from octet.checkpoint import sha256_file
 from octet.errors import ArtifactError, CheckpointError, OctetError
 from octet.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["Journal", "device_name", "run_identity"]
+__all__ = ["Journal"]
 
 SCHEMA_VERSION = 1
-
-
-def run_identity(
-    checkpoint: Checkpoint, batches: Sequence[Batch], dtype: str, device: torch.device
-) -> dict[str, str]:
-    """What the counts depend on, by name: not the recipe, nor how many processes count."""
-    import transformers
-
-    model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
-    if checkpoint.changes is not None:
-        model.update(sha256_file(checkpoint.changes.path).encode())
-    samples = hashlib.sha256()
-    for batch in batches:
-        shape = tuple(batch.token_ids.shape)
-        samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
-        samples.update(batch.token_ids.numpy().tobytes())
-    return {
-        "model": model.hexdigest(),
-        "samples": samples.hexdigest(),
-        "compute dtype": dtype,
-        "device": device_name(device),
-        "number of torch threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """What arithmetic depends on: the GPU's name, or the CPU's instructions that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
 
 
 class Journal:
     """The journal in `path`; `finished` layers are in it."""
 
-    def __init__(self, path: Path, group: Group, records: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, path: Path, group: Group, records: list[dict[str, Any]], lock: IO[str] | None
+    ) -> None:
         self.path = path
         self._group = group
         self._records = records
+        self._lock = lock
 
     @classmethod
     def open(
@@ -81,18 +53,30 @@ class Journal:
     ) -> "Journal":
         """Begins a journal, or continues that of the same run.
 
-        ArtifactError for one of another run unless `restart`, which discards it, and for one that
-        was altered.
+        ArtifactError for one of another run unless `restart`, which discards it, for one that was
+        altered, and for one that another process has open.
         """
         records: list[dict[str, Any]] = []
         error: OctetError | None = None
+        lock: IO[str] | None = None
         if group.rank == 0:
             try:
+                lock = _lock(path)
                 records = _open(path, identity, restart)
             except OctetError as caught:
                 error = caught
-        group.agree(error)
-        return cls(path, group, group.gather(records)[0])
+        try:
+            group.agree(error)
+        except OctetError:
+            if lock is not None:
+                lock.close()
+            raise
+        return cls(path, group, group.gather(records)[0], lock)
+
+    def close(self) -> None:
+        """Lets another process have the journal."""
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def finished(self) -> int:
@@ -101,8 +85,6 @@ class Journal:
 
     def histograms(self, index: int, names: Sequence[str], chunks: int) -> NDArray[np.int64]:
         """int64 [names, chunks, 32768] of a finished layer, on every rank."""
-        from octet.calibration import BINS
-
         counts = np.zeros((len(names), chunks, BINS), np.int64)
         error: OctetError | None = None
         if self._group.rank == 0:
@@ -189,13 +171,10 @@ class Journal:
 def _open(path: Path, identity: Mapping[str, str], restart: bool) -> list[dict[str, Any]]:
     """The records of the finished layers; [] for a journal that begins."""
     head = path / "journal.json"
-    if path.exists() and not head.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ArtifactError(f"{path}: exists and is not a journal; choose another")
-    if restart and path.exists():
-        shutil.rmtree(path)
+    if restart:
+        _discard(path.iterdir())
     if not head.exists():
         try:
-            path.mkdir(parents=True, exist_ok=True)
             _write_json(head, {"schema_version": SCHEMA_VERSION, "identity": dict(identity)})
         except OSError as error:
             raise disk_error(head, error) from None
@@ -211,12 +190,43 @@ def _open(path: Path, identity: Mapping[str, str], restart: bool) -> list[dict[s
     records: list[dict[str, Any]] = []
     while (record := path / f"layer-{len(records):03d}.json").exists():
         records.append(_read_json(record))
+    _discard(path.glob("*.partial"))
+    _discard(
+        x for x in path.glob("activations-*") if x.name != f"activations-{len(records) - 1:03d}"
+    )
     return records
+
+
+def _lock(path: Path) -> IO[str]:
+    """The journal's directory, made if need be, for this process alone until the file is closed."""
+    if path.exists() and not (path / "journal.json").exists():
+        others = [] if not path.is_dir() else [x for x in path.iterdir() if x.name != "lock"]
+        if not path.is_dir() or any(x.suffix != ".partial" for x in others):
+            raise ArtifactError(f"{path}: exists and is not a journal; choose another")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise disk_error(path / "lock", error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ArtifactError(f"{path}: another process is calibrating with this journal") from None
+    return lock
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != "lock":
+            path.unlink(missing_ok=True)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes `content` with its own hash, and moves it into place."""
-    temporary = path.with_suffix(".partial")
+    temporary = path.with_name(f"{path.name}.partial")
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     temporary.write_text(json.dumps({"content": content, "sha256": digest}, indent=1) + "\n")

@@ -33,7 +33,8 @@ from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
 from calibrate.counting import Counter, make_counter
 from calibrate.distributed import Group, require_agreement
-from calibrate.journal import Journal, device_name, run_identity
+from calibrate.identity import device_name, run_identity
+from calibrate.journal import Journal
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.observe import LayerObserver, check_totals, observations_of
@@ -83,15 +84,17 @@ def observe_checkpoint(
     """
     device, group = torch.device(device), group or Group()
     observations = observations_of(checkpoint.spec, getattr(torch, dtype))
-    opened: Journal | None = None
-    if journal is not None or group.world > 1:
-        identity = run_identity(checkpoint, batches, dtype, device)
-        require_agreement(group, identity)
-        if journal is not None:
-            opened = Journal.open(journal, identity, group, restart=restart)
     chunks = chunks or 1 + max(batch.chunk for batch in batches)
-    sweep = _Sweep(checkpoint, batches, dtype, device, chunks, spill, opened, group, advance)
-    histograms = sweep.run(threads)
+    with ExitStack() as stack:
+        opened: Journal | None = None
+        if journal is not None or group.world > 1:
+            identity = run_identity(checkpoint, batches, dtype, device)
+            require_agreement(group, identity)
+            if journal is not None:
+                opened = Journal.open(journal, identity, group, restart=restart)
+                stack.callback(opened.close)
+        sweep = _Sweep(checkpoint, batches, dtype, device, chunks, spill, opened, group, advance)
+        histograms = sweep.run(threads)
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
     facts = {
         "device": device_name(device),
@@ -143,6 +146,7 @@ class _Sweep:
         if first == self._spec.layers:
             return histograms
         model = LayeredModel(self._checkpoint, self._dtype, self._device)
+        self._check_space(first)
         counter = make_counter(self._device, max(map(len, self._names)), threads=threads)
         with ExitStack() as stack:
             stack.callback(counter.close)
@@ -168,7 +172,6 @@ class _Sweep:
         if self._journal is not None:
             return None
         self._spill.mkdir(parents=True, exist_ok=True)
-        require_space(self._spill, self._activation_bytes(model), "keeping one set of activations")
         directory = tempfile.TemporaryDirectory(prefix="octet-", dir=self._spill)
         return ActivationFiles(Path(stack.enter_context(directory)), model, self._batches)
 
@@ -225,6 +228,20 @@ class _Sweep:
                 observer.counter.clear()
             self._progress.step(batch.tokens)
 
-    def _activation_bytes(self, model: LayeredModel) -> int:
-        rows = sum(self._batches[index].token_ids.numel() for index in self._mine)
-        return rows * self._spec.hidden_size * model.dtype.itemsize
+    def _check_space(self, first: int) -> None:
+        """ArtifactError, on every rank, if rank 0's disk cannot hold what will be written."""
+        values = sum(batch.token_ids.numel() for batch in self._batches) * self._spec.hidden_size
+        activations = values * getattr(torch, self._dtype).itemsize
+        error: OctetError | None = None
+        try:
+            if self._group.rank == 0 and self._journal is not None:
+                # What enters a layer and what leaves it; of the first one nothing enters.
+                sets = min(2, self._spec.layers - 1) - (first > 0)
+                counts = sum(map(len, self._names[first:])) * self._chunks * BINS * 8
+                require_space(self._journal.path, sets * activations + counts, "the journal")
+            elif self._group.rank == 0 and self._spill is not None:
+                self._spill.mkdir(parents=True, exist_ok=True)
+                require_space(self._spill, activations, "one set of activations")
+        except OctetError as caught:
+            error = caught
+        self._group.agree(error)

@@ -1,0 +1,44 @@
+"""What the counts of a run depend on, to the last bit: the same here, the same there."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+
+from calibrate.batches import Batch
+from octet.checkpoint import Checkpoint, sha256_file
+
+__all__ = ["device_name", "run_identity"]
+
+
+def run_identity(
+    checkpoint: Checkpoint, batches: Sequence[Batch], dtype: str, device: torch.device
+) -> dict[str, str]:
+    """What the counts depend on, by name: not the recipe, nor how many processes count."""
+    import transformers
+
+    model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
+    if checkpoint.changes is not None:
+        model.update(sha256_file(checkpoint.changes.path).encode())
+    samples = hashlib.sha256()
+    for batch in batches:
+        shape = tuple(batch.token_ids.shape)
+        samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
+        samples.update(batch.token_ids.numpy().tobytes())
+    return {
+        "model": model.hexdigest(),
+        "samples": samples.hexdigest(),
+        "compute dtype": dtype,
+        "device": device_name(device),
+        "number of torch threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """What arithmetic depends on: the GPU's name, or the CPU's instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.backends.cpu.get_cpu_capability()})"

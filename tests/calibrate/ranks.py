@@ -1,0 +1,55 @@
+"""One rank of a calibration under torchrun: `ranks.py MODEL OTHER_MODEL DIRECTORY`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from calibrate.distributed import process_group
+from octet.errors import OctetError
+from tests.calibrate.runs import batches_of, run, save_counts
+
+
+def main(model: Path, other: Path, directory: Path) -> None:
+    torch.set_num_threads(1)
+    with process_group("cpu") as (group, _):
+        observed = run(model, group=group)
+        save_counts(directory / f"counts-{group.rank}", observed)
+
+        # Interrupted on every rank in the second layer, and continued from the shared journal.
+        told, half = 0, sum(batch.tokens for batch in batches_of(5)) // 2
+
+        def advance(tokens: int) -> None:
+            nonlocal told
+            told += tokens
+            if told > half:
+                raise KeyboardInterrupt
+
+        try:
+            run(model, directory / "journal", group=group, advance=advance)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("the run was to be interrupted")
+        finished = len(list((directory / "journal").glob("layer-*.json")))
+        group.agree(None)
+        resumed = run(model, directory / "journal", group=group)
+        save_counts(directory / f"resumed-{group.rank}", resumed)
+
+        errors = [f"{finished} finished"]
+        mine = other if group.rank else model
+        for settings in ({"count": 5 + group.rank}, {}):
+            try:
+                run(model if "count" in settings else mine, group=group, **settings)
+            except OctetError as error:
+                errors.append(str(error))
+        # NaN in the other model's embeddings of what only batch 1 holds: rank 1's, told by both.
+        try:
+            run(other, group=group)
+        except OctetError as error:
+            errors.append(str(error))
+        (directory / f"errors-{group.rank}").write_text("\n".join(errors))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -58,7 +58,7 @@ def read_parquet(files: Sequence[Path], fields: Fields) -> Iterator[Sample]:
         ):
             wanted = _wanted(table.schema_arrow, fields, file)
             for batch in table.iter_batches(_ROWS, columns=wanted, use_threads=False):
-                yield from _samples(batch, fields, file, row, len(files) > 1)
+                yield from _samples(batch, fields, file, row, file.name)
                 row += batch.num_rows
 
 
@@ -78,14 +78,12 @@ def read_arrow(files: Sequence[Path], fields: Fields) -> Iterator[Sample]:
             for batch in stream:
                 chosen = batch.select(wanted)
                 for start in range(0, chosen.num_rows, _ROWS):
-                    yield from _samples(chosen.slice(start, _ROWS), fields, file, row + start)
+                    part = chosen.slice(start, _ROWS)
+                    yield from _samples(part, fields, file, row + start, file.parent.name)
                 row += batch.num_rows
 
 
-def _samples(
-    batch: Any, fields: Fields, file: Path, first: int, name_file: bool = False
-) -> Iterator[Sample]:
-    prefix = f"{file.name}, " if name_file else ""
+def _samples(batch: Any, fields: Fields, file: Path, first: int, name: str) -> Iterator[Sample]:
     for index in range(batch.num_rows):
         place = f"row {first + index}"
         try:
@@ -95,7 +93,7 @@ def _samples(
         messages = record.get(fields.messages)
         if isinstance(messages, list):
             record[fields.messages] = [_present(message) for message in messages]
-        yield sample_of(record, fields, f"{file}, {place}", f"{prefix}{place}")
+        yield sample_of(record, fields, f"{file}, {place}", f"{name}, {place}")
 
 
 def _present(message: object) -> object:

@@ -48,7 +48,7 @@ def open_source(path: Path, fields: Fields) -> Source:
         by_form_feed = separator == "form feeds"
         kind = f"text, samples separated by {separator}"
         return Source(kind, (path,), lambda: _read_text(path, by_form_feed=by_form_feed))
-    return Source("JSONL", (path,), lambda: _read_jsonl(path, fields))
+    return Source("JSONL", (path,), lambda: _read_jsonl(path, fields, path.name))
 
 
 def _open_directory(path: Path, fields: Fields) -> Source:
@@ -79,7 +79,7 @@ def _open_directory(path: Path, fields: Fields) -> Source:
     return Source(kind, found, lambda: _read_lines_of(path, found, fields))
 
 
-def _read_jsonl(path: Path, fields: Fields, prefix: str = "") -> Iterator[Sample]:
+def _read_jsonl(path: Path, fields: Fields, name: str) -> Iterator[Sample]:
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -92,7 +92,7 @@ def _read_jsonl(path: Path, fields: Fields, prefix: str = "") -> Iterator[Sample
             ) from None
         if not isinstance(record, dict):
             raise SampleError(f"{where}: a JSON {kind_of(record)}; each line must be an object")
-        yield sample_of(record, fields, where, f"{prefix}line {number}")
+        yield sample_of(record, fields, where, f"{name}, line {number}")
 
 
 def _why(error: Exception) -> str:
@@ -103,7 +103,7 @@ def _why(error: Exception) -> str:
 
 def _read_lines_of(root: Path, files: tuple[Path, ...], fields: Fields) -> Iterator[Sample]:
     for file in files:
-        yield from _read_jsonl(file, fields, f"{file.relative_to(root).as_posix()}, ")
+        yield from _read_jsonl(file, fields, file.relative_to(root).as_posix())
 
 
 def _read_text(path: Path, *, by_form_feed: bool) -> Iterator[Sample]:
@@ -116,13 +116,13 @@ def _read_text(path: Path, *, by_form_feed: bool) -> Iterator[Sample]:
         pieces = text.split("\f") if by_form_feed else [text] if text.strip() else blank
         for index, piece in enumerate(pieces):
             if index and lines:
-                yield Sample("".join(lines).strip("\r\n"), f"line {start}")
+                yield Sample("".join(lines).strip("\r\n"), f"{path.name}, line {start}")
                 lines = []
             if lines or piece.strip():
                 start = start if lines else number
                 lines.append(piece)
     if lines:
-        yield Sample("".join(lines).strip("\r\n"), f"line {start}")
+        yield Sample("".join(lines).strip("\r\n"), f"{path.name}, line {start}")
 
 
 def _read_files(root: Path, files: tuple[Path, ...]) -> Iterator[Sample]:

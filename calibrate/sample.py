@@ -33,8 +33,8 @@ class Fields:
 class Sample:
     """A text, or, where `messages` is not empty, a conversation for the chat template.
 
-    `origin` names its place in the source: `line 12` (from 1), `row 11` of a table (from 0), or the
-    name of a file.
+    `origin` names its place: a file's name, with the line (from 1) or the row of a table (from 0)
+    of one that holds several: `samples.jsonl, line 12`.
     """
 
     text: str

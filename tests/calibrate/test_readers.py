@@ -82,14 +82,14 @@ def saved_dataset(path: Path) -> Path:
 
 
 SOURCES = [
-    (blank_lines, "text, samples separated by blank lines", "line 2"),
-    (windows_lines, "text, samples separated by blank lines", "line 1"),
-    (form_feeds, "text, samples separated by form feeds", "line 1"),
+    (blank_lines, "text, samples separated by blank lines", "s.txt, line 2"),
+    (windows_lines, "text, samples separated by blank lines", "s.txt, line 1"),
+    (form_feeds, "text, samples separated by form feeds", "s.txt, line 1"),
     (files, "4 text files, one sample each", "part-0/0.txt"),
     (jsonl_files, "2 JSONL files", "a.jsonl, line 1"),
-    (parquet, "Parquet", "row 0"),
+    (parquet, "Parquet", "s.parquet, row 0"),
     (parquet_files, "2 Parquet files", "train-00000-of-00002.parquet, row 0"),
-    (saved_dataset, "saved dataset", "row 0"),
+    (saved_dataset, "saved dataset", "source, row 0"),
 ]
 
 
@@ -112,18 +112,26 @@ def test_a_source_gives_the_samples_of_the_jsonl(
 def test_the_place_of_a_sample_in_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "s.txt").write_text("a\nb\n\n\n  c\n\nd")
     samples = load_samples(tmp_path / "s.txt").samples
-    assert samples == (Sample("a\nb", "line 1"), Sample("  c", "line 5"), Sample("d", "line 7"))
+    assert samples == (
+        Sample("a\nb", "s.txt, line 1"),
+        Sample("  c", "s.txt, line 5"),
+        Sample("d", "s.txt, line 7"),
+    )
     (tmp_path / "s.txt").write_text("a\n\nb\n\f\nc\fd")
     samples = load_samples(tmp_path / "s.txt").samples
-    assert samples == (Sample("a\n\nb", "line 1"), Sample("c", "line 5"), Sample("d", "line 5"))
+    assert samples == (
+        Sample("a\n\nb", "s.txt, line 1"),
+        Sample("c", "s.txt, line 5"),
+        Sample("d", "s.txt, line 5"),
+    )
 
 
 def test_a_dataset_that_datasets_itself_saved() -> None:
     conversation = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"})
     assert load_samples(SAVED / "train").samples == (
-        Sample("def f(x):\n    return x\n", "row 0"),
-        Sample("", "row 1", conversation),
-        Sample("é ü", "row 2"),
+        Sample("def f(x):\n    return x\n", "train, row 0"),
+        Sample("", "train, row 1", conversation),
+        Sample("é ü", "train, row 2"),
     )
     with pytest.raises(SampleError, match=r"has the splits train; name one, such as .*/train$"):
         load_samples(SAVED)

@@ -22,7 +22,7 @@ def texts(path: Path, *values: str) -> Path:
 def test_reads_texts_in_order_with_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "s.jsonl", '{"text": "a"}', "", '{"text": "é\\n", "n": 1}', "")
     file = load_samples(path)
-    assert file.samples == (Sample("a", "line 1"), Sample("é\n", "line 3"))
+    assert file.samples == (Sample("a", "s.jsonl, line 1"), Sample("é\n", "s.jsonl, line 3"))
     assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert file.kind == "JSONL"
 
@@ -39,8 +39,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_samples_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
     file = load_samples(texts(tmp_path / "s.jsonl", "a", "", "  \n", "b", ""))
-    assert file.first(None) == ((Sample("a", "line 1"), Sample("b", "line 4")), 3)
-    assert file.first(1) == ((Sample("a", "line 1"),), 0)
+    assert file.first(None) == ((Sample("a", "s.jsonl, line 1"), Sample("b", "s.jsonl, line 4")), 3)
+    assert file.first(1) == ((Sample("a", "s.jsonl, line 1"),), 0)
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:

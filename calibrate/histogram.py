@@ -1,5 +1,6 @@
 """The exact distribution of a tensor's magnitudes: one counter per magnitude code."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Self
@@ -8,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet import formats
-from octet.calibration import BINS
+from octet.calibration import BINS, Observation
 
-__all__ = ["CodeDtype", "Histogram", "bin_widths", "magnitudes"]
+__all__ = ["CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
 
 CodeDtype = Literal["bfloat16", "float16"]
 
@@ -72,6 +73,29 @@ class Histogram:
         reached = np.cumsum(counts)
         rank = max(1, int(np.ceil(fraction * int(reached[-1]))))
         return float(values[np.searchsorted(reached, rank)])
+
+
+class Histograms(Mapping[str, Histogram]):
+    """The histogram of each of `observations`, over all samples, made when it is asked for.
+
+    `counts` are int64 [32768] or [chunks, 32768]. A model with experts has ten thousand histograms,
+    which are not in memory at once.
+    """
+
+    def __init__(
+        self, counts: Mapping[str, NDArray[np.int64]], observations: Mapping[str, Observation]
+    ) -> None:
+        self._counts, self._observations = counts, observations
+
+    def __getitem__(self, name: str) -> Histogram:
+        code_dtype = self._observations[name].code_dtype
+        return Histogram(self._counts[name].reshape(-1, BINS).sum(axis=0), code_dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._observations)
+
+    def __len__(self) -> int:
+        return len(self._observations)
 
 
 @cache

@@ -14,7 +14,7 @@ from calibrate.convergence import convergence
 from calibrate.distributed import process_group
 from calibrate.experts import fallback_warnings, with_fallback
 from calibrate.golden import golden_set
-from calibrate.histogram import Histogram
+from calibrate.histogram import Histograms
 from calibrate.inputs import read_inputs
 from calibrate.limit import Limit
 from calibrate.loading import resolve_dtype
@@ -133,10 +133,7 @@ def run(
     with progress_bar(console, "Golden records", total) as advance:
         golden = golden_set(checkpoint, inputs.prompts, device=place, advance=advance)
     histograms, experts = with_fallback(observed_model.spec, observed.histograms)
-    summed = {
-        name: Histogram(histograms[name].sum(axis=0), observation.code_dtype)
-        for name, observation in observed.observations.items()
-    }
+    summed = Histograms(histograms, observed.observations)
     check_alive(observed_model, recipe, summed)
     scales, weights = derive_scales(observed_model, recipe, summed)
     kept_scales = {} if changed is None else changed.scales

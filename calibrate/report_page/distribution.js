@@ -21,22 +21,33 @@ function power(value) {
   return "2" + label;
 }
 
+// Whether what becomes of a value depends on the others of its group, which no histogram tells.
+const perGroup = (tensor) => tensor.dynamic && tensor.granularity === "group";
+
+// Below this, a value is zero under the smallest group scale that E4M3 has; 0 if there is no such.
+function certainZero(tensor, grid) {
+  if (!tensor.global_scale) return 0;
+  return (tensor.global_scale * 2 ** -9 * grid.format.smallest_subnormal) / 2;
+}
+
 function distributionPlot(name, logarithmic) {
   const tensor = report.tensors[name], shown = report.distributions.tensors[name];
-  const grid = gridOf(tensor);
+  const grid = gridOf(tensor), grouped = grid && perGroup(tensor);
+  const where = grid && tensor.dynamic && !grouped ? " (in a token with the largest value)" : "";
   const kinds = [
-    ["normal", "full precision of the format", "bar", ""],
-    ["low", "subnormal: less precision", "bar-low", ""],
-    ["zero", "becomes zero", "bar-zero", "/"],
+    ["normal", grouped ? "depends on the largest value of its group" : "full precision of the format", "bar", ""],
+    ["low", "subnormal: less precision" + where, "bar-low", ""],
+    ["zero", (grouped ? "becomes zero in any group" : "becomes zero") + where, "bar-zero", "/"],
     ["clip", "clipped", "bar-clip", "x"],
   ];
   const bins = { normal: [], low: [], zero: [], clip: [] };
+  const zero = grouped ? certainZero(tensor, grid) : grid && grid.zero;
   shown.counts.forEach((count, index) => {
     if (!count) return;
     const at = (shown.first + index + 0.5) * step, value = 2 ** at;
     let kind = "normal";
-    if (grid && value < grid.zero) kind = "zero";
-    else if (grid && value < grid.normal) kind = "low";
+    if (grid && value < zero) kind = "zero";
+    else if (grid && !grouped && value < grid.normal) kind = "low";
     else if (grid && value > grid.clips) kind = "clip";
     bins[kind].push([at, count / tensor.elements, count]);
   });
@@ -63,18 +74,19 @@ function distributionPlot(name, logarithmic) {
   };
   if (grid) {
     const clipping = tensor.absmax > grid.clips;
-    line(grid.zero, `underflow below ${digits(grid.zero)}`, "dash", "c4", 0.8);
-    line(grid.normal, `smallest normal ${digits(grid.normal)}`, "dot", "c5", 0.87);
-    line(grid.saturates, `saturates at ${digits(grid.saturates)}`, "solid", "c1", 0.94);
-    if (clipping) line(tensor.absmax, `largest ${digits(tensor.absmax)}`, "dot", "c5", 0.73);
-    if (tensor.global_scale) {
-      const least = (tensor.global_scale * 2 ** -9 * grid.format.smallest_subnormal) / 2;
-      line(least, `zero under any group scale: below ${digits(least)}`, "dash", "c3", 0.73);
+    if (grouped) {
+      line(tensor.absmax, `largest ${digits(tensor.absmax)}`, "solid", "c1", 0.94);
+      if (zero) line(zero, `zero in any group below ${digits(zero)}`, "dash", "c4", 0.8);
+    } else {
+      line(grid.zero, `underflow below ${digits(grid.zero)}`, "dash", "c4", 0.8);
+      line(grid.normal, `smallest normal ${digits(grid.normal)}`, "dot", "c5", 0.87);
+      line(grid.saturates, `saturates at ${digits(grid.saturates)}`, "solid", "c1", 0.94);
+      if (clipping) line(tensor.absmax, `largest ${digits(tensor.absmax)}`, "dot", "c5", 0.73);
     }
     const values = grid.format.grid.filter((value) => value > 0).map((value) => value * grid.scale);
     traces.push({
       type: "scatter", mode: "markers", x: values.map(Math.log2), y: values.map(() => 0), yaxis: "y2",
-      name: `values of ${tensor.format}`, customdata: values.map((value) => value.toPrecision(4)),
+      name: `values of ${tensor.format}` + (grouped ? " in the group of the largest value" : ""), customdata: values.map((value) => value.toPrecision(4)),
       hovertemplate: "a value of the format: %{customdata}<extra></extra>",
       marker: { symbol: "line-ns-open", size: 12, color: color("text"), line: { width: 1 } },
     });
@@ -82,7 +94,7 @@ function distributionPlot(name, logarithmic) {
   const space = Math.max(1, Math.ceil((high - low) / 12)), ticks = [];
   for (let at = Math.ceil(low / space) * space; at <= high; at += space) ticks.push(at);
   const powers = [...Array(12).keys()].map((at) => 10 ** -at);
-  const lines = grid ? `; underflow below ${digits(grid.zero)}, saturation at ${digits(grid.saturates)}` : "";
+  const lines = grid && !grouped ? `; underflow below ${digits(grid.zero)}, saturation at ${digits(grid.saturates)}` : "";
   return {
     traces, label: `Distribution of the magnitudes of ${name}, largest ${digits(tensor.absmax)}${lines}`,
     layout: {
@@ -92,16 +104,18 @@ function distributionPlot(name, logarithmic) {
       yaxis: { title: "share of elements", type: logarithmic ? "log" : "linear", domain: [0.1, 1],
         ...(logarithmic ? { tickvals: powers, ticktext: powers.map((at) => percent(at)) } : { tickformat: ".1~%" }),
         // Room above, for what the lines are called.
-        ...(logarithmic ? { range: logRange(tensor, bins) } : { rangemode: "tozero" }) },
+        range: logarithmic ? logRange(bins) : [0, 1.35 * Math.max(0, ...shares(bins))] },
       yaxis2: { domain: [0, 0.07], visible: false, range: [-1, 1], fixedrange: true },
     },
   };
 }
 
-function logRange(tensor, bins) {
-  const shares = Object.values(bins).flat().map((bin) => bin[1]);
-  if (!shares.length) return [-6, 0];
-  const low = Math.floor(Math.log10(Math.min(...shares)) - 0.2), high = Math.log10(Math.max(...shares));
+const shares = (bins) => Object.values(bins).flat().map((bin) => bin[1]);
+
+function logRange(bins) {
+  const found = shares(bins);
+  if (!found.length) return [-6, 0];
+  const low = Math.floor(Math.log10(Math.min(...found)) - 0.2), high = Math.log10(Math.max(...found));
   return [low, high + (high - low) * 0.4];
 }
 
@@ -113,19 +127,25 @@ function distributionFacts(name) {
   if (quality) {
     facts.push(["scale", digits(quality.scale, 6)], ["clipped", percent(quality.saturated)],
       ["becomes zero", percent(quality.underflow)]);
-  } else if (tensor.underflow_at_most !== null) {
+  } else if (tensor.underflow_at_most !== null && tensor.format === "e4m3") {
     facts.push(["becomes zero, at most", percent(tensor.underflow_at_most)]);
   }
   if (tensor.global_scale) facts.push(["global scale", digits(tensor.global_scale, 6)]);
   if (tensor.methods.max) {
     facts.push(["SQNR", tensor.sqnr_db === null ? "not known" : `${decibels(tensor.sqnr_db)} dB`]);
-    const which = quality ? "" : ", one static scale";
-    facts.push([`SQNR of the smallest 90 %${which}`, `${decibels(tensor.small_sqnr_db)} dB`]);
+    if (quality) facts.push(["SQNR of the smallest 90 %", `${decibels(tensor.small_sqnr_db)} dB`]);
+    else if (tensor.measured_small_sqnr_db !== null)
+      facts.push(["SQNR of the smallest 90 %", `${decibels(tensor.measured_small_sqnr_db)} dB`]);
   }
   const list = element("dl", {}, ...facts.map(([term, value]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, value))));
   const methods = Object.entries(tensor.methods);
-  if (!methods.length) return [list];
+  const why = quality || !methods.length ? null : element("p", { class: "help" }, perGroup(tensor)
+    ? "Its scales are made at run time for each group, so where a value falls on the format's grid depends on its group."
+    : "Its scales are made at run time, so the plot shows the range of a token that holds the largest value; others" +
+      " have smaller scales and lose less.");
+  // One scale for the whole tensor says nothing of FP4 in groups: it would lose nearly everything.
+  if (!methods.length || (tensor.dynamic && tensor.format !== "e4m3")) return [list, why].filter(Boolean);
   const head = ["one static scale by", "scale", "SQNR dB", "clipped", "becomes zero"];
   const table = element("table", { class: "small-table" },
     element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)))),
@@ -133,10 +153,6 @@ function distributionFacts(name) {
       element("td", {}, method), element("td", {}, digits(found.scale)),
       element("td", {}, found.sqnr_db === null ? "∞" : found.sqnr_db.toFixed(2)),
       element("td", {}, percent(found.saturated)), element("td", {}, percent(found.underflow))))));
-  const why = quality || !methods.length ? null : element("p", { class: "help" },
-    "Its scales are made at run time, so the plot shows the range of a " +
-    (tensor.granularity === "token" ? "token" : "group") + " that holds the largest value; others have" +
-    " smaller scales and lose less.");
   return [list, why, element("div", { class: "scroll" }, table)].filter((item) => item !== null);
 }
 

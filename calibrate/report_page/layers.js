@@ -97,7 +97,7 @@ function startLayers() {
     "No element of any tensor with a stored scale becomes zero.");
   rangeFigure("range-saturated", "Clipped", tensors, (quality) => quality.saturated,
     "No element of any tensor with a stored scale is clipped.");
-  if (tensors.some((tensor) => tensor.underflow_at_most !== null))
+  if (tensors.some((tensor) => tensor.format === "e4m3" && tensor.underflow_at_most !== null))
     rangeFigure("range-bound", "Becomes zero at most, where scales are made at run time",
       tensors.filter((tensor) => tensor.format === "e4m3"), null, "");
 }

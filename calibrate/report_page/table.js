@@ -10,7 +10,8 @@ const rows = [
     scale: tensor.chosen ? tensor.chosen.scale : tensor.global_scale, sqnr: tensor.sqnr_db,
     small: tensor.chosen ? tensor.small_sqnr_db : tensor.measured_small_sqnr_db,
     saturated: tensor.chosen ? tensor.chosen.saturated : null,
-    underflow: tensor.chosen ? tensor.chosen.underflow : tensor.underflow_at_most, bound: !tensor.chosen,
+    underflow: tensor.chosen ? tensor.chosen.underflow
+      : tensor.format === "e4m3" ? tensor.underflow_at_most : null, bound: !tensor.chosen,
     kl: tensor.kind === "input" ? (unitOf.get(tensor.consumers[0]) || {}).kl : undefined,
   })),
   ...Object.entries(report.weights).map(([name, weight]) => ({

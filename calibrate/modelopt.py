@@ -31,8 +31,8 @@ from calibrate.batches import Batch
 from calibrate.loading import ComputeDtype, load_model
 from calibrate.modelopt_backend import BACKEND, attach_rounding, register_backend
 from calibrate.progress import progress_bar
-from calibrate.scales import weight_scales
 from calibrate.smoothing import fold, power_of_two, shared_vector, sites
+from calibrate.weights import weight_scales
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError, UnsupportedError
 from octet.formats import float32_to_bf16
@@ -92,9 +92,7 @@ def apply_algorithm(
         model = load_model(checkpoint, dtype)
         config = {"quant_cfg": _config(algorithm, schemes), "algorithm": None}
         quantization.quantize(model, config)
-    scales: dict[str, Float32Array] = {}
-    if algorithm == "gptq":
-        scales = {f"{name}.weight_scale": w.scale for name, w in weight_scales(checkpoint, recipe)}
+    scales = _grid(checkpoint, recipe) if algorithm == "gptq" else {}
     if algorithm != "smoothquant":
         attach_rounding(model, schemes, scales)
 
@@ -145,6 +143,16 @@ def _config(algorithm: Algorithm, schemes: Schemes) -> list[dict[str, Any]]:
         if algorithm != "awq":  # which searches with the inputs as they are
             config.append({"quantizer_name": f"{name}.input_quantizer", "cfg": inputs})
     return config
+
+
+def _grid(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Float32Array]:
+    """The scales of the weights as they are, which gptq keeps."""
+    scales = {}
+    for name, weight in weight_scales(checkpoint, recipe):
+        scales[f"{name}.weight_scale"] = np.asarray(weight.scale)
+        if weight.global_scale is not None:
+            scales[f"{name}.weight_global_scale"] = np.asarray(weight.global_scale)
+    return scales
 
 
 def _vectors(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Float32Array]:
@@ -221,7 +229,8 @@ def _import_modelopt(algorithm: Algorithm) -> Any:
     try:
         import modelopt.torch.quantization as quantization
     except ModuleNotFoundError as error:
-        package = "nvidia-modelopt" if error.name == "modelopt" else error.name
+        missing = (error.name or "").partition(".")[0]
+        package = "nvidia-modelopt" if missing == "modelopt" else missing
         raise UnsupportedError(
             f"algorithm {algorithm} needs {package}: pip install 'octet[modelopt]'"
         ) from None

@@ -48,7 +48,9 @@ def attach_rounding(
         module = model.get_submodule(name)
 
         def tensor(key: str, device: torch.device = module.weight.device) -> torch.Tensor | None:
-            return None if key not in scales else torch.from_numpy(scales[key]).to(device)
+            return (
+                None if key not in scales else torch.from_numpy(np.asarray(scales[key])).to(device)
+            )
 
         module.weight_quantizer.octet_rounding = Rounding(
             weights,

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ _SCALES, _FACTS = "scales.safetensors", "algorithm.json"
 
 @dataclass(frozen=True)
 class ChangedModel:
-    """`checkpoint` with the changed weights, which are in the file `path`; `scales` that the
-    algorithm itself chose, and must stay."""
+    """`checkpoint` with the changed weights, if any; `scales` that they were fitted to, and must
+    stay. `details` and `files` go into the artifact."""
 
     checkpoint: Checkpoint
-    path: Path
-    scales: dict[str, NDArray[np.float32]]
-    details: dict[str, Any]
+    scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
 
 
 def changed_model(
@@ -51,9 +51,13 @@ def changed_model(
 ) -> ChangedModel:
     """What `algorithm` makes of `checkpoint`, kept in `directory`: read back if it is there.
 
+    Without an algorithm, the checkpoint as it is.
+
     The directory appears whole or not at all. ArtifactError if it is of another model, recipe,
     algorithm or set of samples, or was altered, unless `restart`, which discards it.
     """
+    if algorithm is None:
+        return ChangedModel(checkpoint)
     key = _key(checkpoint, algorithm, recipe, batches, dtype)
     if restart:
         shutil.rmtree(directory, ignore_errors=True)
@@ -70,7 +74,8 @@ def changed_model(
             scales = {name: Tensor.of(scale) for name, scale in changed.scales.items()}
             write_tensors(staging / _SCALES, scales)
             hashes = {name: sha256_file(staging / name) for name in (WEIGHTS_FILE, _SCALES)}
-            facts = {"key": key, "files": hashes, "details": changed.details}
+            details = {"name": algorithm, **changed.details}
+            facts = {"key": key, "files": hashes, "details": details}
             (staging / _FACTS).write_text(json.dumps(facts))
             os.replace(staging, directory)
         finally:
@@ -90,7 +95,12 @@ def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
     file = TensorFile.open(directory / _SCALES)
     scales = {name: file.read(name).float32() for name in file.names}
     path = directory / WEIGHTS_FILE
-    return ChangedModel(checkpoint.with_changes(path), path, scales, facts["details"])
+    return ChangedModel(
+        checkpoint.with_changes(path),
+        scales,
+        {"algorithm": facts["details"]},
+        {WEIGHTS_FILE: path},
+    )
 
 
 def _key(

@@ -33,6 +33,10 @@ class Inputs:
     warnings: tuple[str, ...]
 
     @property
+    def prompt_tokens(self) -> int:
+        return sum(len(ids) for _, ids in self.prompts)
+
+    @property
     def evaluated_on(self) -> str:
         """Whose tokens `evaluation` are."""
         shared = self.split.facts["source"] == "calibration samples"

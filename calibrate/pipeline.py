@@ -1,32 +1,28 @@
 """`run`: a checkpoint and samples become a calibration."""
 
-import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
 
 from calibrate.algorithm import changed_model
-from calibrate.convergence import convergence
 from calibrate.distributed import process_group
-from calibrate.experts import fallback_warnings, with_fallback
 from calibrate.golden import golden_set
-from calibrate.histogram import Histograms
 from calibrate.inputs import read_inputs
 from calibrate.limit import Limit
 from calibrate.loading import resolve_dtype
-from calibrate.measure import measure_model
 from calibrate.plan import LongPolicy
 from calibrate.progress import progress_bar
-from calibrate.report import build_report, print_report
-from calibrate.report_html import render_html
-from calibrate.scales import check_alive, check_finite, check_recipe, derive_scales
+from calibrate.report import print_report
+from calibrate.reporting import PAGE, report_files, report_on
+from calibrate.scales import check_finite, check_recipe
+from calibrate.solve import solve
 from calibrate.streaming import observe_checkpoint
 from octet.artifact import Manifest, ModelIdentity, check_destination, software
-from octet.calibration import WEIGHTS_FILE, Calibration
+from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError
 from octet.recipe import Recipe
@@ -91,30 +87,27 @@ def run(
     compute_dtype = resolve_dtype(dtype, checkpoint)
     progress = out.absolute().with_name(f"{out.name}.progress")
     with process_group(_device(device)) as (group, place):
-        if group.rank == 0:
-            check_finite(checkpoint, except_for=())
-            if console is not None:
-                console.print(inputs.plan.summary(), highlight=False)
-        changed = None
-        if algorithm is not None:
-            if group.world > 1:
-                raise ConfigError("--algorithm runs in one process: start it without torchrun")
-            changed = changed_model(
-                checkpoint,
-                algorithm,
-                recipe,
-                inputs.plan.batches,
-                progress / algorithm,
-                dtype=compute_dtype,
-                restart=restart,
-                console=console,
-            )
-        observed_model = checkpoint if changed is None else changed.checkpoint
-        tokens = inputs.plan.tokens
-        with progress_bar(console if group.rank == 0 else None, "Calibrating", tokens) as advance:
+        if group.rank != 0:
+            console = None
+        elif console is not None:
+            console.print(inputs.plan.summary(), highlight=False)
+        if algorithm is not None and group.world > 1:
+            raise ConfigError("--algorithm runs in one process: start it without torchrun")
+        check_finite(checkpoint, except_for=())
+        changed = changed_model(
+            checkpoint,
+            algorithm,
+            recipe,
+            inputs.plan.batches,
+            progress / "algorithm",
+            dtype=compute_dtype,
+            restart=restart,
+            console=console,
+        )
+        with progress_bar(console, "Calibrating", inputs.plan.tokens) as advance:
             started = time.perf_counter()
             observed = observe_checkpoint(
-                observed_model,
+                changed.checkpoint,
                 inputs.plan.batches,
                 dtype=compute_dtype,
                 device=place,
@@ -129,89 +122,51 @@ def run(
         if group.rank != 0:
             return None
 
-    total = sum(len(ids) for _, ids in inputs.prompts)
-    with progress_bar(console, "Golden records", total) as advance:
+    with progress_bar(console, "Golden records", inputs.prompt_tokens) as advance:
         golden = golden_set(checkpoint, inputs.prompts, device=place, advance=advance)
-    histograms, experts = with_fallback(observed_model.spec, observed.histograms)
-    summed = Histograms(histograms, observed.observations)
-    check_alive(observed_model, recipe, summed)
-    scales, weights = derive_scales(observed_model, recipe, summed)
-    kept_scales = {} if changed is None else changed.scales
-    scales |= kept_scales
-    measured = None
-    if sensitivity or limit is not None:
-        measured = measure_model(
-            observed_model,
-            recipe,
-            scales,
-            summed,
-            inputs,
-            limit,
-            dtype=compute_dtype,
-            device=place,
-            console=console,
-        )
-        if measured.recipe != recipe:
-            recipe = measured.recipe
-            scales, weights = derive_scales(observed_model, recipe, summed)
-            scales |= kept_scales
-    course = convergence(histograms, observed.observations, recipe, inputs.plan.chunk_ends)
-
-    identity = ModelIdentity.of(checkpoint, name)
-    report = build_report(
+    solution = solve(
+        changed.checkpoint,
         recipe,
-        checkpoint.spec,
-        observed.observations,
-        summed,
-        scales,
-        weights,
-        model=identity.name,
-        samples=inputs.sample_set.count,
-        tokens=tokens,
-        convergence=course,
-        sensitivity=None if measured is None else measured.sensitivity,
-        budget=None if measured is None else measured.budget,
-        experts=experts or None,
-        warnings=[*inputs.warnings, *fallback_warnings(experts)],
-        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts},
+        observed,
+        inputs,
+        changed.scales,
+        limit=limit,
+        sensitivity=sensitivity,
+        dtype=compute_dtype,
+        device=place,
+        console=console,
     )
-    details: dict[str, Any] = {
+    identity = ModelIdentity.of(checkpoint, name)
+    report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
+    details = {
         "source": str(model.absolute()),
         "compute_dtype": compute_dtype,
         **observed.facts,
+        **changed.details,
         "held_out": inputs.split.facts,
         "warnings": list(report.warnings),
     }
-    if changed is not None:
-        details["algorithm"] = {"name": algorithm, **changed.details}
-    data = report.as_json()
-    extra: dict[str, str | Path] = {
-        "report.json": json.dumps(data, indent=1) + "\n",
-        "report.html": render_html(data),
-        "convergence.json": json.dumps(course.as_json(), indent=1) + "\n",
-    }
-    if changed is not None:
-        extra[WEIGHTS_FILE] = changed.path
     calibration = Calibration.save(
         out,
         Manifest(
             kind="calibration",
             model=identity,
-            recipe=recipe,
+            recipe=solution.recipe,
             samples=inputs.sample_set,
             details=details,
             software=software("numpy", "torch", "transformers", "tokenizers", "numba"),
         ),
         observed.observations,
         observed.histograms,
-        scales,
+        solution.scales,
         golden,
-        extra_files=extra,
+        extra_files=report_files(report, solution.convergence) | changed.files,
         force=force,
     )
     shutil.rmtree(progress, ignore_errors=True)
     if console is not None:
-        print_report(console, report, tokens=tokens, seconds=seconds, page=out / "report.html")
+        page = out / PAGE
+        print_report(console, report, tokens=inputs.plan.tokens, seconds=seconds, page=page)
     return calibration
 
 

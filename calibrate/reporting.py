@@ -1,0 +1,58 @@
+"""The report of a calibration and the files that it becomes."""
+
+import json
+from pathlib import Path
+
+from calibrate.convergence import Convergence
+from calibrate.experts import fallback_warnings
+from calibrate.inputs import Inputs
+from calibrate.report import Report, build_report
+from calibrate.report_html import render_html
+from calibrate.solve import Solution
+from calibrate.streaming import Observed
+from octet.checkpoint import Checkpoint
+
+__all__ = ["PAGE", "report_files", "report_on"]
+
+PAGE = "report.html"
+
+
+def report_on(
+    solution: Solution,
+    checkpoint: Checkpoint,
+    name: str,
+    inputs: Inputs,
+    observed: Observed,
+    compute_dtype: str,
+) -> Report:
+    """What the run of `inputs` through `checkpoint`, served as `name`, has found."""
+    experts = solution.experts
+    return build_report(
+        solution.recipe,
+        checkpoint.spec,
+        observed.observations,
+        solution.histograms,
+        solution.scales,
+        solution.weights,
+        model=name,
+        samples=inputs.sample_set.count,
+        tokens=inputs.plan.tokens,
+        convergence=solution.convergence,
+        sensitivity=solution.sensitivity,
+        budget=solution.budget,
+        experts=experts,
+        warnings=[*inputs.warnings, *fallback_warnings(experts or {})],
+        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts},
+    )
+
+
+def report_files(report: Report, course: Convergence | None) -> dict[str, str | Path]:
+    """Name to content: the report as data, as a page, and its convergence."""
+    data = report.as_json()
+    files: dict[str, str | Path] = {
+        "report.json": json.dumps(data, indent=1) + "\n",
+        PAGE: render_html(data),
+    }
+    if course is not None:
+        files["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
+    return files

@@ -1,0 +1,119 @@
+"""From histograms to the scales of a recipe, and to the recipe itself where there is a budget."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from calibrate.convergence import Convergence, convergence
+from calibrate.experts import with_fallback
+from calibrate.histogram import Histogram, Histograms
+from calibrate.inputs import Inputs
+from calibrate.limit import Limit
+from calibrate.loading import ComputeDtype
+from calibrate.measure import measure_model
+from calibrate.scales import WeightScale, check_alive, derive_scales
+from calibrate.streaming import Observed
+from octet import formats, microscaling, scaling
+from octet.checkpoint import Checkpoint
+from octet.recipe import Recipe
+from octet.scaling import Granularity
+
+__all__ = ["Solution", "solve"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a calibration found. `histograms` are those that scales come from: experts that saw too
+    few tokens have their layer's. `sensitivity`, `budget` and `experts` are JSON for the report."""
+
+    recipe: Recipe
+    histograms: Mapping[str, Histogram]
+    scales: dict[str, NDArray[np.float32]]
+    weights: dict[str, WeightScale]
+    convergence: Convergence
+    experts: dict[str, Any] | None
+    sensitivity: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+
+
+def solve(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    observed: Observed,
+    inputs: Inputs,
+    fitted: Mapping[str, NDArray[np.float32]],
+    *,
+    limit: Limit | None,
+    sensitivity: bool,
+    dtype: ComputeDtype,
+    device: torch.device,
+    console: Console | None,
+) -> Solution:
+    """The scales of `recipe`; with a `limit`, of the recipe that stays within it.
+
+    `fitted` are scales that weights were fitted to by an algorithm, and that must stay.
+    """
+    counts, experts = with_fallback(checkpoint.spec, observed.histograms)
+    histograms = Histograms(counts, observed.observations)
+    check_alive(checkpoint, recipe, histograms)
+    scales, weights = _scales(checkpoint, recipe, histograms, fitted)
+    measured: dict[str, Any] = {}
+    if sensitivity or limit is not None:
+        found = measure_model(
+            checkpoint,
+            recipe,
+            scales,
+            histograms,
+            inputs,
+            limit,
+            dtype=dtype,
+            device=device,
+            console=console,
+        )
+        measured = {"sensitivity": found.sensitivity, "budget": found.budget}
+        if found.recipe != recipe:
+            recipe = found.recipe
+            scales, weights = _scales(checkpoint, recipe, histograms, fitted)
+    return Solution(
+        recipe=recipe,
+        histograms=histograms,
+        scales=scales,
+        weights=weights,
+        convergence=convergence(counts, observed.observations, recipe, inputs.plan.chunk_ends),
+        experts=experts or None,
+        **measured,
+    )
+
+
+def _scales(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    histograms: Mapping[str, Histogram],
+    fitted: Mapping[str, NDArray[np.float32]],
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, WeightScale]]:
+    """`derive_scales`, with `fitted` in place of what it finds, and their SQNR."""
+    scales, weights = derive_scales(checkpoint, recipe, histograms)
+    scales |= {name: scale for name, scale in fitted.items() if name in scales}
+    for name in weights:
+        schemes = recipe.scheme_of(name)
+        if f"{name}.weight_scale" not in fitted or schemes is None:
+            continue
+        scheme = schemes[0]
+        shared = scales.get(f"{name}.weight_global_scale")
+        scale = scales[f"{name}.weight_scale"]
+        weight = checkpoint.read(f"{name}.weight").float32()
+        noise = weight - scaling.fake_quantize(
+            weight,
+            microscaling.combined(scale, shared),
+            formats.format_named(scheme.format),
+            Granularity.of(scheme.granularity, scheme.group_size),
+        )
+        power, error = (float(np.square(x, dtype=np.float64).sum()) for x in (weight, noise))
+        sqnr_db = 10 * np.log10(power / error) if error > 0 else np.inf
+        weights[name] = WeightScale(scale, scheme.format, float(sqnr_db), shared)
+    return scales, weights

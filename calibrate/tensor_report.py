@@ -116,8 +116,9 @@ def report_tensors(
 ) -> dict[str, TensorReport]:
     """Every observed tensor; `chosen` and `global_scales` are those stored, by observation.
 
-    All methods are tried on each, but of experts, of which there may be thousands, only `max` and
-    the recipe's own. `sensitivity` is its JSON.
+    All methods are tried on each, but only `max` and the recipe's own on inputs in groups, which no
+    single scale resembles, and of experts, of which there may be thousands. `sensitivity` is its
+    JSON.
     """
     measured = {
         linear: unit for unit in (sensitivity or {}).get("units", ()) for linear in unit["linears"]
@@ -176,7 +177,8 @@ def _report(
     quality = small = alone = None
     if fmt is not None:
         own = scheme.method if scheme is not None else "max"
-        tried = ("max", own) if expert else METHODS
+        grouped = scheme is not None and scheme.granularity == "group"
+        tried = ("max", own) if expert or grouped else METHODS
         percentile = 99.99 if scheme is None else scheme.percentile
         for method in dict.fromkeys(m for m in tried if m in METHODS):
             found = find_scale(histogram, fmt, method, percentile=percentile)

@@ -37,10 +37,13 @@ class Batch:
 
 
 def chunk_ends(count: int) -> tuple[int, ...]:
-    """32, 64, 128, ... samples, cut at `count`, which is the last."""
+    """32, 64, 128, ... samples, and `count`; the last step adds a third or more.
+
+    A last step of a few samples would say little about whether more were needed.
+    """
     ends = []
     end = _FIRST_END
-    while end < count:
+    while end * 4 <= count * 3:
         ends.append(end)
         end *= 2
     return (*ends, count)

@@ -115,8 +115,8 @@ def _hidden(tensors: Mapping[str, TensorReport]) -> list[Finding]:
                 f"a few large values set the scale of {len(lost)} tensors, and the small ones are"
                 f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
-                "Tame them with --algorithm smoothquant, or let --budget keep those linears in"
-                " higher precision.",
+                "Tame the large values with --algorithm smoothquant, or let --budget keep those"
+                " linears in higher precision.",
             )
         )
     if maybe:

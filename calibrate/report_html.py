@@ -28,6 +28,7 @@ def render_html(data: Mapping[str, Any]) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["count"] = lambda value: f"{value:,}"
+    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     return environment.from_string(read("page.html.jinja")).render(
         report=data,
         json=_embedded(data),

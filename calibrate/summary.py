@@ -50,21 +50,20 @@ def summarise(
     counted = "" if samples is None else f", {samples:,} samples"
     counted += "" if tokens is None else f", {tokens:,} tokens"
     todo = list(dict.fromkeys(finding.remedy for finding in findings))
-    if notes:
-        plural = "s" if len(notes) > 1 else ""
-        todo.append(f"Read the {len(notes)} other warning{plural}." if findings else "")
-    todo = [line for line in todo if line]
-    if any(tensor.format == "e2m1" and tensor.sqnr_db is None for tensor in tensors.values()):
+    if notes and findings:
+        todo.append("Read the other warnings." if len(notes) > 1 else "Read the other warning.")
+    unmeasured = any(t.format == "e2m1" and t.sqnr_db is None for t in tensors.values())
+    if unmeasured:
         todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "
-    if not warnings:
-        title += "nothing to warn about"
-    else:
+    if warnings:
         title += f"{warnings} warning{'s' if warnings > 1 else ''} to read before export"
+    else:
+        title += "what FP4 costs is not measured" if unmeasured else "nothing to warn about"
     return Summary(
-        status="look" if warnings else "ready",
+        status="look" if warnings or unmeasured else "ready",
         title=title,
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
         enough="Whether the set was enough is not known: it was not counted in parts."

@@ -69,7 +69,7 @@ function distributionPlot(name, logarithmic) {
     shapes.push({ type: "line", x0: at, x1: at, y0: 0.1, y1: height, yref: "paper",
       line: { color: color(tint), width: 2, dash } });
     annotations.push({ x: at, y: height, yref: "paper", text, showarrow: false, yanchor: "bottom",
-      xanchor: at > (low + high) / 2 ? "right" : "left", font: { color: color(tint), size: 12 },
+      xanchor: at > (low + high) / 2 ? "right" : "left", font: { color: color(`text-${tint}`), size: 12 },
       bgcolor: color("card") });
   };
   if (grid) {

@@ -98,6 +98,15 @@ def test_errors_of_scales_made_at_run_time_are_unknown(recipe: str) -> None:
     assert (tensor.global_scale is not None) == (recipe == "nvfp4")
 
 
+def test_fp4_that_was_not_measured_is_not_called_ready() -> None:
+    summary = make_report("nvfp4").summary
+    assert summary.status == "look"
+    assert "not measured" in summary.title
+    assert "--sensitivity" in summary.todo[0]
+    assert "that of 8 inputs, scaled at run time, is not known" in summary.worst
+    assert make_report("nvfp4", sensitivity=sensitivity()).summary.status == "ready"
+
+
 def test_what_was_measured_is_known() -> None:
     report = make_report("fp8", sensitivity=sensitivity())
     assert report.tensors[INPUT].sqnr_db == 30.0

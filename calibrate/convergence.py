@@ -1,9 +1,10 @@
 """Was the set enough? What each tensor's scale would have been after fewer samples.
 
 The scale that the first n samples lead to is judged on all N: what it saturates there, it would
-saturate in service. So the step from the last n to N says what the samples in between would have
-cost had they not been seen, and the next as many may be expected to cost about as much. (Samples
-unlike those of the set can cost more; nothing in the set can tell.)
+saturate in service. So the step from n to N, with n the last count that leaves out at least a
+quarter of the set, says what the samples in between would have cost had they not been seen, and the
+next as many may be expected to cost about as much. (Samples unlike those of the set can cost more;
+nothing in the set can tell.)
 
 - A static scale: it moved if the scale of the last n has an SQNR, on all N, that is over 0.2 dB
   (5 % of the noise) below that of N's. A scale may move by much more than its error: E4M3 has 19
@@ -33,6 +34,7 @@ __all__ = ["TOLERANCE_DB", "TOLERANCE_SCALE", "Convergence", "Course", "converge
 
 TOLERANCE_DB = 0.2
 TOLERANCE_SCALE = 1 / 6
+_LEAST_STEP = 0.25  # of the set: two samples more or less say nothing
 _NAMED = 3  # tensors named in a sentence
 
 
@@ -40,7 +42,8 @@ _NAMED = 3  # tensors named in a sentence
 class Course:
     """One tensor at each count of samples; `sqnr_db` is that of `scale` on all samples.
 
-    `scale` is None where none is stored, `sqnr_db` also where a histogram cannot give it.
+    `scale` is None where none is stored, `sqnr_db` also where a histogram cannot give it. `before`
+    is the index of the count that the last is compared with, None if there is no such.
     """
 
     format: str | None
@@ -49,21 +52,22 @@ class Course:
     sqnr_db: tuple[float, ...] | None
     absmax: tuple[float, ...]
     p999: tuple[float, ...]
+    before: int | None
 
     @property
     def lost_db(self) -> float | None:
         """What the last samples would have cost, unseen; negative if the smaller set did better."""
-        if self.sqnr_db is None or len(self.sqnr_db) < 2:
+        if self.sqnr_db is None or self.before is None:
             return None
-        before, after = self.sqnr_db[-2:]
+        before, after = self.sqnr_db[self.before], self.sqnr_db[-1]
         return 0.0 if before == after else after - before  # equal: perhaps both infinite
 
     @property
     def grown(self) -> float | None:
         """By how much of itself the last samples changed the scale."""
-        if self.scale is None or len(self.scale) < 2:
+        if self.scale is None or self.before is None:
             return None
-        return self.scale[-1] / self.scale[-2] - 1
+        return self.scale[-1] / self.scale[self.before] - 1
 
     @property
     def moved(self) -> bool:
@@ -80,6 +84,11 @@ class Convergence:
     tensors: Mapping[str, Course]
 
     @property
+    def before(self) -> int | None:
+        """The index of the count that the last is compared with."""
+        return _before(self.counts)
+
+    @property
     def moved(self) -> tuple[str, ...]:
         """Names of the tensors that had not settled, the worst first."""
         return tuple(
@@ -92,17 +101,17 @@ class Convergence:
     @property
     def enough(self) -> bool | None:
         """None: there is nothing to compare with."""
-        return None if len(self.counts) < 2 else not self.moved
+        return None if self.before is None else not self.moved
 
     @property
     def verdict(self) -> str:
         """One or two sentences for people."""
-        if len(self.counts) < 2:
+        if self.before is None:
             return (
-                f"Whether {self.counts[-1]} samples are enough is not known: it takes more than"
-                " 32 to compare."
+                f"Whether {self.counts[-1]} samples are enough is not known: there are too few to"
+                " compare a part of them with all."
             )
-        before, count = self.counts[-2:]
+        before, count = self.counts[self.before], self.counts[-1]
         stored = {n: c for n, c in self.tensors.items() if c.scale is not None}
         if all(c.method == "range" and set(c.scale or ()) == {1.0} for c in stored.values()):
             return (
@@ -143,6 +152,7 @@ class Convergence:
         """Plain data; an infinite SQNR is null."""
         return {
             "counts": list(self.counts),
+            "before": self.before,
             "tolerance": {"sqnr_db": TOLERANCE_DB, "global_scale": TOLERANCE_SCALE},
             "tensors": {name: _course_json(course) for name, course in self.tensors.items()},
             "enough": self.enough,
@@ -161,14 +171,20 @@ def convergence(
 
     `counts` are the samples at the end of each span, ascending.
     """
+    before = _before(counts)
     tensors = {
-        name: _course(chunks[name], observation, treatment_of(recipe, observation))
+        name: _course(chunks[name], observation, treatment_of(recipe, observation), before)
         for name, observation in observations.items()
     }
     return Convergence(tuple(counts), tensors)
 
 
-def _course(chunks: NDArray[np.int64], observation: Observation, treatment: Treatment) -> Course:
+def _course(
+    chunks: NDArray[np.int64],
+    observation: Observation,
+    treatment: Treatment,
+    before: int | None,
+) -> Course:
     sums = [Histogram(counts, observation.code_dtype) for counts in np.cumsum(chunks, axis=0)]
     everything, fmt = sums[-1], treatment.format
     scales = [scale for part in sums if (scale := treatment.scale(part)) is not None]
@@ -182,6 +198,7 @@ def _course(chunks: NDArray[np.int64], observation: Observation, treatment: Trea
         sqnr_db=quality,
         absmax=tuple(part.absmax for part in sums),
         p999=tuple(part.quantile(0.999) for part in sums),
+        before=before,
     )
 
 
@@ -197,6 +214,11 @@ def _course_json(course: Course) -> dict[str, Any]:
         "absmax": list(course.absmax),
         "p999": list(course.p999),
     }
+
+
+def _before(counts: Sequence[int]) -> int | None:
+    some = [i for i, count in enumerate(counts) if count <= (1 - _LEAST_STEP) * counts[-1]]
+    return some[-1] if some else None
 
 
 def _size(course: Course) -> float:

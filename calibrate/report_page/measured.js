@@ -5,7 +5,7 @@ function startConvergence() {
   const found = report.convergence;
   if (!found) return;
   const names = Object.keys(found.tensors), counts = found.counts;
-  if (counts.length < 2) return note("convergence-grid", "", "There is one point only.");
+  if (found.before === null) return note("convergence-grid", "", "There are too few points to compare.");
   const stored = names.filter((name) => found.tensors[name].scale);
   const sets = [
     ["converged-scale", "Scale, relative to that of all samples", stored, (t) => t.scale, "ratio"],
@@ -27,7 +27,8 @@ function convergenceFigure(id, title, names, value, kind, counts) {
   };
   const all = names.map((name) => ({ name, y: course(name) }));
   const far = ({ y }) => Math.max(...y.map((v) => (kind === "ratio" ? Math.abs(Math.log2(v || 1)) : v)));
-  const late = ({ y }) => { const v = y[y.length - 2]; return kind === "ratio" ? Math.abs(Math.log2(v || 1)) : v; };
+  const before = report.convergence.before;
+  const late = ({ y }) => { const v = y[before]; return kind === "ratio" ? Math.abs(Math.log2(v || 1)) : v; };
   all.sort((a, b) => late(b) - late(a) || far(b) - far(a));
   const named = all.slice(0, 4), rest = all.slice(4, LINES);
   const unit = kind === "ratio" ? ".3f" : ".2f";
@@ -41,8 +42,8 @@ function convergenceFigure(id, title, names, value, kind, counts) {
         marker: { symbol: STYLES[index][1], size: 8, color: color(STYLES[index][0]) },
         hovertemplate: `${line.name}<br>%{x} samples: %{y:${unit}}<extra></extra>` })),
     ],
-    label: `${title}: at ${counts[counts.length - 2]} samples the farthest is ${named[0].name},` +
-      ` ${digits(named[0].y[counts.length - 2])}${kind === "ratio" ? " of its last" : " dB"}`,
+    label: `${title}: at ${counts[before]} samples the farthest is ${named[0].name},` +
+      ` ${digits(named[0].y[before])}${kind === "ratio" ? " of its last" : " dB"}`,
     layout: { showlegend: true,
       xaxis: { title: "samples", type: "log", tickvals: counts, ticktext: counts.map(String) },
       yaxis: kind === "ratio" ? { title: "ratio" }

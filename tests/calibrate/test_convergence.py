@@ -118,6 +118,15 @@ def test_one_count_is_no_verdict() -> None:
     assert "not known" in found.verdict
 
 
+def test_a_few_samples_at_the_end_are_no_step_to_judge_by() -> None:
+    spans = chunks(late={INPUT: 30.0})
+    spans = {name: np.concatenate([span, 0 * span[:1]]) for name, span in spans.items()}
+    found = convergence(spans, observations(), Recipe.load("fp8-static"), (*COUNTS, 130))
+    assert found.before == 1
+    assert found.moved == (INPUT,)
+    assert "those after the first 64" in found.verdict
+
+
 def test_json_states_the_tolerances_and_has_no_infinity() -> None:
     zeros = {name: np.zeros_like(span) for name, span in chunks().items()}
     found = course_of("fp8-static", zeros)

@@ -44,9 +44,9 @@ def plan_of(
 
 
 def test_each_chunk_holds_its_samples_and_no_batch_crosses(tokenizer: Any) -> None:
-    plan = plan_of(samples_of(70), tokenizer)
-    assert plan.chunk_ends == (32, 64, 70)
-    assert [batch.chunk for batch in plan.batches] == [0] * 4 + [1] * 4 + [2]
+    plan = plan_of(samples_of(100), tokenizer)
+    assert plan.chunk_ends == (32, 64, 100)
+    assert [batch.chunk for batch in plan.batches] == [0] * 4 + [1] * 4 + [2] * 5
     start = 0
     for chunk, end in enumerate(plan.chunk_ends):
         batches = [batch for batch in plan.batches if batch.chunk == chunk]

@@ -18,6 +18,7 @@ from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
 from octet import formats, scaling
+from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.formats import bf16_to_float32, float32_to_bf16
 from octet.microscaling import combined
@@ -235,3 +236,46 @@ def test_gptq_leaves_weights_on_the_grid_of_its_scales(
         before = checkpoint.read(f"{linear.name}.weight").float32()
         nearest = scaling.fake_quantize(before, scale, fmt, granularity)
         assert (nearest != rounded).mean() > 0.01, linear.name
+
+
+def calibrate(
+    python: Path, model: Path, samples: Path, out: Path, recipe: str, algorithm: str
+) -> subprocess.CompletedProcess[str]:
+    command = [python, "-m", "octet", "calibrate", model, "--samples", samples, "--count", "128"]
+    command += ["--recipe", recipe, "--algorithm", algorithm, "--out", out]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_the_command_keeps_what_an_algorithm_changed(
+    modelopt_python: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    done = calibrate(modelopt_python, tiny_model, tiny_samples, tmp_path / "out", "nvfp4", "gptq")
+    assert done.returncode == 0, done.stderr
+    calibration = Calibration.load(tmp_path / "out")
+    algorithm = calibration.manifest.details["algorithm"]
+    assert (algorithm["name"], algorithm["method"]) == ("gptq", "gptq")
+    checkpoint = Checkpoint.open(tiny_model)
+    moved = checkpoint.with_changes(tmp_path / "out" / "weights.safetensors")
+    for linear in checkpoint.spec.linears():
+        stored = moved.read(f"{linear.name}.weight")
+        scale = combined(
+            calibration.scales[f"{linear.name}.weight_scale"],
+            calibration.scales[f"{linear.name}.weight_global_scale"],
+        )
+        rounded = scaling.fake_quantize(stored.float32(), scale, formats.E2M1, scaling.group(16))
+        np.testing.assert_array_equal(float32_to_bf16(rounded), stored.codes, linear.name)
+
+
+def test_the_command_refuses_in_one_line_what_an_algorithm_is_not_for(
+    modelopt_python: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    done = calibrate(modelopt_python, tiny_model, tiny_samples, tmp_path / "out", "fp8", "awq")
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(
+            "error: recipe fp8: awq is for weights of 4 bits (nvfp4, mxfp4), and it has none"
+        )
+    )
+    assert not (tmp_path / "out").exists()

@@ -77,9 +77,10 @@ def apply_algorithm(
     batches: Sequence[Batch],
     *,
     dtype: ComputeDtype,
+    device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Changed:
-    """Runs ModelOpt's `algorithm` for `recipe` on `batches`, the model in `dtype`.
+    """Runs ModelOpt's `algorithm` for `recipe` on `batches`, the model in `dtype` on `device`.
 
     UnsupportedError without ModelOpt, for a model with experts, and for a recipe that the algorithm
     has nothing to do for; NumericsError if what it finds is not finite.
@@ -89,7 +90,7 @@ def apply_algorithm(
     with _quiet():
         quantization = _import_modelopt(algorithm)
         register_backend()
-        model = load_model(checkpoint, dtype)
+        model = load_model(checkpoint, dtype).to(device)
         config = {"quant_cfg": _config(algorithm, schemes), "algorithm": None}
         quantization.quantize(model, config)
     scales = _grid(checkpoint, recipe) if algorithm == "gptq" else {}

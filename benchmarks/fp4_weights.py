@@ -11,6 +11,7 @@ ratios more.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -83,7 +84,8 @@ def main() -> None:
             )
     card = conditions(
         model=f"examples/python-lm, {len(weights)} weights, {elements:,} elements",
-        brute_force="torch, 1 thread, float32, every representable scale, the product's global scale",
+        brute_force="torch, 1 thread, float32, every representable scale, the same global scale",
+        load_average=round(os.getloadavg()[0], 1),
     )
     report("fp4_weights", card, rows, output)
     if over:

@@ -11,11 +11,10 @@ is given too. `noise` is the median distance of the first two bare passes from e
 ModelOpt's FP8 max calibration watches what its default configuration does: the inputs of all
 linears (those of q, k and v apart) and the weights, not K and V. Its conversion of the model is
 timed apart, and so is the share of the weights, which every calibration of its own repeats. It
-takes part where it is installed, `pip install 'octet[modelopt]'`; `make integration` makes such an
-environment:
+takes part where it is installed: `make integration` makes such an environment.
 
     .integration/modelopt/bin/python benchmarks/calibration_overhead.py [--output FILE]
-    python benchmarks/calibration_overhead.py --no-modelopt [--model DIR] [--samples FILE]
+    python benchmarks/calibration_overhead.py [--model DIR] [--samples FILE] [--output FILE]
 """
 
 import argparse
@@ -52,11 +51,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="samples in a pass")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--modelopt", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.modelopt and importlib.util.find_spec("modelopt") is None:
-        parser.error("no ModelOpt here: give --no-modelopt, or pip install 'octet[modelopt]'")
+    peer = importlib.util.find_spec("modelopt") is not None
     checkpoint = Checkpoint.open(options.model)
     batches = read_batches(checkpoint, options)
     card = conditions(
@@ -66,15 +63,12 @@ def main() -> None:
         workload=f"{options.count} samples, {sum(b.tokens for b in batches)} tokens,"
         f" batches of {options.batch_size}",
         rounds=options.rounds,
-        modelopt=version("nvidia-modelopt") if options.modelopt else None,
+        modelopt=version("nvidia-modelopt") if peer else "not installed here, so not compared",
         torch_threads=torch.get_num_threads(),
         counting_threads=max(1, torch.get_num_threads() // 2),
         figures="seconds are medians; overheads are medians over rounds, in % of the bare pass",
     )
-    rows = [
-        measure(checkpoint, batches, dtype, options.rounds, peer=options.modelopt)
-        for dtype in DTYPES
-    ]
+    rows = [measure(checkpoint, batches, dtype, options.rounds, peer=peer) for dtype in DTYPES]
     report("calibration_overhead", card, rows, options.output)
 
 

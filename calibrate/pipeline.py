@@ -2,6 +2,8 @@
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -86,11 +88,14 @@ def run(
     )
     compute_dtype = resolve_dtype(dtype, checkpoint)
     progress = out.absolute().with_name(f"{out.name}.progress")
-    with process_group(_device(device)) as (group, place):
+    resumed = progress.exists() and not restart
+    with process_group(_device(device)) as (group, place), _kept(progress, console):
         if group.rank != 0:
             console = None
         elif console is not None:
             console.print(inputs.plan.summary(), highlight=False)
+            if resumed:
+                console.print(f"continuing from {progress}", highlight=False, markup=False)
         if algorithm is not None and group.world > 1:
             raise ConfigError("--algorithm runs in one process: start it without torchrun")
         check_finite(checkpoint, except_for=())
@@ -118,7 +123,7 @@ def run(
                 group=group,
                 advance=advance,
             )
-            seconds = time.perf_counter() - started
+            seconds = None if resumed else time.perf_counter() - started
         if group.rank != 0:
             return None
 
@@ -168,6 +173,21 @@ def run(
         page = out / PAGE
         print_report(console, report, tokens=inputs.plan.tokens, seconds=seconds, page=page)
     return calibration
+
+
+@contextmanager
+def _kept(progress: Path, console: Console | None) -> Iterator[None]:
+    """Says where the work of an interrupted run is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if console is not None and progress.exists():
+            console.print(
+                f"what was done is kept in {progress}: the same command continues there",
+                highlight=False,
+                markup=False,
+            )
+        raise
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> str:

@@ -7,7 +7,6 @@ measured (sensitivity, a budget) was measured of the other recipe and stays behi
 """
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from rich.console import Console
 
 from calibrate.convergence import Convergence, convergence
 from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
-from calibrate.histogram import Histogram
+from calibrate.histogram import Histograms
 from calibrate.report import build_report, print_report
-from calibrate.report_html import render_html
+from calibrate.reporting import report_files
 from calibrate.scales import check_alive, check_recipe, derive_scales
 from octet.artifact import Manifest, check_destination, software
-from octet.calibration import WEIGHTS_FILE, Calibration, Observation
+from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ConfigError
 from octet.recipe import Recipe
@@ -58,7 +57,7 @@ def rescale(
     experts = told.get("experts") or {}
     least = experts.get("min_tokens", MIN_TOKENS)
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
-    histograms = _Histograms(counts, origin.observations)
+    histograms = Histograms(counts, origin.observations)
     check_alive(checkpoint, recipe, histograms)
     scales, weights = derive_scales(checkpoint, recipe, histograms)
     scales |= fitted
@@ -82,13 +81,7 @@ def rescale(
         facts=told.get("facts"),
         **{part: told.get(part) for part in _MEASURED if same},
     )
-    data = report.as_json()
-    extra: dict[str, str | Path] = {
-        "report.json": json.dumps(data, indent=1) + "\n",
-        "report.html": render_html(data),
-    }
-    if course is not None:
-        extra["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
+    extra = report_files(report, course)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
@@ -184,24 +177,3 @@ def _manifest(
         details=details,
         software=before.software | software("numpy", "numba"),
     )
-
-
-class _Histograms(Mapping[str, Histogram]):
-    """Counts as histograms, one at a time."""
-
-    def __init__(
-        self,
-        counts: Mapping[str, NDArray[np.int64]],
-        observations: Mapping[str, Observation],
-    ) -> None:
-        self._counts = counts
-        self._observations = observations
-
-    def __getitem__(self, name: str) -> Histogram:
-        return Histogram(self._counts[name], self._observations[name].code_dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._observations)
-
-    def __len__(self) -> int:
-        return len(self._observations)

@@ -1,5 +1,5 @@
 """Checkpoint and samples in, calibration out: exact histograms, scales and golden records."""
 
-from calibrate.pipeline import run
+from calibrate.pipeline import progress_directory, run
 
-__all__ = ["run"]
+__all__ = ["progress_directory", "run"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -46,6 +47,7 @@ def changed_model(
     directory: Path,
     *,
     dtype: ComputeDtype,
+    device: torch.device,
     restart: bool = False,
     console: Console | None = None,
 ) -> ChangedModel:
@@ -65,7 +67,13 @@ def changed_model(
         from calibrate.modelopt import apply_algorithm
 
         changed = apply_algorithm(
-            checkpoint, algorithm, recipe, batches, dtype=dtype, console=console
+            checkpoint,
+            algorithm,
+            recipe,
+            batches,
+            dtype=dtype,
+            device=device,
+            console=console,
         )
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

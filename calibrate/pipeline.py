@@ -2,8 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +27,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError
 from octet.recipe import Recipe
 
-__all__ = ["run"]
+__all__ = ["progress_directory", "run"]
 
 
 def run(
@@ -73,6 +71,11 @@ def run(
     checkpoint = Checkpoint.open(model)
     check_recipe(recipe, checkpoint.spec)
     limit = None if budget is None else Limit.parse(budget)
+    if limit is not None and algorithm == "gptq":
+        raise ConfigError(
+            "gptq moves weights onto the scales of one recipe, which --budget would change: give"
+            " one of the two, or use smoothquant"
+        )
     inputs = read_inputs(
         checkpoint,
         samples,
@@ -87,9 +90,9 @@ def run(
         allow_few_samples=allow_few_samples,
     )
     compute_dtype = resolve_dtype(dtype, checkpoint)
-    progress = out.absolute().with_name(f"{out.name}.progress")
+    progress = progress_directory(out)
     resumed = progress.exists() and not restart
-    with process_group(_device(device)) as (group, place), _kept(progress, console):
+    with process_group(_device(device)) as (group, place):
         if group.rank != 0:
             console = None
         elif console is not None:
@@ -106,6 +109,7 @@ def run(
             inputs.plan.batches,
             progress / "algorithm",
             dtype=compute_dtype,
+            device=place,
             restart=restart,
             console=console,
         )
@@ -175,19 +179,9 @@ def run(
     return calibration
 
 
-@contextmanager
-def _kept(progress: Path, console: Console | None) -> Iterator[None]:
-    """Says where the work of an interrupted run is."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if console is not None and progress.exists():
-            console.print(
-                f"what was done is kept in {progress}: the same command continues there",
-                highlight=False,
-                markup=False,
-            )
-        raise
+def progress_directory(out: Path) -> Path:
+    """Where a run that will write `out` keeps what it has done."""
+    return out.absolute().with_name(f"{out.name}.progress")
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> str:

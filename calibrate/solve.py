@@ -96,7 +96,10 @@ def _scales(
     histograms: Mapping[str, Histogram],
     fitted: Mapping[str, NDArray[np.float32]],
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, WeightScale]]:
-    """`derive_scales`, with `fitted` in place of what it finds, and their SQNR."""
+    """`derive_scales`, with `fitted` in place of what it finds.
+
+    Weights that were fitted have the SQNR of what they become against what they were at first.
+    """
     scales, weights = derive_scales(checkpoint, recipe, histograms)
     scales |= {name: scale for name, scale in fitted.items() if name in scales}
     for name in weights:
@@ -106,9 +109,9 @@ def _scales(
         scheme = schemes[0]
         shared = scales.get(f"{name}.weight_global_scale")
         scale = scales[f"{name}.weight_scale"]
-        weight = checkpoint.read(f"{name}.weight").float32()
+        weight = checkpoint.unchanged().read(f"{name}.weight").float32()
         noise = weight - scaling.fake_quantize(
-            weight,
+            checkpoint.read(f"{name}.weight").float32(),
             microscaling.combined(scale, shared),
             formats.format_named(scheme.format),
             Granularity.of(scheme.granularity, scheme.group_size),

@@ -1,5 +1,6 @@
 """`octet calibrate` and `octet rescale`: a model observed once, and scales for any recipe."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -96,31 +97,37 @@ def calibrate(
     chosen = _recipe(recipe, kv_cache, exclude)
     import calibrate as stage
 
-    calibration = stage.run(
-        model,
-        samples,
-        out,
-        recipe=chosen,
-        name=name,
-        count=count,
-        held_out=held_out,
-        text_field=text_field,
-        messages_field=messages_field,
-        max_length=max_length,
-        long=long,
-        pack=pack,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        algorithm=algorithm,
-        budget=budget,
-        sensitivity=sensitivity,
-        spill=spill,
-        restart=restart,
-        allow_few_samples=allow_few_samples,
-        force=force,
-        console=console_for(as_json),
-    )
+    try:
+        calibration = stage.run(
+            model,
+            samples,
+            out,
+            recipe=chosen,
+            name=name,
+            count=count,
+            held_out=held_out,
+            text_field=text_field,
+            messages_field=messages_field,
+            max_length=max_length,
+            long=long,
+            pack=pack,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            algorithm=algorithm,
+            budget=budget,
+            sensitivity=sensitivity,
+            spill=spill,
+            restart=restart,
+            allow_few_samples=allow_few_samples,
+            force=force,
+            console=console_for(as_json),
+        )
+    except KeyboardInterrupt:
+        kept = stage.progress_directory(out)
+        if kept.exists():
+            print(f"kept {kept}: the same command continues there", file=sys.stderr)
+        raise
     if calibration is not None:  # only the first of several processes writes
         wrote(out, calibration.manifest, as_json)
 

@@ -53,9 +53,12 @@ def batch(sequences: list[list[int]]) -> Batch:
     return make_batches(sequences, ["line 1"] * len(sequences), batch_size=12)[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def calibration(
-    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
+    one_thread: None,
+    tiny_model: Path,
+    tiny_samples: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Calibration:
     """`fp8-static` in float32 on 128 samples; two are left to be held out."""
     out = tmp_path_factory.mktemp("calibration") / "out"

@@ -207,7 +207,7 @@ def test_a_destination_that_exists_is_kept(
     [(signal.SIGINT, "Calibrating"), (signal.SIGTERM, "Golden records")],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_a_signal_leaves_nothing_behind(
+def test_after_a_signal_the_same_command_continues(
     tiny_model: Path, tiny_samples: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     out = tmp_path / "out"
@@ -227,4 +227,11 @@ def test_a_signal_leaves_nothing_behind(
     assert (seen + rest).rstrip().endswith(b"interrupted")
     assert b"Traceback" not in seen + rest
     assert process.returncode == 130
-    assert list(tmp_path.iterdir()) == []
+    progress = out.with_name("out.progress")
+    kept = [progress] if stage == "Golden records" else list(tmp_path.glob("out.progress"))
+    assert list(tmp_path.iterdir()) == kept  # nothing else, whenever the signal came
+    assert (f"kept {progress}" in (seen + rest).decode()) == bool(kept)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert ("continuing from" in again.stderr) == bool(kept)
+    assert list(tmp_path.iterdir()) == [out]

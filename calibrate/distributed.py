@@ -4,6 +4,7 @@ Adding integers gives the same sum in any order, so N processes find the histogr
 last count. Objects travel through gloo on the CPU; counts too, or through NCCL between GPUs.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -83,8 +84,12 @@ def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
     torch.distributed.init_process_group(backend)
     try:
         yield TorchGroup(chosen), chosen
+        torch.distributed.barrier()  # else gloo's threads find the other side gone
     finally:
         torch.distributed.destroy_process_group()
+        # A group that a reference cycle keeps has threads, and those that come for the interpreter
+        # while it ends bring the process down ("terminate called without an active exception").
+        gc.collect()
 
 
 def require_agreement(group: Group, facts: Mapping[str, str]) -> None:

@@ -26,15 +26,17 @@ def run_identity(
         shape = tuple(batch.token_ids.shape)
         samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
         samples.update(batch.token_ids.numpy().tobytes())
-    return {
+    identity = {
         "model": model.hexdigest(),
         "samples": samples.hexdigest(),
         "compute dtype": dtype,
         "device": device_name(device),
-        "number of torch threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if device.type == "cpu":
+        identity["number of torch threads"] = str(torch.get_num_threads())
+    return identity
 
 
 def device_name(device: torch.device) -> str:

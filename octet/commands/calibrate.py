@@ -1,5 +1,6 @@
 """`octet calibrate` and `octet rescale`: a model observed once, and scales for any recipe."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -130,6 +131,12 @@ def calibrate(
         raise
     if calibration is not None:  # only the first of several processes writes
         wrote(out, calibration.manifest, as_json)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo's threads can outlive their group, and abort the interpreter while it shuts down:
+        # torchrun would take that for a failure, and stop the other processes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def rescale(

@@ -75,7 +75,10 @@ class LayerObserver:
     def require_finite(self) -> None:
         """NumericsError names the first tensor in which NaN or Inf was counted, if any was."""
         unchecked, self._unchecked = self._unchecked, []
-        if not unchecked or not self.counter.bad():
+        if not unchecked:
+            return
+        bad = self.counter.bad()
+        if not bad:
             return
         self._locating = True  # the same passes again, looking at each tensor
         try:
@@ -83,6 +86,13 @@ class LayerObserver:
                 self._watched(batch, compute)
         finally:
             self._locating = False
+        names = [name for name, slot in self._slots.items() if slot in bad]
+        raise NumericsError(
+            f"NaN or Inf was counted in {', '.join(names[:3])}"
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}, but not found when the"
+            " same batches ran again: the model does not compute the same twice; run it again, or"
+            " with --device cpu"
+        )
 
     def _watched(
         self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
@@ -278,8 +288,8 @@ def check_totals(spec: ModelSpec, counts: Mapping[str, NDArray[np.int64]], token
 
 
 def _require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf."""
-    parts = [(origin, row.flatten(1)) for origin, row in rows]
+    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf as it is counted."""
+    parts = [(origin, _as_counted(row.flatten(1))) for origin, row in rows]
     broken = [(origin, part) for origin, part in parts if not part.isfinite().all()]
     if not broken:
         return
@@ -288,8 +298,15 @@ def _require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None
     nans = sum(int(part.isnan().sum()) for _, part in broken)
     infs = sum(int(part.isinf().sum()) for _, part in broken)
     total = sum(part.numel() for _, part in parts)
+    if all(bool(row.isfinite().all()) for _, row in rows):
+        why = "it is finite in float32 but beyond bfloat16, in which values are counted"
+    else:
+        why = "the model itself is broken there, or overflows in this dtype"
     raise NumericsError(
         f"{name} holds {nans} NaN and {infs} Inf among {total} values of one batch, first in"
-        f" channel {channel} in the sample of {origin}: the model itself is broken there, or"
-        " overflows in this dtype"
+        f" channel {channel} in the sample of {origin}: {why}"
     )
+
+
+def _as_counted(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16() if x.dtype == torch.float32 else x

@@ -184,6 +184,51 @@ def test_nan_and_inf_are_named_by_tensor_and_sample(
     assert f"{nans} NaN and {infs} Inf" in message
 
 
+def test_a_float32_that_no_bfloat16_holds_is_an_inf_and_named(
+    checkpoint: Checkpoint, batch: Batch
+) -> None:
+    model = load_model(checkpoint, "float32")
+    name = "model.layers.1.self_attn.o_proj.input"
+    module = model.get_submodule(name.removesuffix(".input"))
+
+    def overflow(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = inputs[0].clone()
+        x[2, :2, 5] = 3.4e38  # bfloat16 ends at 3.39e38
+        return (x,)
+
+    module.register_forward_pre_hook(overflow)
+    with pytest.raises(NumericsError) as error, observe(model, checkpoint.spec) as observer:
+        observer.run(batch)
+    message = str(error.value)
+    assert message.startswith(f"{name} holds 0 NaN and 2 Inf among ")
+    assert (
+        "channel 5 in the sample of line 1: it is finite in float32 but beyond bfloat16" in message
+    )
+
+
+def test_an_inf_that_is_gone_when_looked_for_still_ends_the_run(
+    checkpoint: Checkpoint, batch: Batch
+) -> None:
+    model = load_model(checkpoint, "float32")
+    passes = []
+
+    def fail_once(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        passes.append(1)
+        return (inputs[0] + (float("inf") if len(passes) == 1 else 0.0),)
+
+    model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(fail_once)
+    with (
+        pytest.raises(
+            NumericsError,
+            match=r"^NaN or Inf was counted in model\.layers\.1\.mlp\.gate_proj\.input, "
+            r"model\.layers\.1\.mlp\.down_proj\.input, but not found .* run it again",
+        ),
+        observe(model, checkpoint.spec) as observer,
+    ):
+        observer.run(batch)
+    assert len(passes) == 2
+
+
 def test_histograms_of_two_runs_are_equal(checkpoint: Checkpoint, model: Any, batch: Batch) -> None:
     first, second = (observed(model, checkpoint.spec, [batch]) for _ in range(2))
     for name, histogram in first.histograms.items():

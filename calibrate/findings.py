@@ -8,7 +8,9 @@ from calibrate.convergence import Convergence
 from calibrate.tensor_report import TensorReport
 from octet.recipe import Recipe
 
-__all__ = ["HIDDEN_DB", "Finding", "Unknown", "find", "find_unknown"]
+__all__ = ["COSTLY", "HIDDEN_DB", "Finding", "Unknown", "cost_served", "find", "find_unknown"]
+
+COSTLY = 0.01  # the relative increase of perplexity from which on there is a warning
 
 HIDDEN_DB = 6.0  # that small values may lose to large ones: four times their noise
 _COSTLY_DB = 1.0
@@ -34,10 +36,16 @@ class Unknown:
 
 
 def find(
-    recipe: Recipe, tensors: Mapping[str, TensorReport], convergence: Convergence | None
+    recipe: Recipe,
+    tensors: Mapping[str, TensorReport],
+    convergence: Convergence | None,
+    sensitivity: Mapping[str, Any] | None = None,
+    budget: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """The gravest first."""
+    """The gravest first; `sensitivity` and `budget` are JSON."""
     return [
+        *_over_budget(budget),
+        *_costly(sensitivity, budget),
         *_hidden(tensors),
         *_overflowing(tensors),
         *_moved(convergence),
@@ -95,6 +103,59 @@ def find_unknown(
     return unknown
 
 
+def cost_served(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> tuple[float, float] | None:
+    """The original's perplexity and that of the recipe as it is now; None if not measured.
+
+    What `sensitivity` has of the whole is from before a budget promoted anything.
+    """
+    if sensitivity is None:
+        return None
+    before = sensitivity["reference_perplexity"]
+    after = (budget["curve"][-1] if budget else sensitivity["all"])["perplexity"]
+    return None if before is None or after is None else (before, after)
+
+
+def _over_budget(budget: Mapping[str, Any] | None) -> list[Finding]:
+    if budget is None or budget["met"]:
+        return []
+    shown = "{:.2%}" if budget["metric"] == "perplexity" else "{:.2g}"
+    limit, reached, bound = (shown.format(budget[key]) for key in ("limit", "reached", "bound"))
+    remedy = "Allow a larger budget, or keep the cache in float16."
+    if budget["reached"] <= budget["limit"]:
+        remedy = "Give more held-out samples, which narrow the bound, or allow a larger budget."
+    metric = "of perplexity" if budget["metric"] == "perplexity" else "of KL"
+    return [
+        Finding(
+            f"the budget of {limit} {metric} is not met: {reached} (95 % bound {bound}) with every"
+            " layer promoted as far as it goes",
+            remedy,
+        )
+    ]
+
+
+def _costly(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> list[Finding]:
+    """Not where a budget of perplexity says itself how much is too much."""
+    cost = cost_served(sensitivity, budget)
+    if cost is None or (budget is not None and budget["metric"] == "perplexity"):
+        return []
+    before, after = cost
+    change = after / before - 1
+    if not change > COSTLY:
+        return []
+    return [
+        Finding(
+            f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g}:"
+            f" there is a warning over {COSTLY:.0%}",
+            f"Let --budget ppl={100 * COSTLY:g}% choose what stays in higher precision, or choose"
+            " another recipe or cache.",
+        )
+    ]
+
+
 def _hidden(tensors: Mapping[str, TensorReport]) -> list[Finding]:
     """Large values that carry the SQNR while the rest is lost; exact for static scales."""
     lost, maybe = [], []
@@ -141,7 +202,8 @@ def _overflowing(tensors: Mapping[str, TensorReport]) -> list[Finding]:
         Finding(
             f"{len(names)} caches exceed what float16 holds (65,504), first {names[0]}, which"
             f" reaches {tensors[names[0]].absmax:.3g}",
-            "Serve with a bfloat16 cache, or choose kv_cache e4m3, which is scaled.",
+            "Serve with a bfloat16 cache, or choose kv_cache e4m3, which is scaled but which no"
+            " export writes yet.",
         )
     ]
 
@@ -179,7 +241,8 @@ def _cache_scales(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[F
         Finding(
             f"{name} reaches {tensor.absmax:.3g}: its E5M2 cache needs the scale"
             f" {tensor.chosen.scale:.3g}; an engine that does not apply it will be wrong",
-            "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache e4m3.",
+            "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache float16"
+            " (or e4m3, which no export writes yet).",
         )
         for name, tensor in tensors.items()
         if tensor.kind != "input" and tensor.chosen is not None and tensor.chosen.scale != 1.0

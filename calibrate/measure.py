@@ -65,8 +65,9 @@ def measure_model(
         sensitivity = measure_sensitivity(
             model, checkpoint, recipe, scales, histograms, reference, advance=advance
         )
+    measured = sensitivity.as_json() | {"evaluated_on": inputs.evaluated_on}
     if limit is None:
-        return Measured(recipe, sensitivity.as_json())
+        return Measured(recipe, measured)
     waiting = nullcontext() if console is None else console.status(f"choosing layers for {limit}")
     with waiting:
         budget = choose(
@@ -80,4 +81,4 @@ def measure_model(
             reference,
             evaluated_on=inputs.evaluated_on,
         )
-    return Measured(budget.recipe, sensitivity.as_json(), budget.as_json())
+    return Measured(budget.recipe, measured, budget.as_json())

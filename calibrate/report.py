@@ -138,7 +138,7 @@ def build_report(
         global_scales=_global_scales(observations, scales),
         sensitivity=_still_true(sensitivity, budget),
     )
-    findings = find(recipe, tensors, convergence)
+    findings = find(recipe, tensors, convergence, sensitivity, budget)
     return Report(
         recipe=recipe,
         model={"name": model, **_model_json(spec)},
@@ -155,6 +155,7 @@ def build_report(
             convergence=convergence,
             sensitivity=sensitivity,
             budget=budget,
+            unexportable=spec.unexportable() or recipe.unexportable(),
         ),
         tensors=tensors,
         weights=dict(weights),

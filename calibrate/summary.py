@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from calibrate.convergence import Convergence
-from calibrate.findings import Finding
+from calibrate.findings import Finding, cost_served
 from calibrate.tensor_report import TensorReport
 from octet.recipe import Recipe
 
@@ -44,8 +44,10 @@ def summarise(
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
+    unexportable: str | None = None,
 ) -> Summary:
-    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere."""
+    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere; `unexportable` is why
+    no export writes it. It is ready if there is nothing to read first and an export writes it."""
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
     counted += "" if tokens is None else f", {tokens:,} tokens"
@@ -55,15 +57,23 @@ def summarise(
     unmeasured = any(t.format == "e2m1" and t.sqnr_db is None for t in tensors.values())
     if unmeasured:
         todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
+    if unexportable is not None:
+        if notes and not findings:
+            todo.append("Read the warnings.")
+        todo.append(_to_export(unexportable, recipe))
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "
     if warnings:
-        title += f"{warnings} warning{'s' if warnings > 1 else ''} to read before export"
+        title += f"{warnings} warning{'s' if warnings > 1 else ''} to read"
+        title += " before export" if unexportable is None else ""
+    elif unmeasured:
+        title += "what FP4 costs is not measured"
     else:
-        title += "what FP4 costs is not measured" if unmeasured else "nothing to warn about"
+        title += "nothing to warn about"
+        title += "" if unexportable is None else ", but no export writes it"
     return Summary(
-        status="look" if warnings or unmeasured else "ready",
+        status="look" if warnings or unmeasured or unexportable else "ready",
         title=title,
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
         enough="Whether the set was enough is not known: it was not counted in parts."
@@ -71,10 +81,17 @@ def summarise(
         else convergence.verdict,
         worst=_worst(tensors, weights_db),
         worst_tensor=_worst_tensor(tensors),
-        measured=_measured(sensitivity),
+        measured=_measured(sensitivity, budget),
         budget=_budget(budget),
         todo=tuple(todo),
     )
+
+
+def _to_export(unexportable: str, recipe: Recipe) -> str:
+    why = f"{unexportable[0].upper()}{unexportable[1:]}"
+    if recipe.unexportable() is None:  # it is the architecture that none writes
+        return f"{why}."
+    return f"{why}: to export, derive another with `octet rescale`."
 
 
 def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:
@@ -112,13 +129,16 @@ def _db(value: float) -> str:
     return f"{value:.1f} dB" if math.isfinite(value) else "without error"
 
 
-def _measured(sensitivity: Mapping[str, Any] | None) -> str:
-    if sensitivity is None:
+def _measured(sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None) -> str:
+    cost = cost_served(sensitivity, budget)
+    if sensitivity is None or cost is None:
         return ""
-    everything, reference = sensitivity["all"], sensitivity["reference_perplexity"]
+    reference, perplexity = cost
+    kl = (budget["curve"][-1] if budget else sensitivity["all"])["kl"]
+    text = sensitivity.get("evaluated_on", "held-out samples")
     return (
-        f"With all of it quantized, KL {everything['kl']:.2g} nats a token and perplexity"
-        f" {everything['perplexity']:.4g}, where the original has {reference:.4g}."
+        f"On {sensitivity['tokens']:,} tokens of {text}, with all of it quantized: KL {kl:.2g} nats"
+        f" a token and perplexity {perplexity:.4g}, where the original has {reference:.4g}."
     )
 
 
@@ -133,7 +153,9 @@ def _budget(budget: Mapping[str, Any] | None) -> str:
     name = "a perplexity higher by" if perplexity else "KL"
     verb = "is met" if budget["met"] else "is not met"
     steps = len(budget["curve"]) - 1
-    return (
-        f"The budget of {name} {limit} {verb}: {reached} (95 % bound {bound}) after {steps}"
-        f" promotion{'' if steps == 1 else 's'} to a higher precision."
+    sentence = (
+        f"The budget of {name} {limit} {verb} on {budget['tokens']:,} tokens of"
+        f" {budget['evaluated_on']}: {reached} (95 % bound {bound}) after {steps}"
+        f" promotion{'' if steps == 1 else 's'} to a higher precision"
     )
+    return f"{sentence}, chosen on the same text." if steps else f"{sentence}."

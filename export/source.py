@@ -23,7 +23,6 @@ from octet.recipe import Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GENERATION_CONFIG = "generation_config.json"
 _SPARE_BYTES = 64 << 20  # for what is written beside the weights
 
@@ -117,24 +116,15 @@ class Source:
 
     def _check_supported(self) -> None:
         """Raises UnsupportedError for what no export writes yet."""
-        spec, recipe = self.spec, self.recipe
-        if spec.architecture not in ARCHITECTURES:
+        reason = self.spec.unexportable()
+        if reason is not None:
+            raise UnsupportedError(f"{self.checkpoint.path}: {reason}")
+        reason = self.recipe.unexportable(cache=False)  # each export has caches of its own
+        if reason is not None:
+            kept = ", with those layers in full precision by `exclude`"
             raise UnsupportedError(
-                f"{self.checkpoint.path}: exports are for {' and '.join(ARCHITECTURES)};"
-                f" {spec.architecture} can be calibrated only"
-            )
-        where = f"{self.calibration.path}: recipe {recipe.name}"
-        remedy = "derive one that is with `octet rescale`: fp8, fp8-static or fp8-block"
-        for scheme in (recipe.weights, recipe.activations):
-            if (scheme.format, scheme.scale_format) != ("e4m3", "float32"):
-                raise UnsupportedError(
-                    f"{where} has {scheme.format} elements with {scheme.scale_format} scales, which"
-                    f" no export writes; {remedy}"
-                )
-        if recipe.overrides:
-            raise UnsupportedError(
-                f"{where} mixes formats (override for {recipe.overrides[0].match}), which no export"
-                f" writes; {remedy}, with its layers in full precision by `exclude`"
+                f"{self.calibration.path}: {reason}; derive fp8, fp8-static or fp8-block with"
+                f" `octet rescale`{kept if self.recipe.overrides else ''}"
             )
 
     def _check_scales(self) -> None:

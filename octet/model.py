@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octet.errors import UnsupportedError
 
-__all__ = ["ARCHITECTURES", "Linear", "ModelSpec"]
+__all__ = ["ARCHITECTURES", "EXPORTED", "Linear", "ModelSpec"]
 
 Architecture = Literal[
     "LlamaForCausalLM",
@@ -21,6 +21,9 @@ Architecture = Literal[
 # norm of each query and key head before RoPE. Mixtral and Qwen3-MoE have, in some or all layers, a
 # sparse block instead of the SwiGLU: a router and experts, each a SwiGLU of its own.
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+# Those that exports write; the others can be calibrated, measured and reported.
+EXPORTED: tuple[Architecture, ...] = ("LlamaForCausalLM", "MistralForCausalLM")
 
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -133,6 +136,14 @@ class ModelSpec(BaseModel):
             raise UnsupportedError(
                 f"{where}: config.json: {first['loc'][0]}: {first['msg']}"
             ) from None
+
+    def unexportable(self) -> str | None:
+        """Why no export writes such a model yet, as a clause; None if one does."""
+        if self.architecture in EXPORTED:
+            return None
+        return (
+            f"exports are for {' and '.join(EXPORTED)}; {self.architecture} can be calibrated only"
+        )
 
     def layer(self, index: int) -> str:
         """The module name of decoder layer `index`."""

@@ -141,6 +141,22 @@ class Recipe(BaseModel):
                 return override.weights, override.activations
         return self.weights, self.activations
 
+    def unexportable(self, *, cache: bool = True) -> str | None:
+        """Why no export writes this recipe yet, as a clause; None if one does (maybe not all).
+
+        `cache=False` leaves the KV cache out, which the ONNX export can be told to choose.
+        """
+        reason = None
+        for scheme in (self.weights, self.activations):
+            if (scheme.format, scheme.scale_format) != ("e4m3", "float32"):
+                reason = f"has {scheme.format} elements with {scheme.scale_format} scales"
+                break
+        if reason is None and self.overrides:
+            reason = f"mixes formats (override for {self.overrides[0].match})"
+        if reason is None and cache and self.kv_cache == "e4m3":
+            reason = "has an E4M3 cache"
+        return None if reason is None else f"recipe {self.name} {reason}, which no export writes"
+
     @classmethod
     def load(cls, name_or_path: str) -> Self:
         """A preset by name, or a recipe from a YAML file.

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from calibrate.report import print_report
-from octet.recipe import Recipe, TensorScheme
+from octet.recipe import Override, Recipe, TensorScheme
 from tests.calibrate.report_data import (
+    SPEC,
     budget,
     chunks,
     experts,
@@ -21,14 +22,14 @@ from tests.calibrate.report_data import (
 
 INPUT = "model.layers.0.self_attn.q_proj.input"
 KEY = "model.layers.1.self_attn.key"
+TENSOR = TensorScheme(granularity="tensor")
 
 
 def static(method: str) -> Recipe:
-    tensor = TensorScheme(granularity="tensor")
     activations = TensorScheme.model_validate(
         {"granularity": "tensor", "method": method, "percentile": 99.0}
     )
-    return Recipe(name="test", weights=tensor, activations=activations)
+    return Recipe(name="test", weights=TENSOR, activations=activations)
 
 
 def test_nothing_to_warn_about_is_said_so() -> None:
@@ -54,7 +55,8 @@ def test_a_cache_scale_is_warned_about() -> None:
     report = make_report("fp8", counts=chunks(outlier={KEY: 1e5}))
     (warning,) = [line for line in report.warnings if "E5M2" in line]
     assert KEY in warning
-    assert any("kv_cache e4m3" in line for line in report.summary.todo)
+    (advice,) = [line for line in report.summary.todo if "E5M2" in line]
+    assert "kv_cache float16" in advice and "e4m3, which no export writes yet" in advice
 
 
 def test_the_cache_is_measured_on_its_own_format() -> None:
@@ -104,7 +106,77 @@ def test_fp4_that_was_not_measured_is_not_called_ready() -> None:
     assert "not measured" in summary.title
     assert "--sensitivity" in summary.todo[0]
     assert "that of 8 inputs, scaled at run time, is not known" in summary.worst
-    assert make_report("nvfp4", sensitivity=sensitivity()).summary.status == "ready"
+    summary = make_report("nvfp4", sensitivity=sensitivity()).summary
+    assert "not measured" not in summary.title
+    assert not any("--sensitivity" in line for line in summary.todo)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (Recipe.load("mxfp8"), "Recipe mxfp8 has e4m3 elements with e8m0 scales"),
+        (Recipe.load("nvfp4"), "Recipe nvfp4 has e2m1 elements with e4m3 scales"),
+        (Recipe.load("fp8").model_copy(update={"kv_cache": "e4m3"}), "has an E4M3 cache"),
+        (
+            Recipe.load("fp8").model_copy(
+                update={
+                    "overrides": (Override(match="*.q_proj", weights=TENSOR, activations=TENSOR),)
+                }
+            ),
+            r"mixes formats (override for *.q_proj)",
+        ),
+    ],
+    ids=["mxfp8", "nvfp4", "e4m3 cache", "overrides"],
+)
+def test_a_recipe_that_no_export_writes_is_not_called_ready(recipe: Recipe, why: str) -> None:
+    summary = make_report(recipe, sensitivity=sensitivity()).summary
+    assert summary.status == "look"
+    assert summary.title.endswith("nothing to warn about, but no export writes it")
+    (todo,) = summary.todo
+    assert why in todo and "octet rescale" in todo
+
+
+def test_a_model_that_no_export_writes_is_not_called_ready() -> None:
+    spec = SPEC.model_copy(update={"architecture": "Qwen3ForCausalLM"})
+    summary = make_report("fp8", spec=spec).summary
+    assert summary.status == "look"
+    (todo,) = summary.todo
+    assert todo.endswith("Qwen3ForCausalLM can be calibrated only.")
+
+
+def test_a_cost_over_one_percent_is_warned_about() -> None:
+    assert make_report("fp8", sensitivity=sensitivity(10.09)).summary.status == "ready"
+    report = make_report("fp8", sensitivity=sensitivity(10.32))
+    (warning,) = report.warnings
+    assert "perplexity by 3.2%, from 10 to 10.32" in warning and "over 1%" in warning
+    assert report.summary.status == "look"
+    (todo,) = report.summary.todo
+    assert "--budget ppl=1%" in todo and "export it" not in todo
+
+
+def test_what_a_budget_reached_is_what_counts() -> None:
+    """The whole was over 1 % before the budget; what is served is not."""
+    report = make_report("fp8", sensitivity=sensitivity(10.32), budget=budget())
+    assert report.warnings == ()
+    assert "perplexity 10.05" in report.summary.measured
+    assert "on 16,384 tokens of held-out samples" in report.summary.budget
+    assert "chosen on the same text" in report.summary.budget
+    allowed = budget() | {"metric": "perplexity", "limit": 0.05, "reached": 0.03, "bound": 0.04}
+    allowed["curve"][-1]["perplexity"] = 10.3
+    report = make_report("fp8", sensitivity=sensitivity(10.4), budget=allowed)
+    assert report.warnings == ()  # the budget itself says how much is too much
+    assert "The budget of a perplexity higher by 5.00% is met" in report.summary.budget
+
+
+@pytest.mark.parametrize(("reached", "advice"), [(0.004, "more held-out samples"), (0.1, "cache")])
+def test_a_budget_that_is_not_met_is_warned_about(reached: float, advice: str) -> None:
+    missed = budget() | {"met": False, "reached": reached, "bound": 0.12}
+    report = make_report("fp8", sensitivity=sensitivity(), budget=missed)
+    assert report.summary.status == "look"
+    (warning,) = report.warnings
+    assert "budget of 0.005 of KL is not met" in warning and "bound 0.12" in warning
+    (todo,) = report.summary.todo
+    assert advice in todo
 
 
 def test_what_was_measured_is_known() -> None:

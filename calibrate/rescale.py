@@ -19,7 +19,8 @@ from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.histogram import Histograms
 from calibrate.report import build_report, print_report
 from calibrate.reporting import report_files
-from calibrate.scales import check_alive, check_recipe, derive_scales
+from calibrate.scales import check_alive, check_recipe
+from calibrate.solve import fitted_scales
 from octet.artifact import Manifest, check_destination, software
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
@@ -59,8 +60,7 @@ def rescale(
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
     histograms = Histograms(counts, origin.observations)
     check_alive(checkpoint, recipe, histograms)
-    scales, weights = derive_scales(checkpoint, recipe, histograms)
-    scales |= fitted
+    scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
 
     course = _convergence(origin, recipe, checkpoint, least)
     same = recipe == origin.manifest.recipe
@@ -118,10 +118,11 @@ def _checkpoint(origin: Calibration, model: Path | None) -> Checkpoint:
 
 
 def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """The weight scales that changed weights were fitted to: those of no other recipe fit them.
+    """The weight scales that GPTQ put weights on the grid of: no other scales fit those.
 
-    GPTQ leaves weights on the grid of their scales, AWQ close to one; SmoothQuant's compute the
-    same function as before and start any recipe.
+    AWQ looked for weights that one recipe rounds well, whose scales are found from them again;
+    SmoothQuant's compute the same function as before and start any recipe. ConfigError for another
+    recipe than that of GPTQ or AWQ.
     """
     algorithm = (origin.manifest.details.get("algorithm") or {}).get("name")
     if algorithm in (None, "smoothquant"):
@@ -133,6 +134,8 @@ def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32
             f"{origin.path}: its weights were fitted to recipe {before.name} by {algorithm};"
             f" calibrate again for recipe {recipe.name}"
         )
+    if algorithm != "gptq":
+        return {}
     suffixes = (".weight_scale", ".weight_global_scale")
     return {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
 

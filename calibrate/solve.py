@@ -23,7 +23,7 @@ from octet.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.scaling import Granularity
 
-__all__ = ["Solution", "solve"]
+__all__ = ["Solution", "fitted_scales", "solve"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def solve(
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
     histograms = Histograms(counts, observed.observations)
     check_alive(checkpoint, recipe, histograms)
-    scales, weights = _scales(checkpoint, recipe, histograms, fitted)
+    scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
     measured: dict[str, Any] = {}
     if sensitivity or limit is not None:
         found = measure_model(
@@ -78,7 +78,7 @@ def solve(
         measured = {"sensitivity": found.sensitivity, "budget": found.budget}
         if found.recipe != recipe:
             recipe = found.recipe
-            scales, weights = _scales(checkpoint, recipe, histograms, fitted)
+            scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
     return Solution(
         recipe=recipe,
         histograms=histograms,
@@ -90,7 +90,7 @@ def solve(
     )
 
 
-def _scales(
+def fitted_scales(
     checkpoint: Checkpoint,
     recipe: Recipe,
     histograms: Mapping[str, Histogram],
@@ -98,7 +98,8 @@ def _scales(
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, WeightScale]]:
     """`derive_scales`, with `fitted` in place of what it finds.
 
-    Weights that were fitted have the SQNR of what they become against what they were at first.
+    Weights that were fitted have the SQNR of what they become against what they were at first:
+    against themselves, already on the grid of their scales, they would have no error.
     """
     scales, weights = derive_scales(checkpoint, recipe, histograms)
     scales |= {name: scale for name, scale in fitted.items() if name in scales}

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rich.console import Console
 
 from calibrate import run
 from calibrate.rescale import rescale
+from octet import scaling
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ConfigError, OctetError
-from octet.formats import float32_to_bf16
+from octet.formats import E4M3, float32_to_bf16
 from octet.recipe import PRESETS, Override, Recipe
 from octet.tensors import Tensor, write_tensors
 
@@ -135,12 +137,18 @@ def test_it_says_what_it_did(origin: Calibration, tmp_path: Path) -> None:
 # Weights that a calibration changed
 
 
-def changed(origin: Calibration, to: Path, checkpoint: Checkpoint, algorithm: str) -> Calibration:
-    """A copy of the calibration in which `algorithm` doubled a weight."""
+def doubled(checkpoint: Checkpoint) -> dict[str, NDArray[np.uint16]]:
+    """A weight in BF16, twice as large."""
     name = "model.layers.0.mlp.down_proj.weight"
-    doubled = float32_to_bf16(checkpoint.read(name).float32() * 2)
+    return {name: float32_to_bf16(checkpoint.read(name).float32() * 2)}
+
+
+def changed(
+    origin: Calibration, to: Path, algorithm: str, codes: dict[str, NDArray[np.uint16]]
+) -> Calibration:
+    """A copy of the calibration in which `algorithm` made these of some weights."""
     weights = to.with_suffix(".weights")
-    write_tensors(weights, {name: Tensor("BF16", doubled)})
+    write_tensors(weights, {name: Tensor("BF16", x) for name, x in codes.items()})
     details = {**origin.manifest.details, "algorithm": {"name": algorithm}}
     return Calibration.save(
         to,
@@ -156,7 +164,7 @@ def changed(origin: Calibration, to: Path, checkpoint: Checkpoint, algorithm: st
 def test_changed_weights_are_used_and_passed_on(
     origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    smooth = changed(origin, tmp_path / "smooth", checkpoint, "smoothquant")
+    smooth = changed(origin, tmp_path / "smooth", "smoothquant", doubled(checkpoint))
     derived = rescale(smooth.path, tmp_path / "out", recipe=PRESETS["fp8"])
     name = "model.layers.0.mlp.down_proj.weight_scale"
     np.testing.assert_array_equal(derived.scales[name], 2 * origin.scales[name])
@@ -168,13 +176,33 @@ def test_changed_weights_are_used_and_passed_on(
 def test_weights_fitted_to_one_recipe_start_no_other(
     origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    gptq = changed(origin, tmp_path / "gptq", checkpoint, "gptq")
+    gptq = changed(origin, tmp_path / "gptq", "gptq", doubled(checkpoint))
     with pytest.raises(ConfigError, match=r"fitted to recipe fp8 by gptq; calibrate again .*nvfp4"):
         rescale(gptq.path, tmp_path / "out", recipe=PRESETS["nvfp4"])
     cache = PRESETS["fp8"].model_copy(update={"kv_cache": "float16"})
     derived = rescale(gptq.path, tmp_path / "out", recipe=cache)
     name = "model.layers.0.mlp.down_proj.weight_scale"  # as it was stored, not as derived
     np.testing.assert_array_equal(derived.scales[name], origin.scales[name])
+
+
+def test_the_error_of_weights_on_the_grid_is_that_against_the_originals(
+    origin: Calibration, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """GPTQ's weights are what their scales can say: compared with themselves they have no error."""
+    linear = "model.layers.0.mlp.down_proj"
+    weight, scale = checkpoint.read(f"{linear}.weight"), origin.scales[f"{linear}.weight_scale"]
+    on_grid = scaling.fake_quantize(weight.float32(), scale, E4M3, scaling.CHANNEL)
+    gptq = changed(
+        origin, tmp_path / "gptq", "gptq", {f"{linear}.weight": float32_to_bf16(on_grid)}
+    )
+    reports = []
+    for recipe in (PRESETS["fp8"], PRESETS["fp8"].model_copy(update={"kv_cache": "float16"})):
+        derived = rescale(gptq.path, tmp_path / recipe.kv_cache, recipe=recipe)
+        reports.append(json.loads((derived.path / "report.json").read_text())["weights"])
+    before = json.loads((origin.path / "report.json").read_text())["weights"]
+    for weights in reports:
+        for name in (linear, "model.layers.1.mlp.down_proj"):
+            assert weights[name]["sqnr_db"] == pytest.approx(before[name]["sqnr_db"], abs=0.01)
 
 
 # What is refused

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ from octet.tensors import Tensor, TensorFile, write_tensors
 __all__ = ["Journal"]
 
 SCHEMA_VERSION = 1
+
+# What may be found where a journal was to begin, or was being discarded, when the process died.
+_OWN = re.compile(
+    r"lock|(journal\.json|layer-\d+\.(json|safetensors))(\.partial)?|layer-\d+\.partial"
+    r"|activations-\d+"
+)
 
 
 class Journal:
@@ -59,15 +66,15 @@ class Journal:
         records: list[dict[str, Any]] = []
         error: OctetError | None = None
         lock: IO[str] | None = None
-        if group.rank == 0:
-            try:
-                lock = _lock(path)
-                records = _open(path, identity, restart)
-            except OctetError as caught:
-                error = caught
         try:
+            if group.rank == 0:
+                try:
+                    lock = _lock(path)
+                    records = _open(path, identity, restart)
+                except OctetError as caught:
+                    error = caught
             group.agree(error)
-        except OctetError:
+        except BaseException:
             if lock is not None:
                 lock.close()
             raise
@@ -172,8 +179,9 @@ def _open(path: Path, identity: Mapping[str, str], restart: bool) -> list[dict[s
     """The records of the finished layers; [] for a journal that begins."""
     head = path / "journal.json"
     if restart:
-        _discard(path.iterdir())
+        head.unlink(missing_ok=True)  # first: what is left without it is nobody's
     if not head.exists():
+        _discard(x for x in path.iterdir() if _OWN.fullmatch(x.name))
         try:
             _write_json(head, {"schema_version": SCHEMA_VERSION, "identity": dict(identity)})
         except OSError as error:
@@ -199,10 +207,11 @@ def _open(path: Path, identity: Mapping[str, str], restart: bool) -> list[dict[s
 
 def _lock(path: Path) -> IO[str]:
     """The journal's directory, made if need be, for this process alone until the file is closed."""
-    if path.exists() and not (path / "journal.json").exists():
-        others = [] if not path.is_dir() else [x for x in path.iterdir() if x.name != "lock"]
-        if not path.is_dir() or any(x.suffix != ".partial" for x in others):
-            raise ArtifactError(f"{path}: exists and is not a journal; choose another")
+    begun = path.is_dir() and (
+        (path / "journal.json").exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
+    )
+    if path.exists() and not begun:
+        raise ArtifactError(f"{path}: exists and is not a journal; choose another")
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / "lock").open("w")

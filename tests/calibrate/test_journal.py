@@ -138,6 +138,35 @@ def test_a_directory_that_is_no_journal_is_left_alone(llama: Path, tmp_path: Pat
     assert [x.name for x in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_a_restart_that_was_killed_is_gone_on_with(
+    llama: Path, tmp_path: Path, whole: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, removals = tmp_path / "journal", 0
+    while True:
+        shutil.rmtree(journal, ignore_errors=True)
+        stopped(llama, journal, layers=2.5)
+        left = removals
+
+        def unlink(path: Path, missing_ok: bool = False, original: Any = Path.unlink) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            original(path, missing_ok=missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", unlink)
+            try:
+                run(llama, journal, restart=True)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        assert_same_counts(whole, run(llama, journal))
+        removals += 1
+    assert removals > 4
+
+
 def test_two_processes_do_not_share_a_journal_unawares(llama: Path, tmp_path: Path) -> None:
     first = stopped(llama, tmp_path / "journal", layers=0.5)
     with (first / "lock").open("w") as held:

@@ -26,7 +26,14 @@ from octet.errors import ArtifactError
 from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["WEIGHTS_FILE", "Calibration", "Observation"]
+__all__ = [
+    "BINS",
+    "WEIGHTS_FILE",
+    "Calibration",
+    "Observation",
+    "StoredHistograms",
+    "pack_histogram",
+]
 
 FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
 WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
@@ -73,7 +80,7 @@ class Calibration:
     @cached_property
     def histograms(self) -> Mapping[str, npt.NDArray[np.int64]]:
         """Counts of each magnitude code, int64[32768]; each is read when it is asked for."""
-        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"), summed=True)
+        return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=True)
 
     @cached_property
     def chunks(self) -> Mapping[str, npt.NDArray[np.int64]]:
@@ -81,7 +88,7 @@ class Calibration:
 
         `convergence.json` says in "counts" after how many samples each ends.
         """
-        return _Histograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
+        return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
 
     @cached_property
     def golden(self) -> GoldenSet:
@@ -128,7 +135,11 @@ class Calibration:
             (writer.path / "observations.json").write_text(json.dumps(records, indent=1) + "\n")
             write_tensors(
                 writer.path / "histograms.safetensors",
-                {key: part for name in histograms for key, part in _pack(name, histograms[name])},
+                {
+                    key: part
+                    for name in histograms
+                    for key, part in pack_histogram(name, histograms[name])
+                },
             )
             write_tensors(
                 writer.path / "scales.safetensors",
@@ -149,8 +160,9 @@ class Calibration:
 _BINS, _COUNTS = ".bins", ".counts"
 
 
-def _pack(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
-    """`<name>.bins` uint16[n], and `<name>.counts` [n] or [chunks, n], of the fewest bytes."""
+def pack_histogram(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
+    """How [32768] or [chunks, 32768] counts are stored: `<name>.bins` uint16[n], those that occur,
+    and `<name>.counts` [n] or [chunks, n], of the fewest bytes."""
     counts = counts[0] if len(counts) == 1 else counts
     bins = np.flatnonzero(counts.reshape(-1, BINS).any(axis=0))
     present = counts[..., bins]
@@ -158,8 +170,11 @@ def _pack(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tenso
     yield name + _COUNTS, Tensor.of(present.astype(np.min_scalar_type(present.max(initial=0))))
 
 
-class _Histograms(Mapping[str, npt.NDArray[np.int64]]):
-    """The histograms of a file, by observation, read one at a time: the sums, or the chunks."""
+class StoredHistograms(Mapping[str, npt.NDArray[np.int64]]):
+    """The histograms that `pack_histogram` put into `file`, by name, read one at a time.
+
+    int64: [32768], the sums, or [chunks, 32768].
+    """
 
     def __init__(self, file: TensorFile, *, summed: bool) -> None:
         self._file = file

@@ -23,13 +23,12 @@ typedef unsigned long long u64;
 // Where the elements are: for batch b, `runs` runs of consecutive elements, `run_stride` apart. With
 // rows_outer, a run is one row, `unit` elements, and there are lengths[b] of them; without, there
 // are `runs` runs (heads, say) of lengths[b] * unit elements. Strides are in elements. With more
-// than one run a batch, or a channel maximum, every run starts at a multiple of 16 bytes and is a
-// multiple of 16 bytes long.
+// than one run a batch, every run starts at a multiple of 16 bytes and is a multiple of 16 bytes
+// long.
 struct Arguments {
     const unsigned char* data;
-    u64* counts;       // [32768], of one slot
-    u32* bad;          // of the slot: set to 1 if a code is first_special or above
-    u32* channel_max;  // [channels] largest code of each channel, or null
+    u64* counts;  // [32768], of one slot
+    u32* bad;     // of the slot: set to 1 if a code is first_special or above
     long long batch_stride;
     long long run_stride;
     u32 batches;
@@ -37,7 +36,6 @@ struct Arguments {
     u32 unit;
     u32 rows_outer;
     u32 first_special;
-    u32 channels;
     u32 lengths[MAX_BATCHES];
 };
 
@@ -66,26 +64,22 @@ __device__ __forceinline__ void count4(u32 code4) {
 #endif
 }
 
-// Counts the elements of one 16-byte vector; MAXIMUM keeps the largest code of each position too,
-// two codes to a word.
-template <bool FLOAT, bool MAXIMUM>
-__device__ __forceinline__ void count_vector(uint4 vector, u32 (&largest)[4]) {
+// Counts the elements of one 16-byte vector.
+template <bool FLOAT>
+__device__ __forceinline__ void count_vector(uint4 vector) {
     u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (FLOAT) {
-            u32 code = rounded(words[i]);
-            count4(code << 2);
-            if (MAXIMUM) largest[i] = max(largest[i], code);
+            count4(rounded(words[i]) << 2);
         } else {
             count4((words[i] << 2) & 0x1FFFCu);
             count4((words[i] >> 14) & 0x1FFFCu);
-            if (MAXIMUM) largest[i] = __vmaxu2(largest[i], words[i] & 0x7FFF7FFFu);
         }
     }
 }
 
-template <bool FLOAT, bool MAXIMUM>
+template <bool FLOAT>
 __device__ __forceinline__ void count_tensor(const Arguments& a) {
     typedef typename Bits<FLOAT>::Type Element;
     const u32 WIDTH = 16 / sizeof(Element);  // elements of a vector
@@ -96,22 +90,16 @@ __device__ __forceinline__ void count_tensor(const Arguments& a) {
         shared_memory[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
 
-    // Thread `index` of all takes vectors index, index + stride, ... of the runs laid end to end. For
-    // channel maxima the stride is a multiple of a row, so that a thread stays in its channels.
+    // Thread `index` of all takes vectors index, index + stride, ... of the runs laid end to end.
     u32 index = blockIdx.x * THREADS + threadIdx.x;
     u32 stride = gridDim.x * THREADS;
-    u32 row = MAXIMUM ? a.channels / WIDTH : 1u;
-    if (MAXIMUM) stride -= stride % row;
-    u32 largest[4] = {0, 0, 0, 0};
-    u32 channel = (row - 1 - index % row) * WIDTH;  // backwards, as the vectors are taken
-    bool idle = index >= stride;
 
-    for (u32 b = 0; b < a.batches && !idle; ++b) {
+    for (u32 b = 0; b < a.batches; ++b) {
         const Element* start = data + b * a.batch_stride;
         u32 runs = a.rows_outer ? a.lengths[b] : a.runs;
         u32 length = a.rows_outer ? a.unit : a.lengths[b] * a.unit;
         u32 head = 0;
-        if (runs == 1 && !MAXIMUM) {  // elements before the first and after the last whole vector
+        if (runs == 1) {  // elements before the first and after the last whole vector
             head = min(length, ((16u - (u32)((u64)start & 15u)) & 15u) / (u32)sizeof(Element));
             u32 tail = (length - head) % WIDTH;
             if (blockIdx.x == 0 && threadIdx.x < head + tail) {
@@ -132,32 +120,21 @@ __device__ __forceinline__ void count_tensor(const Arguments& a) {
 #pragma unroll
                 for (u32 i = 0; i < UNROLL; ++i) loaded[i] = __ldcs(last - (index + i * stride));
 #pragma unroll
-                for (u32 i = 0; i < UNROLL; ++i) count_vector<FLOAT, MAXIMUM>(loaded[i], largest);
+                for (u32 i = 0; i < UNROLL; ++i) count_vector<FLOAT>(loaded[i]);
             }
             for (; index < total; index += stride)
-                count_vector<FLOAT, MAXIMUM>(__ldcs(last - index), largest);
+                count_vector<FLOAT>(__ldcs(last - index));
         } else {
             for (; index < total; index += stride) {
                 u32 run = index / vectors;
                 const Element* from = start + run * a.run_stride;
                 uint4 vector = reinterpret_cast<const uint4*>(from)[index - run * vectors];
-                count_vector<FLOAT, MAXIMUM>(vector, largest);
+                count_vector<FLOAT>(vector);
             }
         }
         index -= total;
     }
 
-    if (MAXIMUM && !idle && blockIdx.y == 0) {
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            if (FLOAT) {
-                atomicMax(a.channel_max + channel + i, largest[i]);
-            } else {
-                atomicMax(a.channel_max + channel + 2 * i, largest[i] & 0xFFFFu);
-                atomicMax(a.channel_max + channel + 2 * i + 1, largest[i] >> 16);
-            }
-        }
-    }
     __syncthreads();
 
     // Blocks start at different codes, so that they do not meet at one total.
@@ -172,13 +149,11 @@ __device__ __forceinline__ void count_tensor(const Arguments& a) {
     }
 }
 
-#define KERNEL(name, is_float, maximum)                                  \
+#define KERNEL(name, is_float)                                           \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)             \
         name(const __grid_constant__ Arguments arguments) {              \
-        count_tensor<is_float, maximum>(arguments);                      \
+        count_tensor<is_float>(arguments);                               \
     }
 
-KERNEL(count_half, false, false)
-KERNEL(count_float, true, false)
-KERNEL(count_half_max, false, true)
-KERNEL(count_float_max, true, true)
+KERNEL(count_half, false)
+KERNEL(count_float, true)

@@ -3,17 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import calibrate.counting_cuda as counting_cuda
+import calibrate.cuda_kernels as cuda_kernels
+import calibrate.cuda_layout as cuda_layout
 from calibrate.batches import Batch
 from calibrate.counting import count_reference
-from calibrate.counting_cuda import CudaCounter, _batched, _layout, _pieces, compile_kernels
+from calibrate.counting_cuda import CudaCounter
+from calibrate.cuda_layout import batched, layout_of, pieces
 from calibrate.observe import observe
 from octet.calibration import BINS
 from octet.errors import NumericsError, UnsupportedError
@@ -22,7 +23,6 @@ from octet.model import ModelSpec
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [1, 7, 8, 9, 1023, 8192, 65_537, 1_000_003]
 SPECIALS = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 448.0, 3.4e38, 1e-40]
-ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 
 gpu = [
     pytest.mark.gpu,
@@ -117,12 +117,12 @@ def test_layouts_cover_each_element_once(
     dtype: torch.dtype, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The addresses that a launch would read, followed here with as_strided."""
-    monkeypatch.setattr(counting_cuda, "_LONGEST", longest)
+    monkeypatch.setattr(cuda_layout, "_LONGEST", longest)
     width = 16 // dtype.itemsize
     for name, x, lengths in arrangements(dtype):
         found = []
-        for piece, rows in _pieces(*_batched(x, lengths)):
-            layout = _layout(piece, rows) or _layout(piece.contiguous(), rows)
+        for piece, rows in pieces(*batched(x, lengths)):
+            layout = layout_of(piece, rows) or layout_of(piece.contiguous(), rows)
             assert layout is not None, name
             assert sum(rows) * piece[0, 0].numel() <= max(longest, piece[0, 0].numel()), name
             assert len(layout.lengths) <= 256, name
@@ -144,60 +144,7 @@ def test_reads_what_models_lay_out_without_a_copy() -> None:
     x = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
     for view in (x, x.flatten(2), x.view(2, 8, 64, 128).transpose(1, 2), x[:, :, 2:4], x[:, 3:]):
         for lengths in ([view.shape[1]] * 2, [view.shape[1], 5]):
-            assert _layout(view, lengths) is not None
-
-
-def need_compiler() -> None:
-    try:
-        counting_cuda._require_bindings()
-    except UnsupportedError:
-        pytest.skip("needs no GPU but NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc")
-
-
-@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
-def test_compiles_for_each_architecture(
-    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_compiler()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for parts in (1, 2, 4):
-        code = compile_kernels(capability, parts)
-        assert code[:4] == b"\x7fELF"
-        assert all(name in code for name in (b"count_half", b"count_float", b"count_half_max"))
-    kept = sorted((tmp_path / "octet" / "kernels").iterdir())
-    assert len(kept) == 3
-    kept[0].write_bytes(b"as kept")
-    again = {compile_kernels(capability, parts) for parts in (1, 2, 4)}
-    assert b"as kept" in again  # read from the cache, not compiled
-    assert sorted((tmp_path / "octet" / "kernels").iterdir()) == kept
-
-
-def test_compiles_where_no_cache_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_compiler()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compile_kernels((9, 0), 1)[:4] == b"\x7fELF"
-
-
-def test_falls_back_to_ptx_for_a_gpu_newer_than_the_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_compiler()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert b".target sm_" in compile_kernels((99, 0), 1)
-    with pytest.raises(UnsupportedError, match=r"this GPU has 2\.0"):
-        compile_kernels((2, 0), 1)
-
-
-def test_splits_the_counters_where_a_block_has_less_shared_memory() -> None:
-    kib = 1024
-    sizes = {227: 1, 163: 1, 128: 1, 99: 2, 64: 2, 48: 4, 32: 4}
-    for size, parts in sizes.items():
-        assert counting_cuda.parts_for(size * kib, "a GPU") == parts
-    with pytest.raises(UnsupportedError, match="a GPU gives a block 16 KB of shared memory"):
-        counting_cuda.parts_for(16 * kib, "a GPU")
+            assert layout_of(view, lengths) is not None
 
 
 def test_refuses_a_device_without_cuda() -> None:
@@ -205,9 +152,24 @@ def test_refuses_a_device_without_cuda() -> None:
         CudaCounter(1, torch.device("cpu"))
 
 
-def count(x: torch.Tensor, lengths: list[int] | None, **extra: torch.Tensor) -> np.ndarray:
+def test_says_what_does_not_fit_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB.")
+
+    monkeypatch.setattr("calibrate.counting_cuda.kernels_of", lambda index: None)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.zeros", full)
+    with pytest.raises(UnsupportedError) as error:
+        CudaCounter(10_000, torch.device("cuda", 0))
+    assert str(error.value) == (
+        "cuda:0 has no room for 10000 histograms (2.6 GB): free memory there, or calibrate with"
+        " --device cpu"
+    )
+
+
+def count(x: torch.Tensor, lengths: list[int] | None) -> np.ndarray:
     counter = CudaCounter(3, torch.device("cuda"))
-    counter.add(1, x, lengths, **extra)
+    counter.add(1, x, lengths)
     before, counts, after = counter.counts()
     assert not before.any() and not after.any()
     first_special = 0x7C00 if x.dtype == torch.float16 else 0x7F80
@@ -219,10 +181,10 @@ def count(x: torch.Tensor, lengths: list[int] | None, **extra: torch.Tensor) -> 
 @pytest.fixture(params=[1, 2, 4], ids=lambda parts: f"{128 // parts} KB a block")
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Each way of splitting the counters, whatever this GPU would take."""
-    counting_cuda._kernels.cache_clear()
-    monkeypatch.setattr(counting_cuda, "parts_for", lambda *_: request.param)
+    cuda_kernels.kernels_of.cache_clear()
+    monkeypatch.setattr(cuda_kernels, "parts_for", lambda *_: request.param)
     yield request.param
-    counting_cuda._kernels.cache_clear()
+    cuda_kernels.kernels_of.cache_clear()
 
 
 @on_gpu
@@ -256,7 +218,7 @@ def moved(x: torch.Tensor) -> torch.Tensor:
 def test_reads_every_arrangement(
     dtype: torch.dtype, longest: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting_cuda, "_LONGEST", longest)
+    monkeypatch.setattr(cuda_layout, "_LONGEST", longest)
     for name, x, lengths in arrangements(dtype):
         if not x.numel():
             assert not count(x.cuda(), lengths).any(), name
@@ -271,28 +233,6 @@ def test_never_reads_padding() -> None:
     for row, length in enumerate(lengths):
         x[row, length:] = float("nan")  # would be seen if it were read
     assert (count(x.cuda(), lengths) == count_reference(real(x, lengths))).all()
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channel_maxima_come_with_the_counts(dtype: torch.dtype, parts: int) -> None:
-    for shape, lengths in (
-        ((3, 200, 4096), [200, 0, 77]),
-        ((2, 50, 14336), [50, 50]),
-        ((2, 50, 13), [50, 3]),  # no whole vectors
-        ((7, 65), None),
-        ((129, 128), None),
-        ((2, 3, 40_000), [3, 1]),
-    ):
-        x = torch.randn(*shape).to(dtype)
-        kept = real(x, lengths).view(-1, shape[-1])
-        codes = kept.bfloat16() if dtype == torch.float32 else kept
-        expected = (codes.view(torch.int16).int() & 0x7FFF).amax(0)
-        found = torch.zeros(shape[-1], dtype=torch.int32, device="cuda")
-        found[0] = 0x7000  # larger than any: it stays
-        expected[0] = 0x7000
-        assert (count(x.cuda(), lengths, channel_max=found) == count_reference(kept)).all(), shape
-        assert torch.equal(found.cpu(), expected), shape
 
 
 @on_gpu

@@ -19,7 +19,7 @@ from calibrate.counting import Counter, make_counter
 from calibrate.experts import tap_experts
 from calibrate.histogram import CodeDtype, Histogram
 from octet.calibration import Observation
-from octet.errors import NumericsError
+from octet.errors import ConfigError, NumericsError
 from octet.model import ModelSpec
 
 __all__ = ["LayerObserver", "Observer", "check_totals", "observations_of", "observe"]
@@ -63,7 +63,7 @@ class LayerObserver:
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
         """What `compute(cache)` gives, which passes `batch` through layers and must do it again.
 
-        NumericsError is that of `require_finite`.
+        NumericsError is that of `require_finite`; ConfigError, that the GPU has no room for it.
         """
         result = self._watched(batch, compute)
         self._unchecked.append((batch, compute))
@@ -101,6 +101,13 @@ class LayerObserver:
         try:
             with self.counter.beside():
                 return compute(_WatchedCache(self))
+        except torch.OutOfMemoryError:
+            rows, tokens = batch.token_ids.shape
+            less = "a smaller --batch-size" if rows > 1 else "a smaller --max-length"
+            raise ConfigError(
+                f"the GPU ran out of memory in a batch of {rows} x {tokens} tokens: give {less},"
+                " or --device cpu"
+            ) from None
         finally:
             self._batch = None
 

@@ -13,7 +13,7 @@ from calibrate.counting import count_reference
 from calibrate.loading import load_model
 from calibrate.observe import Observer, observe
 from octet.checkpoint import Checkpoint
-from octet.errors import NumericsError
+from octet.errors import ConfigError, NumericsError
 from octet.model import ModelSpec
 
 
@@ -227,6 +227,25 @@ def test_an_inf_that_is_gone_when_looked_for_still_ends_the_run(
     ):
         observer.run(batch)
     assert len(passes) == 2
+
+
+@pytest.mark.parametrize(("rows", "flag"), [(12, "--batch-size"), (1, "--max-length")])
+def test_a_batch_that_the_gpu_cannot_hold_is_told_with_the_flag(
+    checkpoint: Checkpoint, model: Any, batch: Batch, rows: int, flag: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    fewer = Batch(batch.token_ids[:rows], batch.lengths[:rows], batch.origins[:rows])
+    size = f"{rows} x {batch.token_ids.shape[1]}"
+    told = f"^the GPU ran out of memory in a batch of {size} tokens: give a smaller {flag}, or"
+    with observe(model, checkpoint.spec) as observer:
+        handle = model.model.layers[1].register_forward_pre_hook(full)
+        try:
+            with pytest.raises(ConfigError, match=told):
+                observer.run(fewer)
+        finally:
+            handle.remove()
 
 
 def test_histograms_of_two_runs_are_equal(checkpoint: Checkpoint, model: Any, batch: Batch) -> None:

@@ -6,14 +6,16 @@ measured again. What it costs, in forward passes over the batches: one at each s
 where a format between the recipe's and BF16 is considered for a unit.
 
 A limit is held against the upper end of a one-sided 95 % confidence interval, not against the
-estimate: few held-out tokens make a budget harder to meet, never easier.
+estimate. The interval is that of a recipe fixed beforehand; here, which units are promoted and when
+to stop is decided on the same text, so what is reached at the end is somewhat optimistic, the more
+so the fewer samples there are. `LEAST_SAMPLES` are required.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from calibrate.divergence import Advance, Divergence, Reference
+from calibrate.divergence import LEAST_SAMPLES, Advance, Divergence, Reference
 from calibrate.histogram import Histogram
 from calibrate.levels import build_recipe
 from calibrate.limit import Limit
@@ -81,10 +83,17 @@ def check_reachable(
     limit: Limit,
     reference: Reference,
 ) -> None:
-    """ConfigError if the cache alone is over the limit, so that no choice of weights can meet it.
+    """ConfigError if the cache alone is over the limit, so that no choice of weights can meet it,
+    and if there are too few samples to tell.
 
     One forward pass, and one more to say what an E4M3 cache would cost instead.
     """
+    samples = sum(len(batch.lengths) for batch in reference.batches)
+    if samples < LEAST_SAMPLES:
+        raise ConfigError(
+            f"budget {limit}: {samples} held-out sample{'' if samples == 1 else 's'} cannot bound"
+            f" what it costs: give {LEAST_SAMPLES} or more with --held-out"
+        )
     if recipe.kv_cache == "float16":
         return
     cost = _cache_alone(model, checkpoint, recipe, histograms, reference)

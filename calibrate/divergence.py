@@ -5,7 +5,9 @@ where logits would be V/H times as large. The head is applied to a few rows at a
 whatever the model computes in: bfloat16 logits would add some 1e-4 nats of their own.
 
 Tokens of one sample are not independent, samples are: standard errors are those of a mean over
-clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens.
+clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens. Upper bounds are as
+many of them above the mean as the quantile of Student's t with S - 1 degrees of freedom says, which
+is exact for normal sums of samples of equal length, and an approximation for others.
 """
 
 import math
@@ -20,11 +22,13 @@ from torch.nn.functional import linear
 
 from calibrate.batches import Batch
 from calibrate.experts import tap_experts
+from calibrate.student import t_quantile
 from octet.errors import NumericsError
 from octet.model import ModelSpec
 
 __all__ = [
     "CONFIDENCE",
+    "LEAST_SAMPLES",
     "Advance",
     "Divergence",
     "Reference",
@@ -33,7 +37,8 @@ __all__ = [
     "real_tokens",
 ]
 
-CONFIDENCE = 1.645  # standard errors above the mean: a one-sided 95 % bound
+CONFIDENCE = 0.95  # of the bounds, which are one-sided
+LEAST_SAMPLES = 8  # that a bound is worth looking at: with fewer it is two standard errors or more
 _ELEMENTS = 1 << 22  # logits computed at a time: 16 MB in float32, and thrice that for a moment
 
 Advance = Callable[[int], None]
@@ -46,7 +51,8 @@ class Divergence:
     `kl` is KL(reference ‖ model) in nats, the mean over `tokens` positions with its standard error;
     `kl_p90` and `kl_max` are of single positions. Perplexities are over the tokens that follow
     another in their sample; `log_ratio` is the mean difference of their log-likelihoods, so that
-    the model's perplexity is exp(log_ratio) times the reference's.
+    the model's perplexity is exp(log_ratio) times the reference's. `samples_predicted` are those of
+    two tokens or more, which alone have a perplexity.
     """
 
     kl: float
@@ -59,11 +65,13 @@ class Divergence:
     log_ratio_error: float
     tokens: int
     samples: int
+    samples_predicted: int
 
     @property
     def kl_bound(self) -> float:
-        """With 95 % confidence the divergence on more such text is at most this."""
-        return self.kl + CONFIDENCE * self.kl_error
+        """With 95 % confidence the divergence on such text is at most this, of a model that was
+        not chosen by it."""
+        return _bound(self.kl, self.kl_error, self.samples)
 
     @property
     def change(self) -> float:
@@ -72,8 +80,8 @@ class Divergence:
 
     @property
     def change_bound(self) -> float:
-        """With 95 % confidence the change is at most this."""
-        return math.expm1(self.log_ratio + CONFIDENCE * self.log_ratio_error)
+        """With 95 % confidence the change is at most this, as for `kl_bound`."""
+        return math.expm1(_bound(self.log_ratio, self.log_ratio_error, self.samples_predicted))
 
 
 class Reference:
@@ -152,6 +160,7 @@ class Reference:
             log_ratio_error=change_error,
             tokens=len(kl),
             samples=len(samples),
+            samples_predicted=sum(length > 0 for length in predicted),
         )
 
     def _logits(self, rows: Tensor) -> Tensor:
@@ -202,7 +211,8 @@ def experts_one_by_one(model: Any, spec: ModelSpec) -> Iterator[None]:
 
 
 def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Batches evenly spread over `batches`, of at least `tokens` tokens together, or all of them.
+    """Batches evenly spread over `batches`, of at least `tokens` tokens and `LEAST_SAMPLES` samples
+    together, or all of them.
 
     Spread, because batches are sorted by length.
     """
@@ -213,9 +223,17 @@ def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     while True:
         at = sorted({round((i + 0.5) * len(batches) / count - 0.5) for i in range(count)})
         chosen = [batches[index] for index in at]
-        if sum(batch.tokens for batch in chosen) >= tokens:
+        enough = sum(len(batch.lengths) for batch in chosen) >= LEAST_SAMPLES
+        if len(chosen) == len(batches) or (
+            enough and sum(batch.tokens for batch in chosen) >= tokens
+        ):
             return chosen
         count += 1
+
+
+def _bound(mean: float, error: float, samples: int) -> float:
+    """Without an error there is nothing to bound, however few samples there are."""
+    return mean if error == 0 else mean + t_quantile(CONFIDENCE, samples - 1) * error
 
 
 def _clustered(values: Tensor, sizes: Sequence[int]) -> tuple[float, float]:

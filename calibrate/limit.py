@@ -51,7 +51,7 @@ class Limit:
         return cost.kl if self.metric == "kl" else cost.change
 
     def bound(self, cost: Divergence) -> float:
-        """What is compared with the limit: with 95 % confidence, it is no more than this."""
+        """What is compared with the limit: see `Divergence.kl_bound`."""
         return cost.kl_bound if self.metric == "kl" else cost.change_bound
 
     def met(self, cost: Divergence) -> bool:

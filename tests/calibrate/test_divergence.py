@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.divergence import CONFIDENCE, Reference, evaluation_batches
+from calibrate.divergence import LEAST_SAMPLES, Reference, evaluation_batches
 from calibrate.loading import load_model, load_tokenizer
 from calibrate.observe import observe
 from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
+from calibrate.student import t_quantile
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError
 from octet.recipe import Recipe
@@ -74,7 +75,10 @@ def test_it_is_the_definition_applied_to_whole_logits(bench: Bench) -> None:
     assert cost.log_ratio == pytest.approx(float(torch.cat(change).mean()), abs=1e-3)
     assert cost.log_ratio_error == pytest.approx(error(change), **near)
     assert cost.change == pytest.approx(cost.perplexity / cost.reference_perplexity - 1)
-    assert cost.kl_bound == cost.kl + CONFIDENCE * cost.kl_error
+    assert cost.samples == cost.samples_predicted == 12
+    t = t_quantile(0.95, 11)
+    assert cost.kl_bound == cost.kl + t * cost.kl_error
+    assert math.log1p(cost.change_bound) == pytest.approx(cost.log_ratio + t * cost.log_ratio_error)
 
 
 def test_how_many_rows_are_computed_at_a_time_does_not_show(bench: Bench) -> None:
@@ -117,6 +121,12 @@ def test_evaluation_batches_are_spread_over_all_lengths() -> None:
     mean = tokens / sum(len(batch.lengths) for batch in chosen)
     assert 150 < mean < 250  # of all: 202
     assert evaluation_batches(batches, 10**9) == batches
+
+
+def test_evaluation_batches_of_long_samples_are_enough_samples() -> None:
+    batches = make_batches([[1] * 4000] * 20, [""] * 20, batch_size=1)
+    assert len(evaluation_batches(batches, 16_384)) == LEAST_SAMPLES
+    assert evaluation_batches(batches[:6], 16_384) == batches[:6]
 
 
 @pytest.mark.slow

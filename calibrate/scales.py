@@ -100,8 +100,8 @@ def check_alive(
         if histogram.total == histogram.zeros:
             raise NumericsError(
                 f"the input of {linear.name} was zero in all {histogram.total:,} elements that were"
-                " seen, so no scale can be right for it: check the samples and the checkpoint, or"
-                " exclude the layer"
+                " seen: what comes before it is dead. Check the checkpoint, or leave the layer in"
+                f" full precision with --exclude {linear.name} (what was computed is kept)"
             )
 
 

@@ -35,8 +35,6 @@ def split_samples(
     chosen = require_enough(file.path, len(found), count, allow_few=allow_few)
     calibration, rest = found[:chosen], found[chosen:]
     warnings = []
-    if chosen < count:
-        warnings.append(f"{file.path.name} has {chosen} samples, {count} were asked for")
     if chosen < MINIMUM:
         warnings.append(f"{chosen} samples are few: {MINIMUM} to 512 are usual")
     if empty:

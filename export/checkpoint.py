@@ -78,8 +78,8 @@ def check_supported(source: Source) -> None:
     recipe = source.recipe
     if recipe.kv_cache == "e4m3":
         raise UnsupportedError(
-            f"recipe {recipe.name}: kv_cache e4m3 is not supported by the checkpoint export;"
-            " use e5m2 or float16"
+            f"recipe {recipe.name}: no export writes an e4m3 cache; derive another calibration with"
+            " `octet rescale --kv-cache e5m2`"
         )
     quantized = source.quantized_linears()
     pair = (recipe.weights.granularity, recipe.activations.granularity)

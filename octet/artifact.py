@@ -114,7 +114,9 @@ class Manifest(BaseModel):
                 f"{directory}: not an Octet artifact (no {MANIFEST_FILE})"
             ) from None
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"{path}: not valid JSON ({error})") from None
+            raise ArtifactError(
+                f"{path}: altered since it was written (not valid JSON: {error})"
+            ) from None
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(

@@ -252,7 +252,7 @@ def _not_finite(x: FloatArray, name: str | None) -> NumericsError:
     nans, infs = int(np.isnan(x).sum()), int(np.isinf(x).sum())
     return NumericsError(
         f"{_called(name)} holds {nans} NaN and {infs} Inf among {x.size} values, and no scale "
-        "can be right for it: repair the checkpoint or exclude the layer"
+        "can be right for it: the checkpoint must be repaired"
     )
 
 

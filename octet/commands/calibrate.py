@@ -25,7 +25,7 @@ __all__ = ["calibrate", "rescale"]
 
 RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
 KvOption = Annotated[
-    KvCacheDtype | None, typer.Option("--kv-cache", help="The cache's format [the recipe's].")
+    KvCacheDtype | None, typer.Option("--kv-cache", help="Format of the cache, if not the recipe's.")
 ]
 Exclude = Annotated[
     list[str] | None,

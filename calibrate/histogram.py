@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from octet import formats
 from octet.calibration import BINS, Observation
 
-__all__ = ["CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
+__all__ = ["SMALL", "CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
+
+SMALL = 0.9  # the fraction of the values that are not zero, smallest first, that are small
 
 CodeDtype = Literal["bfloat16", "float16"]
 
@@ -73,6 +75,16 @@ class Histogram:
         reached = np.cumsum(counts)
         rank = max(1, int(np.ceil(fraction * int(reached[-1]))))
         return float(values[np.searchsorted(reached, rank)])
+
+    def small_limit(self) -> float:
+        """The largest magnitude that is small: the 90 % quantile of those that are not zero.
+
+        Zeros have no error to hide. Counted, they would be all that is small in an input that is
+        mostly zero, and what happens to the others would not show.
+        """
+        counts = self.counts.copy()
+        counts[0] = 0
+        return Histogram(counts, self.code_dtype).quantile(SMALL)
 
 
 class Histograms(Mapping[str, Histogram]):

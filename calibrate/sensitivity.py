@@ -3,7 +3,7 @@
 The divergence of the next-token distributions says what it costs; the signal-to-noise ratios say
 why. Those of a whole input can look well while nearly all of it is lost: a few massive activations
 carry the energy, and a scale that holds them leaves no codes for the rest. So the small values,
-those below the 90 % quantile of |x| in the calibration's histogram, have a ratio of their own.
+those up to `Histogram.small_limit` in the calibration's, have a ratio of their own.
 
 Cost, in forward passes over the batches: every unit starts at its own layer, from what the
 reference had there, so the four units of each of L layers cost 2(L + 1), and there are four more:
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from calibrate.divergence import Advance, Divergence, Reference
-from calibrate.histogram import Histogram
+from calibrate.histogram import SMALL, Histogram
 from calibrate.noise import Noise
 from calibrate.rounding import fake_quantize
 from calibrate.simulate import Scales, module_schemes, simulate, simulate_modules
@@ -37,14 +37,12 @@ from octet.scaling import scale_from_absmax
 
 __all__ = [
     "CACHE",
-    "SMALL",
     "Sensitivity",
     "UnitSensitivity",
     "measure_sensitivity",
     "measurements",
 ]
 
-SMALL = 0.9  # the quantile of |x| up to which a value is small
 EMBEDDINGS, HEAD, CACHE = "model.embed_tokens", "lm_head", "kv_cache"
 
 
@@ -117,7 +115,7 @@ def measure_sensitivity(
     The result is in the order of execution, with the cache last.
     """
     spec = checkpoint.spec
-    small = {name: histogram.quantile(SMALL) for name, histogram in histograms.items()}
+    small = {name: histogram.small_limit() for name, histogram in histograms.items()}
     tail = Tail(model, spec, reference.batches)
 
     def compare(noise: Noise) -> Divergence:
@@ -208,7 +206,8 @@ def _head(
     cost = reference.compare(
         advance=advance, states=lambda index: reference.hidden[index], head=head
     )
-    small = float(hidden.abs().flatten().kthvalue(math.ceil(SMALL * hidden.numel())).values)
+    sizes = hidden.abs()[hidden != 0]
+    small = float(sizes.kthvalue(math.ceil(SMALL * len(sizes))).values) if len(sizes) else 0.0
     noise = Noise({HEAD: small})
     noise.multiply({HEAD: [(reference.head, rounded)]})
     for rows in reference.hidden:

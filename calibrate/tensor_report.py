@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import CodeDtype, Histogram, magnitudes
+from calibrate.histogram import SMALL, CodeDtype, Histogram, magnitudes
 from calibrate.search import METHODS, Quality, find_scale, measure
 from calibrate.treatment import Treatment, treatment_of
 from octet.calibration import Observation
 from octet.recipe import Recipe, ScaleMethod
 
 __all__ = [
-    "SMALL",
     "STEPS",
     "TensorReport",
     "distribution",
@@ -32,7 +31,6 @@ __all__ = [
     "role_of",
 ]
 
-SMALL = 0.9  # the fraction of elements, smallest first, whose own SQNR is `small_sqnr_db`
 STEPS = 8  # bins of a plotted distribution, an octave
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -46,9 +44,9 @@ class TensorReport:
     `format` is that of its elements as served ("bfloat16": full precision). `methods` say what one
     static scale for the whole tensor would do, by each method; `chosen` what the stored one does,
     None where none is. `global_scale` is the stored one of two levels. `small_sqnr_db` is the SQNR
-    of the smallest 90 % of the elements under the stored scale, or else under `max`, and
-    `small_alone_db` what they would have under a scale of their own: a few large values can carry
-    the whole SQNR and hide that the others are lost. `measured_sqnr_db` and
+    of the smallest 90 % of the elements that are not zero, under the stored scale, or else under
+    `max`, and `small_alone_db` what they would have under a scale of their own: a few large values
+    can carry the whole SQNR and hide that the others are lost. `measured_sqnr_db` and
     `measured_small_sqnr_db` were measured by running the model.
     """
 
@@ -215,11 +213,10 @@ def _report(
 
 
 def _smallest(histogram: Histogram) -> Histogram:
-    """The elements that are not zero and not above their own 90 % quantile."""
+    """The small elements, without zeros."""
     counts = histogram.counts.copy()
     counts[0] = 0
-    limit = Histogram(counts, histogram.code_dtype).quantile(SMALL)
-    counts[magnitudes(histogram.code_dtype) > limit] = 0
+    counts[magnitudes(histogram.code_dtype) > histogram.small_limit()] = 0
     return Histogram(counts, histogram.code_dtype)
 
 

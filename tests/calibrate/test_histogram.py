@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from calibrate.counting import count_reference
-from calibrate.histogram import Histogram, bin_widths, magnitudes
+from calibrate.histogram import SMALL, Histogram, bin_widths, magnitudes
+from calibrate.noise import Noise
 
 
 def of(x: torch.Tensor) -> Histogram:
@@ -47,6 +48,24 @@ def test_quantiles_are_numpys_inverted_cdf(fraction: float) -> None:
     assert of(x).quantile(fraction) == expected
 
 
+def test_small_values_are_of_those_that_are_not_zero() -> None:
+    x = torch.cat([torch.zeros(990), torch.arange(1.0, 11.0)])
+    assert of(x).quantile(SMALL) == 0.0
+    assert of(x).small_limit() == 9.0
+    assert of(x[990:]).small_limit() == 9.0
+    assert of(x[:990]).small_limit() == 0.0
+
+
+def test_a_mostly_zero_input_is_measured_where_it_is_not_zero() -> None:
+    """As a report estimates it: the values that one large value leaves without a code."""
+    x = torch.zeros(40, 64)
+    x[:, 0], x[0, 1] = 1.0, 4e5  # E4M3 under one scale: 4e5/448 is the step, and 1 becomes 0
+    noise = Noise({"x": of(x).small_limit()})
+    noise.add("x", x, torch.where(x > 1, x, 0.0))
+    assert noise.ratios()[1] == 0.0  # dB: nothing is left; None would be "nothing to lose"
+
+
 def test_nothing_observed() -> None:
     histogram = Histogram.empty("bfloat16")
     assert (histogram.total, histogram.absmax, histogram.quantile(0.5)) == (0, 0.0, 0.0)
+    assert histogram.small_limit() == 0.0

@@ -6,17 +6,19 @@ last count. Objects travel through gloo on the CPU; counts too, or through NCCL 
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octet.errors import ConfigError, OctetError
+from octet.errors import ArtifactError, ConfigError, OctetError
 
 __all__ = ["Group", "TorchGroup", "process_group", "require_agreement"]
+
+T = TypeVar("T")
 
 
 class Group:
@@ -38,6 +40,26 @@ class Group:
         for found in self.gather(error):
             if found is not None:
                 raise found
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """What `work` gives this rank; the first error of any rank is raised on every one.
+
+        Errors are OctetErrors, and those of the system, as ArtifactErrors.
+        """
+        result: T | None = None
+        error: OctetError | None = None
+        try:
+            result = work()
+        except OctetError as caught:
+            error = caught
+        except OSError as caught:
+            error = ArtifactError(f"{caught.filename}: {caught.strerror}")
+        self.agree(error)
+        return cast(T, result)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives rank 0, which alone does it, on every rank; its error likewise."""
+        return cast(T, self.gather(self.attempt(work if self.rank == 0 else lambda: None))[0])
 
 
 class TorchGroup(Group):

@@ -24,8 +24,8 @@ __all__ = [
     "ActivationMemory",
     "Activations",
     "Embedded",
-    "Mirrored",
     "disk_error",
+    "flush",
     "require_space",
 ]
 
@@ -101,7 +101,7 @@ class ActivationFiles:
 
     def read(self, index: int) -> torch.Tensor:
         """ArtifactError for a file that is missing or is not as it was written."""
-        path = self._path(index)
+        path = self.path(self.directory, index)
         shape = (*self._batches[index].token_ids.shape, self._model.spec.hidden_size)
         hidden = torch.empty(shape, dtype=self._model.dtype)
         raw = _bytes(hidden)
@@ -121,7 +121,7 @@ class ActivationFiles:
 
     def write(self, index: int, hidden: torch.Tensor) -> None:
         """ArtifactError if the disk is full or fails."""
-        path, hidden = self._path(index), hidden.cpu().contiguous()
+        path, hidden = self.path(self.directory, index), hidden.cpu().contiguous()
         raw = _bytes(hidden)
         try:
             with path.open("wb", buffering=0) as file:
@@ -129,46 +129,49 @@ class ActivationFiles:
                     raw = raw[file.write(raw) :]
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise disk_error(path, error) from None
+            raise disk_error(
+                path, error, "free some or name another directory with --spill,"
+            ) from None
         if self._hashed:
             self.hashes[index] = _digest(hidden)
 
-    def _path(self, index: int) -> Path:
-        return self.directory / f"{index:06d}.bin"
+    @staticmethod
+    def path(directory: Path, index: int) -> Path:
+        """The file of batch `index`."""
+        return directory / f"{index:06d}.bin"
 
 
-class Mirrored:
-    """Read from `fast`, written to `safe` too."""
-
-    def __init__(self, fast: Activations, safe: Activations) -> None:
-        self._fast, self._safe = fast, safe
-
-    def read(self, index: int) -> torch.Tensor:
-        return self._fast.read(index)
-
-    def write(self, index: int, hidden: torch.Tensor) -> None:
-        self._safe.write(index, hidden)
-        self._fast.write(index, hidden)
-
-
-def disk_error(path: Path, error: OSError) -> OctetError:
+def disk_error(path: Path, error: OSError, remedy: str = "free some") -> OctetError:
     """What to say when `path` could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(
-            f"{path.parent}: no space left on the disk; free some and run the same command again"
+            f"{path.parent}: no space left on the disk; {remedy} and run the same command again"
             " (layers that a journal holds are not computed again)"
         )
     return ArtifactError(f"{path}: {error.strerror}")
 
 
-def require_space(directory: Path, needed_bytes: int, what: str) -> None:
-    """ArtifactError unless the disk of `directory` has `needed_bytes` free, for `what`."""
-    free = shutil.disk_usage(directory).free
+def require_space(directory: Path, needed_bytes: int, what: str, remedy: str) -> None:
+    """ArtifactError unless the disk of `directory`, which need not exist, has so much free.
+
+    `what` needs it, and `remedy` is what else than to free some can be done.
+    """
+    place = next(x for x in (directory.absolute(), *directory.absolute().parents) if x.exists())
+    free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise ArtifactError(
             f"{directory}: {what} needs {needed_bytes / 1e9:.1f} GB, the disk has"
-            f" {free / 1e9:.1f} GB free; free some or name another directory"
+            f" {free / 1e9:.1f} GB free; free some or {remedy}"
         )
+
+
+def flush(path: Path) -> None:
+    """Returns when the file or directory `path` is on the disk, not only in memory; OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _bytes(x: torch.Tensor) -> memoryview:

@@ -1,13 +1,19 @@
-"""What a killed run continues from: every finished layer's counts, and what enters the next.
+"""What a killed run continues from: every finished layer's counts, and now and then activations.
 
-    journal.json             what the counts depend on (`calibrate.identity`), but not the recipe
-    layer-003.safetensors    int64 [chunks, 32768] for each tensor of layer 3
-    layer-003.json           hashes of that file and of the activations; its arrival ends the layer
-    activations-003/         what layer 3 gave, one file a batch
+    journal.json             what the counts depend on (`calibrate.identity`), but not the recipe;
+                             and the directories that activations were written to
+    layer-003.safetensors    the counts of layer 3: the bins that occur (`octet.calibration`)
+    layer-003.json           the hash of that file; its arrival ends the layer
+    activations-003/         what layer 3 gave, one file a batch; below `--spill`, if that is given
+    kept.json                which layer's activations are whole, where, and their hashes
 
-A layer is finished when its .json is there, which is moved into place after everything that it
-names. What is found of an unfinished layer is removed. Several processes share one journal: rank 0
-writes it, and each its own batches' activations.
+Counts are small and are kept of every layer. Activations in memory are written only when `due`:
+those of a layer can take longer to write than to compute. What the next layer needs is computed
+again, from the newest that were kept, or from the embeddings.
+
+Records (.json) are moved into place after all that they name is on the disk. What is found of an
+unfinished layer is removed. Several processes share one journal: rank 0 writes it, and each its
+own batches' activations.
 """
 
 import fcntl
@@ -16,69 +22,76 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.activations import ActivationFiles, disk_error
+from calibrate.activations import ActivationFiles, disk_error, flush
 from calibrate.batches import Batch
+from calibrate.compact import CompactCounts
 from calibrate.distributed import Group
 from calibrate.layers import LayeredModel
-from octet.calibration import BINS
+from octet.calibration import StoredHistograms, pack_histogram
 from octet.checkpoint import sha256_file
 from octet.errors import ArtifactError, CheckpointError, OctetError
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.tensors import TensorFile, write_tensors
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "discard"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+KEEP_EVERY_S = 30.0  # so much work may have to be done again
+
+_HEAD, _KEPT = "journal.json", "kept.json"
 
 # What may be found where a journal was to begin, or was being discarded, when the process died.
 _OWN = re.compile(
-    r"lock|(journal\.json|layer-\d+\.(json|safetensors))(\.partial)?|layer-\d+\.partial"
-    r"|activations-\d+"
+    r"lock|((journal|kept|layer-\d+)\.json|layer-\d+\.safetensors)(\.partial)?|activations-\d+"
 )
 
 
 class Journal:
     """The journal in `path`; `finished` layers are in it."""
 
-    def __init__(
-        self, path: Path, group: Group, records: list[dict[str, Any]], lock: IO[str] | None
-    ) -> None:
+    def __init__(self, path: Path, place: Path, group: Group, lock: IO[str] | None) -> None:
         self.path = path
+        self.place = place  # where activations are written
         self._group = group
-        self._records = records
         self._lock = lock
+        self._records: list[dict[str, Any]] = []
+        self._kept: dict[str, Any] | None = None
+        self._since = time.monotonic()
 
     @classmethod
     def open(
-        cls, path: Path, identity: Mapping[str, str], group: Group, *, restart: bool = False
+        cls,
+        path: Path,
+        identity: Mapping[str, str],
+        group: Group,
+        *,
+        spill: Path | None = None,
+        restart: bool = False,
     ) -> "Journal":
-        """Begins a journal, or continues that of the same run.
+        """Begins a journal, or continues that of the same run. `spill` is for its activations.
 
         ArtifactError for one of another run unless `restart`, which discards it, for one that was
         altered, and for one that another process has open.
         """
-        records: list[dict[str, Any]] = []
-        error: OctetError | None = None
-        lock: IO[str] | None = None
+        path = path.absolute()
+        place = path if spill is None else spill.absolute() / _name(path)
+        journal = cls(path, place, group, None)
         try:
-            if group.rank == 0:
-                try:
-                    lock = _lock(path)
-                    records = _open(path, identity, restart)
-                except OctetError as caught:
-                    error = caught
-            group.agree(error)
+            found = group.on_first(partial(journal._open, identity, restart))
         except BaseException:
-            if lock is not None:
-                lock.close()
+            journal.close()
             raise
-        return cls(path, group, group.gather(records)[0], lock)
+        journal._records, journal._kept = found
+        return journal
 
     def close(self) -> None:
         """Lets another process have the journal."""
@@ -90,130 +103,179 @@ class Journal:
         """How many layers are finished."""
         return len(self._records)
 
-    def histograms(self, index: int, names: Sequence[str], chunks: int) -> NDArray[np.int64]:
-        """int64 [names, chunks, 32768] of a finished layer, on every rank."""
-        counts = np.zeros((len(names), chunks, BINS), np.int64)
-        error: OctetError | None = None
-        if self._group.rank == 0:
-            try:
-                counts[:] = self._read(index, names)
-            except OctetError as caught:
-                error = caught
-        self._group.agree(error)
-        return self._group.sum(counts)
+    @property
+    def reached(self) -> int:
+        """The layer that the kept activations enter; 0 if there are none."""
+        return 0 if self._kept is None else int(self._kept["layer"]) + 1
 
-    def kept(self, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
-        """What the last finished layer gave."""
-        index = self.finished - 1
-        expected = {int(batch): digest for batch, digest in self._records[index]["given"].items()}
-        return ActivationFiles(self._directory(index), model, batches, expected=expected)
+    def histograms(self, index: int, names: Sequence[str]) -> CompactCounts:
+        """int64 [chunks, 32768] of each of a finished layer's tensors, on every rank."""
+        return self._group.on_first(partial(self._read, index, names))
 
-    def begin(self, index: int, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
-        """Where to write what layer `index` gives."""
-        directory = self._directory(index)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(directory, error) from None
-        return ActivationFiles(directory, model, batches, hashed=True)
+    def kept(self, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles | None:
+        """What enters layer `reached`, if it was kept."""
+        if self._kept is None:
+            return None
+        expected = {int(batch): digest for batch, digest in self._kept["given"].items()}
+        return ActivationFiles(
+            self.path / self._kept["directory"], model, batches, expected=expected
+        )
 
-    def commit(
-        self,
-        index: int,
-        histograms: Mapping[str, NDArray[np.int64]],
-        given: ActivationFiles | None,
-    ) -> None:
-        """Ends layer `index`: `histograms` are the sums of all ranks, `given` what it gave.
+    def commit(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> None:
+        """Ends layer `index`: `histograms` are the sums of all ranks.
 
         ArtifactError if it cannot be written; the layers before stay finished.
         """
-        hashes: dict[str, str] = {}
-        for part in self._group.gather({} if given is None else given.hashes):
-            hashes |= {str(batch): digest for batch, digest in sorted(part.items())}
-        error: OctetError | None = None
-        record: dict[str, Any] = {}
-        if self._group.rank == 0:
-            try:
-                record = self._write(index, histograms, hashes)
-            except OSError as caught:
-                error = disk_error(self._layer(index), caught)
-        self._group.agree(error)
-        self._records.append(record)
-        if index > 0:
-            shutil.rmtree(self._directory(index - 1), ignore_errors=True)
+        self._records.append(self._group.on_first(partial(self._write, index, histograms)))
 
-    def _write(
-        self, index: int, histograms: Mapping[str, NDArray[np.int64]], given: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def due(self) -> bool:
+        """Whether so much was done since activations were last kept that they should be again."""
+        late = time.monotonic() - self._since >= KEEP_EVERY_S
+        return bool(self._group.gather(late)[0])
+
+    def begin(self, index: int, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
+        """Where to write what layer `index` gives, for `keep`."""
+        directory = self._directory(index)
+        self._group.attempt(partial(_make, directory))
+        return ActivationFiles(directory, model, batches, hashed=True)
+
+    def keep(self, index: int, files: ActivationFiles) -> None:
+        """Continuing begins behind layer `index`, of which `files`, from `begin`, are whole."""
+        self._group.attempt(partial(_flush_all, files.directory, files.hashes))
+        hashes: dict[str, str] = {}
+        for part in self._group.gather(files.hashes):
+            hashes |= {str(batch): digest for batch, digest in sorted(part.items())}
+        # Relative within the journal, which may be moved.
+        directory = files.directory.name if self.place == self.path else str(files.directory)
+        record = {"layer": index, "directory": directory, "given": hashes}
+        self._group.on_first(partial(_write_json, self.path / _KEPT, record))
+        before, self._kept = self._kept, record
+        if before is not None and before["directory"] != record["directory"]:
+            shutil.rmtree(self.path / before["directory"], ignore_errors=True)
+        self._since = time.monotonic()
+
+    def forget(self) -> None:
+        """Removes the activations: every layer is finished."""
+        self._kept = None
+        self._group.on_first(partial(_forget, self.path))
+
+    def _open(
+        self, identity: Mapping[str, str], restart: bool
+    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """The records of the finished layers, and that of the activations."""
+        self._lock = _lock(self.path)
+        head = self.path / _HEAD
+        if restart:
+            _empty(self.path)
+        places = {"."} if self.place == self.path else {".", str(self.place)}
+        content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
+        if not head.exists():
+            _discard(x for x in self.path.iterdir() if _OWN.fullmatch(x.name))
+            _clear(self.place)
+            _write_json(head, content | {"activations": sorted(places)})
+            return [], None
+        found = _read_json(head)
+        if found.get("schema_version") != SCHEMA_VERSION:
+            raise ArtifactError(f"{self.path}: a journal of another release; --restart begins anew")
+        for what, value in identity.items():
+            if found["identity"].get(what) != value:
+                raise ArtifactError(
+                    f"{self.path}: the journal of a run with another {what}; --restart discards it"
+                )
+        places |= set(found["activations"])
+        if len(places) > len(found["activations"]):
+            _write_json(head, content | {"activations": sorted(places)})
+        records: list[dict[str, Any]] = []
+        while (record := self.path / f"layer-{len(records):03d}.json").exists():
+            records.append(_read_json(record))
+        kept = _read_json(self.path / _KEPT) if (self.path / _KEPT).exists() else None
+        if kept is not None and kept["layer"] >= len(records):  # counts before it were removed
+            kept = None
+        _discard(self.path.glob("*.partial"))
+        for place in places:
+            _clear(self.path / place, None if kept is None else self.path / kept["directory"])
+        return records, kept
+
+    def _write(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
         path = self._layer(index)
-        temporary = path.with_suffix(".partial")
+        temporary = path.with_name(f"{path.name}.partial")
         try:
-            write_tensors(
-                temporary, {name: Tensor.of(counts) for name, counts in histograms.items()}
-            )
-            record = {"histograms": sha256_file(temporary), "given": given}
+            packed = {
+                key: part
+                for name, counts in histograms.items()
+                for key, part in pack_histogram(name, counts)
+            }
+            write_tensors(temporary, packed)
+            flush(temporary)
+            record = {"histograms": sha256_file(temporary)}
             os.replace(temporary, path)
             _write_json(path.with_suffix(".json"), record)
+        except OSError as error:
+            raise disk_error(path, error) from None
         finally:
             temporary.unlink(missing_ok=True)
         return record
 
-    def _read(self, index: int, names: Sequence[str]) -> NDArray[np.int64]:
+    def _read(self, index: int, names: Sequence[str]) -> CompactCounts:
         path = self._layer(index)
-        if not path.exists() or sha256_file(path) != self._records[index]["histograms"]:
-            raise _altered(path)
+        found = CompactCounts()
         try:
-            file = TensorFile.open(path)
-            return np.stack([file.read(name).codes for name in names])
+            if sha256_file(path) != self._records[index]["histograms"]:
+                raise _altered(path)
+            stored = StoredHistograms(TensorFile.open(path), summed=False)
+            found.update((name, stored[name]) for name in names)
+        except FileNotFoundError:
+            raise _altered(path) from None
+        except OSError as error:
+            raise _unreadable(path, error) from None
         except (CheckpointError, KeyError):
             raise _altered(path) from None
+        return found
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:03d}.safetensors"
 
     def _directory(self, index: int) -> Path:
-        return self.path / f"activations-{index:03d}"
+        return self.place / f"activations-{index:03d}"
 
 
-def _open(path: Path, identity: Mapping[str, str], restart: bool) -> list[dict[str, Any]]:
-    """The records of the finished layers; [] for a journal that begins."""
-    head = path / "journal.json"
-    if restart:
-        head.unlink(missing_ok=True)  # first: what is left without it is nobody's
-    if not head.exists():
-        _discard(x for x in path.iterdir() if _OWN.fullmatch(x.name))
-        try:
-            _write_json(head, {"schema_version": SCHEMA_VERSION, "identity": dict(identity)})
-        except OSError as error:
-            raise disk_error(head, error) from None
-        return []
-    found = _read_json(head)
-    if found.get("schema_version") != SCHEMA_VERSION:
-        raise ArtifactError(f"{path}: a journal of another release; --restart begins anew")
-    for what, value in identity.items():
-        if found["identity"].get(what) != value:
-            raise ArtifactError(
-                f"{path}: the journal of a run with another {what}; --restart discards it"
-            )
-    records: list[dict[str, Any]] = []
-    while (record := path / f"layer-{len(records):03d}.json").exists():
-        records.append(_read_json(record))
-    _discard(path.glob("*.partial"))
-    _discard(
-        x for x in path.glob("activations-*") if x.name != f"activations-{len(records) - 1:03d}"
-    )
-    return records
+def discard(progress: Path) -> None:
+    """Removes the directory `progress`, the journals in it, and what they keep elsewhere."""
+    for head in progress.glob(f"*/{_HEAD}"):
+        _empty(head.parent)
+    shutil.rmtree(progress, ignore_errors=True)
+
+
+def _name(path: Path) -> str:
+    """The directory that the journal in `path` has below the one for spilling."""
+    return f"octet-{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _empty(path: Path) -> None:
+    """Discards the journal in `path`; stopped at any moment, what is left can still be opened."""
+    _forget(path)
+    (path / _HEAD).unlink(missing_ok=True)  # what is left without it is nobody's
+    _discard(x for x in path.iterdir() if _OWN.fullmatch(x.name))
+
+
+def _clear(place: Path, kept: Path | None = None) -> None:
+    """Removes the activations in `place` but those in `kept`, and itself if it is empty."""
+    for directory in sorted(place.glob("activations-*")):
+        if directory != kept:
+            shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        place.rmdir()
 
 
 def _lock(path: Path) -> IO[str]:
     """The journal's directory, made if need be, for this process alone until the file is closed."""
     begun = path.is_dir() and (
-        (path / "journal.json").exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
+        (path / _HEAD).exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
     )
     if path.exists() and not begun:
         raise ArtifactError(f"{path}: exists and is not a journal; choose another")
+    _make(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         lock = (path / "lock").open("w")
     except OSError as error:
         raise disk_error(path / "lock", error) from None
@@ -225,6 +287,23 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(directory, error) from None
+
+
+def _flush_all(directory: Path, batches: Iterable[int]) -> None:
+    try:
+        for batch in batches:
+            flush(ActivationFiles.path(directory, batch))
+        flush(directory)
+        flush(directory.parent)
+    except OSError as error:
+        raise disk_error(directory, error) from None
+
+
 def _discard(paths: Iterable[Path]) -> None:
     for path in list(paths):
         if path.is_dir():
@@ -233,13 +312,31 @@ def _discard(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
+def _forget(path: Path) -> None:
+    """Removes the activations of the journal in `path`, wherever they are."""
+    try:
+        places = _read_json(path / _HEAD)["activations"]
+    except (OctetError, KeyError):
+        places = ["."]
+    (path / _KEPT).unlink(missing_ok=True)  # first: it names what goes next
+    for place in places:
+        _clear(path / place)
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` with its own hash, and moves it into place."""
+    """Writes `content` with its own hash, and moves it into place behind all that is there."""
     temporary = path.with_name(f"{path.name}.partial")
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    temporary.write_text(json.dumps({"content": content, "sha256": digest}, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps({"content": content, "sha256": digest}, indent=1) + "\n")
+        flush(temporary)
+        flush(path.parent)
+        os.replace(temporary, path)
+        flush(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -252,6 +349,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise _altered(path) from None
     return content
+
+
+def _unreadable(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"{path}: {error.strerror}; --restart begins anew")
 
 
 def _altered(path: Path) -> ArtifactError:

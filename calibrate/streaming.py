@@ -6,12 +6,14 @@
                 histograms, journal       histograms, journal
 
 In memory are the weights of one layer and one set of activations (or, spilled, those of one batch).
-The histograms are, bin for bin, those of the whole model in memory: see `calibrate.layers`.
+A run that continues computes again, without counting, the finished layers behind the activations
+that the journal has kept. The histograms are, bin for bin, those of the whole model in memory: see
+`calibrate.layers`.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from calibrate.activations import (
     ActivationMemory,
     Activations,
     Embedded,
-    Mirrored,
+    disk_error,
     require_space,
 )
 from calibrate.batches import Batch
@@ -41,9 +43,11 @@ from calibrate.observe import LayerObserver, check_totals, observations_of
 from calibrate.progress import Spread
 from octet.calibration import BINS, Observation
 from octet.checkpoint import Checkpoint
-from octet.errors import OctetError
 
 __all__ = ["Observed", "observe_checkpoint"]
+
+_AT_ONCE = 32  # tensors whose counts the ranks sum at once; experts make hundreds of a layer
+_USUAL_BINS = 4096  # that occur in a tensor: 32 octaves of BF16
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def observe_checkpoint(
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts what flows.
 
     `chunks` is how many chunks of batches there are (by default those that the batches name).
-    Activations wait in memory, or in files in a directory below `spill`, or, with a `journal` too,
-    in the journal's. The journal is a directory that holds every finished layer and from which a
-    run that was killed continues; the caller removes it when its own work is safe. One of another
-    run raises ArtifactError, unless `restart` discards it. Each rank of `group` runs its share of
-    the batches, and has the sums of all. `threads` count on a CPU. `advance` is told tokens as work
-    is done, which add up to those of `batches`.
+    Activations wait in memory, or in files in a directory of the run's own below `spill`. The
+    `journal` is a directory that holds every finished layer's counts, and from which a run that was
+    killed continues; the caller discards it (`calibrate.journal.discard`) when its own work is
+    safe. One of another run raises ArtifactError, unless `restart` discards it. Each rank of
+    `group` runs its share of the batches, and has the sums of all. `threads` count on a CPU.
+    `advance` is told tokens as work is done, which add up to those of `batches`.
 
     NumericsError names tensor, channel and sample of the first NaN or Inf.
     """
@@ -91,7 +95,7 @@ def observe_checkpoint(
             identity = run_identity(checkpoint, batches, dtype, device)
             require_agreement(group, identity)
             if journal is not None:
-                opened = Journal.open(journal, identity, group, restart=restart)
+                opened = Journal.open(journal, identity, group, spill=spill, restart=restart)
                 stack.callback(opened.close)
         sweep = _Sweep(checkpoint, batches, dtype, device, chunks, spill, opened, group, advance)
         histograms = sweep.run(threads)
@@ -127,6 +131,7 @@ class _Sweep:
         self._spill, self._journal, self._group = spill, journal, group
         self._my_tokens = sum(batches[index].tokens for index in self._mine)
         tokens = sum(batch.tokens for batch in batches)
+        self._finished = 0  # layers whose counts the journal holds
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
         self._names = [
             list(observations_of(checkpoint.spec, getattr(torch, dtype), index))
@@ -136,55 +141,76 @@ class _Sweep:
     def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
         """int64 [chunks, 32768] of every observed tensor in order, the sums of all ranks."""
         histograms = CompactCounts()
-        first = 0 if self._journal is None else self._journal.finished
-        for index in range(first):
-            assert self._journal is not None
-            names = self._names[index]
-            counts = self._journal.histograms(index, names, self._chunks)
-            histograms.update(zip(names, counts, strict=True))
-            self._progress.step(self._my_tokens)
-        if first == self._spec.layers:
-            return histograms
+        journal, reached = self._journal, 0
+        if journal is not None:
+            self._finished, reached = journal.finished, journal.reached
+            for index in range(self._finished):
+                histograms.update(journal.histograms(index, self._names[index]))
+                self._progress.step(self._my_tokens)
+            if self._finished == self._spec.layers:
+                return histograms
+        self._check_space(reached)
         model = LayeredModel(self._checkpoint, self._dtype, self._device)
-        self._check_space(first)
         counter = make_counter(self._device, max(map(len, self._names)), threads=threads)
         with ExitStack() as stack:
             stack.callback(counter.close)
             memory = self._memory(model, stack)
             entering: Activations = Embedded(model, self._batches)
-            if first:
-                assert self._journal is not None
-                entering = self._journal.kept(model, self._batches)
-            for index, layer in model.sweep(first):
-                leaving, files = self._leaving(index, model, memory)
-                counts = self._together(index, layer, model, counter, entering, leaving)
-                found = dict(zip(self._names[index], counts, strict=True))
-                if self._journal is not None:
-                    self._journal.commit(index, found, files)
-                histograms.update(found)
-                entering = leaving or entering
+            if journal is not None:
+                entering = journal.kept(model, self._batches) or entering
+            for index, layer in model.sweep(reached):
+                leaving = self._leaving(index, model, memory)
+                counted = index >= self._finished
+                counts = self._together(
+                    index, layer, model, counter if counted else _Uncounted(), entering, leaving
+                )
+                if counted:
+                    histograms.update(counts)
+                    if journal is not None:
+                        journal.commit(index, counts)
+                if leaving is not None:
+                    self._keep(index, model, leaving)
+                    entering = leaving
+        if journal is not None:
+            journal.forget()
         return histograms
 
     def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
-        """Where activations wait, None for in the journal's files alone."""
+        """Where activations wait, None for in files of the journal's alone."""
         if self._spill is None:
             return ActivationMemory(self._device)
         if self._journal is not None:
             return None
-        self._spill.mkdir(parents=True, exist_ok=True)
-        directory = tempfile.TemporaryDirectory(prefix="octet-", dir=self._spill)
-        return ActivationFiles(Path(stack.enter_context(directory)), model, self._batches)
+        name = self._group.attempt(partial(_temporary, self._spill, stack))
+        return ActivationFiles(name, model, self._batches)
 
     def _leaving(
         self, index: int, model: LayeredModel, memory: Activations | None
-    ) -> tuple[Activations | None, ActivationFiles | None]:
-        """Where what layer `index` gives goes, and which of it the journal's files are."""
+    ) -> Activations | None:
+        """Where what layer `index` gives goes."""
         if index + 1 == self._spec.layers:  # nobody reads it
-            return None, None
-        if self._journal is None:
-            return memory, None
-        files = self._journal.begin(index, model, self._batches)
-        return (files if memory is None else Mirrored(memory, files)), files
+            return None
+        if memory is None:
+            assert self._journal is not None
+            return self._journal.begin(index, model, self._batches)
+        return memory
+
+    def _keep(self, index: int, model: LayeredModel, leaving: Activations) -> None:
+        """Lets the journal have what layer `index` gave, if it is in files or it is time."""
+        journal = self._journal
+        if journal is None:
+            return
+        if isinstance(leaving, ActivationFiles):
+            journal.keep(index, leaving)
+        elif journal.due():
+            files = journal.begin(index, model, self._batches)
+
+            def write() -> None:
+                for batch in self._mine:
+                    files.write(batch, leaving.read(batch))
+
+            self._group.attempt(write)
+            journal.keep(index, files)
 
     def _together(
         self,
@@ -194,19 +220,27 @@ class _Sweep:
         counter: Counter,
         entering: Activations,
         leaving: Activations | None,
-    ) -> NDArray[np.int64]:
+    ) -> CompactCounts:
         """The counts of one layer over the batches of all ranks; an error of any stops all."""
         slots = {name: slot for slot, name in enumerate(self._names[index])}
         observer = LayerObserver(self._spec, counter, slots)
-        counts = np.zeros((len(slots), self._chunks, BINS), np.int64)
-        error: OctetError | None = None
-        try:
+
+        def work() -> list[CompactCounts]:
             with observer.watching(layer, index):
-                self._layer(model, observer, entering, leaving, counts)
-        except OctetError as caught:
-            error = caught
-        self._group.agree(error)
-        return self._group.sum(counts)
+                return self._layer(model, observer, entering, leaving, list(slots))
+
+        chunks = self._group.attempt(work)
+        summed = CompactCounts()
+        if isinstance(counter, _Uncounted):
+            return summed
+        for names in _batched(list(slots), _AT_ONCE):
+            counts = np.zeros((len(names), self._chunks, BINS), np.int64)
+            for chunk, found in enumerate(chunks):
+                for row, name in enumerate(names):
+                    if name in found:
+                        counts[row, chunk] = found[name]
+            summed.update(zip(names, self._group.sum(counts), strict=True))
+        return summed
 
     def _layer(
         self,
@@ -214,34 +248,78 @@ class _Sweep:
         observer: LayerObserver,
         entering: Activations,
         leaving: Activations | None,
-        counts: NDArray[np.int64],
-    ) -> None:
-        """One layer over the batches of this rank, counted into `counts`."""
+        names: Sequence[str],
+    ) -> list[CompactCounts]:
+        """One layer over the batches of this rank: for each chunk, the counts by name, or none."""
+        found = [CompactCounts() for _ in range(self._chunks)]
+        counting = not isinstance(observer.counter, _Uncounted)
         observer.counter.clear()
         for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
             batch = self._batches[index]
             given = observer.run(batch, partial(model.forward, entering.read(index)))
             if leaving is not None:
                 leaving.write(index, given)
+            if not counting:
+                continue
             if following is None or self._batches[following].chunk != batch.chunk:
-                counts[:, batch.chunk] = observer.counter.counts()[: len(counts)]
+                found[batch.chunk].update(zip(names, observer.counter.counts(), strict=False))
                 observer.counter.clear()
             self._progress.step(batch.tokens)
+        return found
 
-    def _check_space(self, first: int) -> None:
+    def _check_space(self, reached: int) -> None:
         """ArtifactError, on every rank, if rank 0's disk cannot hold what will be written."""
+        self._group.on_first(partial(self._require_space, reached))
+
+    def _require_space(self, reached: int) -> None:
         values = sum(batch.token_ids.numel() for batch in self._batches) * self._spec.hidden_size
         activations = values * getattr(torch, self._dtype).itemsize
-        error: OctetError | None = None
-        try:
-            if self._group.rank == 0 and self._journal is not None:
-                # What enters a layer and what leaves it; of the first one nothing enters.
-                sets = min(2, self._spec.layers - 1) - (first > 0)
-                counts = sum(map(len, self._names[first:])) * self._chunks * BINS * 8
-                require_space(self._journal.path, sets * activations + counts, "the journal")
-            elif self._group.rank == 0 and self._spill is not None:
-                self._spill.mkdir(parents=True, exist_ok=True)
-                require_space(self._spill, activations, "one set of activations")
-        except OctetError as caught:
-            error = caught
-        self._group.agree(error)
+        remedy = "name another directory with --spill"
+        if self._journal is None:
+            if self._spill is not None:
+                require_space(self._spill, activations, "one set of activations", remedy)
+            return
+        # What enters a layer and what leaves it; of the first one nothing enters.
+        sets = min(2, self._spec.layers - 1) - (reached > 0)
+        require_space(self._journal.place, sets * activations, "keeping activations", remedy)
+        tensors = sum(map(len, self._names[self._finished :]))
+        counts = tensors * _USUAL_BINS * (2 + 4 * self._chunks)
+        where = "write the output elsewhere"
+        require_space(self._journal.path, counts, "keeping the counts", where)
+
+
+class _Uncounted:
+    """A counter of what was counted before: the layer runs as it did then, to the last bit."""
+
+    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        pass
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def bad(self) -> list[int]:
+        return []
+
+    def counts(self) -> NDArray[np.int64]:
+        raise NotImplementedError("nothing is counted")
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _temporary(spill: Path, stack: ExitStack) -> Path:
+    """A directory below `spill` that lasts as long as `stack`."""
+    try:
+        spill.mkdir(parents=True, exist_ok=True)
+        directory = tempfile.TemporaryDirectory(prefix="octet-", dir=spill)
+    except OSError as error:
+        raise disk_error(spill, error) from None
+    return Path(stack.enter_context(directory))
+
+
+def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), size):
+        yield names[start : start + size]

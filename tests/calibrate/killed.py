@@ -1,7 +1,9 @@
 """Runs that are killed at every step of their work, and continued.
 
-`python -m tests.calibrate.killed MODEL DIRECTORY` is a process of its own, which forks: importing
-torch takes longer than a run.
+`python -m tests.calibrate.killed MODEL DIRECTORY HOW` is a process of its own, which forks:
+importing torch takes longer than a run. HOW says which activations the journal keeps: "every
+layer", those "in between" (of every other), "none", or those that are "spilled"; "restart" begins
+anew over the journal of a run that had finished two layers.
 
 Prints a line of JSON for each moment: {"moment", "finished": layers that the journal held then,
 "same": whether the continued run gave the very counts}.
@@ -14,22 +16,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from calibrate import journal
 from calibrate.activations import ActivationFiles
-from tests.calibrate.runs import run, save_counts
+from tests.calibrate.runs import batches_of, run, save_counts
 
 EVERY = 5  # of the moments, one is tried
 
 
-def main(model: Path, directory: Path) -> None:
+def main(model: Path, directory: Path, how: str) -> None:
     save_counts(directory / "whole", run(model))
+    settings: dict[str, Any] = {"spill": directory / "spill"} if how == "spilled" else {}
+    keep(how)
     path, moment = directory / "journal", 1
-    while forked(partial(run_until, moment, model, path)):
-        resume(model, directory, moment=moment)
+    while forked(partial(run_until, moment, model, path, how == "restart", settings)):
+        resume(model, directory, settings, moment=moment)
         moment += EVERY
 
     # And from outside, at no step in particular: some time after the second layer was finished.
@@ -38,26 +43,66 @@ def main(model: Path, directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         child = os.fork()
         if not child:
-            run(model, path, count=20)
+            run(model, path, count=20, **settings)
             os._exit(0)
         while not (path / "layer-001.json").exists():
             time.sleep(0.001)
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        resume(model, directory, moment=f"{delay_s} s", count=20)
+        resume(model, directory, settings, moment=f"{delay_s} s", count=20)
 
 
-def run_until(moment: int, model: Path, path: Path) -> None:
+def keep(how: str) -> None:
+    """Has the journal keep the activations that `how` says."""
+    if how == "in between":
+        asked = 0
+
+        def due(_: journal.Journal) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked % 2 == 0
+
+        journal.Journal.due = due  # type: ignore[method-assign]
+    else:
+        journal.KEEP_EVERY_S = 3600.0 if how == "none" else 0.0
+
+
+def run_until(
+    moment: int, model: Path, path: Path, restart: bool, settings: dict[str, Any]
+) -> None:
     shutil.rmtree(path, ignore_errors=True)
+    if restart:
+        with suppress(KeyboardInterrupt):
+            run(model, path, advance=interrupt_in_the_third_layer(), **settings)
     die_at(moment)
-    run(model, path)
+    run(model, path, restart=restart, **settings)
 
 
-def resume(model: Path, directory: Path, *, moment: int | str, count: int = 5) -> None:
+def interrupt_in_the_third_layer() -> Callable[[int], None]:
+    told, limit = 0, sum(batch.tokens for batch in batches_of(5)) * 5 // 6
+
+    def advance(tokens: int) -> None:
+        nonlocal told
+        told += tokens
+        if told >= limit:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+def resume(
+    model: Path,
+    directory: Path,
+    settings: dict[str, Any],
+    *,
+    moment: int | str,
+    count: int = 5,
+) -> None:
     path = directory / "journal"
     finished = len(list(path.glob("layer-*.json")))
-    killed = forked(lambda: save_counts(directory / "resumed", run(model, path, count=count)))
+    again = partial(run, model, path, count=count, **settings)
+    killed = forked(lambda: save_counts(directory / "resumed", again()))
     assert not killed
     same = (directory / "whole").read_bytes() == (directory / "resumed").read_bytes()
     print(json.dumps({"moment": moment, "finished": finished, "same": same}), flush=True)
@@ -102,11 +147,13 @@ def die_at(moment: int) -> None:
     for owner, name in (
         (ActivationFiles, "write"),
         (journal, "write_tensors"),
+        (journal, "flush"),
         (journal.os, "replace"),
+        (journal.os, "unlink"),
         (journal.shutil, "rmtree"),
     ):
         counted(owner, name)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from calibrate.journal import discard
 from calibrate.streaming import Observed
 from octet.errors import ArtifactError
 from tests.calibrate.runs import assert_same_counts, batches_of, run
@@ -30,6 +31,12 @@ def whole(llama: Path) -> Observed:
     return run(llama)
 
 
+@pytest.fixture(autouse=True)
+def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are kept of every layer, as if each took long."""
+    monkeypatch.setattr("calibrate.journal.KEEP_EVERY_S", 0.0)
+
+
 def stopped(llama: Path, journal: Path, *, layers: float, **settings: Any) -> Path:
     """A journal of a run that was interrupted when it had done `layers`."""
     limit, told = sum(batch.tokens for batch in batches_of(5)) * layers / LAYERS, 0
@@ -45,8 +52,11 @@ def stopped(llama: Path, journal: Path, *, layers: float, **settings: Any) -> Pa
     return journal
 
 
-def test_killed_at_every_step_it_continues_to_the_same_bytes(llama: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.calibrate.killed", str(llama), str(tmp_path)]
+@pytest.mark.parametrize("how", ["every layer", "in between", "none", "spilled", "restart"])
+def test_killed_at_every_step_it_continues_to_the_same_bytes(
+    llama: Path, tmp_path: Path, how: str
+) -> None:
+    command = [sys.executable, "-m", "tests.calibrate.killed", str(llama), str(tmp_path), how]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -56,6 +66,7 @@ def test_killed_at_every_step_it_continues_to_the_same_bytes(llama: Path, tmp_pa
     assert all(moment["same"] for moment in moments), moments
     assert {moment["finished"] for moment in moments} >= set(range(LAYERS))
     assert len(moments) > 8
+    assert list((tmp_path / "spill").glob("*")) == []
 
 
 @pytest.mark.parametrize("spill", [False, True])
@@ -82,9 +93,85 @@ def test_one_set_of_activations_is_kept(llama: Path, tmp_path: Path) -> None:
     assert list(journal.glob("activations-*")) == []
 
 
+@pytest.mark.parametrize("spill", [False, True])
+def test_what_was_not_kept_is_computed_again_and_not_counted(
+    llama: Path, tmp_path: Path, whole: Observed, spill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calibrate.journal.KEEP_EVERY_S", 3600.0)
+    journal = stopped(llama, tmp_path / "journal", layers=2.5)
+    assert list(tmp_path.rglob("activations-*")) == []
+    assert len(list(journal.glob("layer-*.json"))) == 2
+    told: list[int] = []
+    settings = {"spill": tmp_path / "spill"} if spill else {}
+    assert_same_counts(whole, run(llama, journal, advance=told.append, **settings))
+    tokens = sum(batch.tokens for batch in batches_of(5))
+    assert sum(told) == tokens
+    assert sum(told[:2]) == tokens * 2 // LAYERS
+
+
+def test_activations_may_move_to_another_directory(
+    llama: Path, tmp_path: Path, whole: Observed
+) -> None:
+    journal = stopped(llama, tmp_path / "journal", layers=1.5, spill=tmp_path / "a")
+    assert len(list((tmp_path / "a").glob("octet-*/activations-000/*.bin"))) == 5
+    stopped(llama, journal, layers=2.5, spill=tmp_path / "b")
+    assert list((tmp_path / "a").glob("octet-*/*")) == []
+    assert len(list((tmp_path / "b").glob("octet-*/activations-001/*.bin"))) == 5
+    assert_same_counts(whole, run(llama, journal))
+    assert list(tmp_path.rglob("activations-*")) == []
+
+
+def test_what_a_run_has_kept_is_discarded_wherever_it_is(llama: Path, tmp_path: Path) -> None:
+    progress = tmp_path / "out.progress"
+    stopped(llama, progress / "layers", layers=1.5, spill=tmp_path / "spill")
+    (progress / "algorithm").mkdir()
+    (place,) = (tmp_path / "spill").iterdir()
+    assert place.name.startswith("octet-out.progress-")
+    discard(progress)
+    assert list((tmp_path / "spill").iterdir()) == []
+    assert not progress.exists()
+    discard(progress)  # nothing is there: nothing to do
+
+
+def test_empty_bins_are_not_stored(llama: Path, tmp_path: Path) -> None:
+    journal = stopped(llama, tmp_path / "journal", layers=1.5)
+    assert (journal / "layer-000.safetensors").stat().st_size < 6 * 2 * 32768
+
+
+def test_a_record_arrives_after_what_it_names_is_on_the_disk(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[str] = set()
+    synced, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        synced(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        assert source.name in flushed
+        if target.name == "layer-001.json":
+            assert {"layer-001.safetensors.partial", "journal"} <= flushed
+        if target.name == "kept.json":
+            assert {f"{batch:06d}.bin" for batch in range(5)} <= flushed
+            assert any(name.startswith("activations-") for name in flushed)
+            flushed.clear()
+        replace(source, target)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("os.replace", replaced)
+    stopped(llama, tmp_path / "journal", layers=2.5)
+
+
 @pytest.mark.parametrize(
     "file",
-    ["journal.json", "layer-000.json", "layer-000.safetensors", "activations-000/000003.bin"],
+    [
+        "journal.json",
+        "layer-000.json",
+        "layer-000.safetensors",
+        "kept.json",
+        "activations-000/000003.bin",
+    ],
 )
 @pytest.mark.parametrize("damage", ["altered", "cut"])
 def test_what_was_tampered_with_is_refused_by_name(
@@ -108,6 +195,17 @@ def test_activations_that_are_missing_are_named(llama: Path, tmp_path: Path) -> 
     journal = stopped(llama, tmp_path / "journal", layers=1.5)
     (journal / "activations-000" / "000001.bin").unlink()
     with pytest.raises(ArtifactError, match=r"000001\.bin: No such file .* --restart"):
+        run(llama, journal)
+
+
+def test_counts_that_are_missing_or_cannot_be_read_are_named(llama: Path, tmp_path: Path) -> None:
+    journal = stopped(llama, tmp_path / "journal", layers=1.5)
+    path = journal / "layer-000.safetensors"
+    path.unlink()
+    with pytest.raises(ArtifactError, match=r"layer-000\.safetensors: altered .* --restart"):
+        run(llama, journal)
+    path.mkdir()
+    with pytest.raises(ArtifactError, match=r"layer-000\.safetensors: Is a dir.* --restart"):
         run(llama, journal)
 
 
@@ -164,7 +262,7 @@ def test_a_restart_that_was_killed_is_gone_on_with(
                 break
         assert_same_counts(whole, run(llama, journal))
         removals += 1
-    assert removals > 4
+    assert removals > 6
 
 
 def test_two_processes_do_not_share_a_journal_unawares(llama: Path, tmp_path: Path) -> None:
@@ -201,8 +299,8 @@ def test_a_full_disk_loses_nothing_that_was_finished(
         elif what == "histograms":
             patch.setattr("calibrate.journal.write_tensors", full)
         else:
-            patch.setattr("calibrate.journal._write_json", full)
-        told = r"^\S+: no space left on the disk; free some and run the same command again"
+            patch.setattr(Path, "write_text", full)
+        told = r"^\S+: no space left on the disk; free some( or name .* --spill,)? and run the same"
         with pytest.raises(ArtifactError, match=told):
             run(llama, journal)
     assert list(journal.glob("*.partial")) == []

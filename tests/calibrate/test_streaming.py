@@ -59,13 +59,19 @@ def test_spilled_activations_give_the_same_counts(llama: Path, tmp_path: Path) -
     assert list((tmp_path / "spill").iterdir()) == []
 
 
-def test_a_journal_gives_the_same_counts_and_spills_into_itself(
+def test_a_journal_changes_no_counts_and_activations_go_where_they_are_told(
     llama: Path, tmp_path: Path
 ) -> None:
-    expected = run(llama)
+    expected, spill = run(llama), tmp_path / "spill"
     assert_same_counts(expected, run(llama, tmp_path / "a"))
-    assert_same_counts(expected, run(llama, tmp_path / "b", spill=tmp_path / "spill"))
-    assert not (tmp_path / "spill").exists()
+    seen: set[str] = set()
+
+    def advance(tokens: int) -> None:
+        seen.update(path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.bin"))
+
+    assert_same_counts(expected, run(llama, tmp_path / "b", spill=spill, advance=advance))
+    assert seen == {"spill"}
+    assert list(spill.iterdir()) == []
 
 
 def test_changed_weights_are_those_that_run(llama: Path, tmp_path: Path) -> None:
@@ -150,11 +156,26 @@ def test_too_small_a_disk_is_refused_before_the_work(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1))
-    for place in ({"journal": tmp_path / "journal"}, {"spill": tmp_path / "spill"}):
+    journal, spill = tmp_path / "journal", tmp_path / "spill"
+    for place, full in (
+        ({"journal": journal}, journal),
+        ({"spill": spill}, spill),
+        ({"journal": tmp_path / "b", "spill": spill}, spill),
+    ):
         told: list[int] = []
-        with pytest.raises(ArtifactError, match=r"needs \d+\.\d GB, the disk has 0\.0 GB free"):
+        needs = (
+            rf"^{full}\S*: keeping|one set.* needs \d+\.\d GB, the disk has 0\.0 GB free;.*--spill"
+        )
+        with pytest.raises(ArtifactError, match=needs):
             run(llama, advance=told.append, **place)
         assert told == []
+
+
+def test_a_place_to_spill_that_cannot_be_made_is_named(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for journal in (None, tmp_path / "journal"):
+        with pytest.raises(ArtifactError, match=rf"^{tmp_path}/file\S*: (Not a dir|File exists)"):
+            run(llama, journal, spill=tmp_path / "file" / "spill")
 
 
 def test_facts_say_what_the_sums_depend_on(llama: Path) -> None:

@@ -1,5 +1,6 @@
 """One rank of a calibration under torchrun: `ranks.py MODEL OTHER_MODEL DIRECTORY`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -53,3 +54,8 @@ def main(model: Path, other: Path, directory: Path) -> None:
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
+    # gloo's threads can outlive the group, and a thread that comes for an interpreter that is
+    # ending brings the process down ("terminate called without an active exception").
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

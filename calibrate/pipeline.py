@@ -1,6 +1,5 @@
 """`run`: a checkpoint and samples become a calibration."""
 
-import shutil
 import time
 from pathlib import Path
 from typing import Literal
@@ -12,11 +11,12 @@ from calibrate.algorithm import changed_model
 from calibrate.distributed import process_group
 from calibrate.golden import golden_set
 from calibrate.inputs import read_inputs
+from calibrate.journal import discard
 from calibrate.limit import Limit
 from calibrate.loading import resolve_dtype
 from calibrate.plan import LongPolicy
 from calibrate.progress import progress_bar
-from calibrate.report import print_report
+from calibrate.report_console import print_report
 from calibrate.reporting import PAGE, report_files, report_on
 from calibrate.scales import check_finite, check_recipe
 from calibrate.solve import solve
@@ -172,7 +172,7 @@ def run(
         extra_files=report_files(report, solution.convergence) | changed.files,
         force=force,
     )
-    shutil.rmtree(progress, ignore_errors=True)
+    discard(progress)
     if console is not None:
         page = out / PAGE
         print_report(console, report, tokens=inputs.plan.tokens, seconds=seconds, page=page)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from calibrate.convergence import Convergence
 from calibrate.findings import Finding, Unknown, find, find_unknown
 from calibrate.histogram import Histogram
-from calibrate.report_console import print_report
 from calibrate.scales import scales_in_use
 from calibrate.summary import Summary, summarise
 from calibrate.tensor_report import (
@@ -28,7 +27,7 @@ from octet.calibration import Observation
 from octet.model import ModelSpec
 from octet.recipe import Recipe
 
-__all__ = ["Report", "build_report", "print_report"]
+__all__ = ["Report", "build_report"]
 
 SCHEMA_VERSION = 1
 

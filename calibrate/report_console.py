@@ -3,16 +3,13 @@
 import math
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from calibrate.report import Report
 from calibrate.search import METHODS
-
-if TYPE_CHECKING:
-    from calibrate.report import Report
 
 __all__ = ["print_report"]
 
@@ -21,7 +18,7 @@ _WORST = 3  # tensors of each kind
 
 def print_report(
     console: Console,
-    report: "Report",
+    report: Report,
     *,
     tokens: int | None = None,
     seconds: float | None = None,
@@ -50,7 +47,7 @@ def print_report(
         console.print(f"report: {escape(str(page))} (opens in a browser)", highlight=False)
 
 
-def _worst(report: "Report") -> Table:
+def _worst(report: Report) -> Table:
     """The tensors of each kind that lose most, lowest SQNR first."""
     table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
     table.add_column("tensor", overflow="fold")
@@ -80,7 +77,7 @@ def _worst(report: "Report") -> Table:
     return table
 
 
-def _clipping(report: "Report") -> list[str]:
+def _clipping(report: Report) -> list[str]:
     """For each format, how far the other methods are from `max`: whether clipping would help."""
     lines = []
     stored = [tensor for tensor in report.tensors.values() if tensor.chosen is not None]

@@ -17,7 +17,8 @@ from rich.console import Console
 from calibrate.convergence import Convergence, convergence
 from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.histogram import Histograms
-from calibrate.report import build_report, print_report
+from calibrate.report import build_report
+from calibrate.report_console import print_report
 from calibrate.reporting import report_files
 from calibrate.scales import check_alive, check_recipe
 from calibrate.solve import fitted_scales

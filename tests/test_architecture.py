@@ -35,6 +35,23 @@ def test_a_stage_imports_only_the_vocabulary(package: str) -> None:
         assert ours <= ALLOWED[package], f"{path.relative_to(ROOT)} imports {ours}"
 
 
+def imported_modules(path: Path, package: str) -> list[str]:
+    """Modules of `package` that a file imports anywhere in it, also for types alone."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "module")]
+    names = [str(node.module) for node in nodes]
+    return [name.partition(".")[2] for name in names if name.startswith(f"{package}.")]
+
+
+@pytest.mark.parametrize("package", ["calibrate", "export"])
+def test_no_module_imports_one_that_imports_it(package: str) -> None:
+    waiting = {
+        path.stem: set(imported_modules(path, package)) for path in (ROOT / package).glob("*.py")
+    }
+    while free := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
+        waiting = {name: needs for name, needs in waiting.items() if name not in free}
+    assert not waiting, f"a cycle among {sorted(waiting)}"
+
+
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     output = subprocess.run(

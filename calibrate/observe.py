@@ -5,7 +5,7 @@ its own. Keys (after RoPE) and values are counted where they enter the cache. Wh
 computes at padding is not counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from calibrate.batches import Batch
 from calibrate.counting import Counter, make_counter
 from calibrate.experts import tap_experts
+from calibrate.finite import require_finite
 from calibrate.histogram import CodeDtype, Histogram
 from octet.calibration import Observation
 from octet.errors import ConfigError, NumericsError
@@ -117,7 +118,7 @@ class LayerObserver:
             return
         if self._locating:
             rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
-            _require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
+            require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
         else:
             self.counter.add(self._slots[name], x, self._batch.lengths)
 
@@ -137,7 +138,7 @@ class LayerObserver:
         if self._locating:
             sample = token_index // width
             found = [(origin, real[sample == i]) for i, origin in enumerate(batch.origins)]
-            _require_finite(name, [(origin, part) for origin, part in found if len(part)])
+            require_finite(name, [(origin, part) for origin, part in found if len(part)])
         else:
             self.counter.add(self._slots[name], real, None)
         return rows
@@ -292,28 +293,3 @@ def check_totals(spec: ModelSpec, counts: Mapping[str, NDArray[np.int64]], token
     for where, total in found.items():
         if total != expected[where]:
             raise RuntimeError(f"{where}: counted {total} elements, not {expected[where]}")
-
-
-def _require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf as it is counted."""
-    parts = [(origin, _as_counted(row.flatten(1))) for origin, row in rows]
-    broken = [(origin, part) for origin, part in parts if not part.isfinite().all()]
-    if not broken:
-        return
-    origin, first = broken[0]
-    channel = int((~first.isfinite()).any(dim=0).nonzero()[0])
-    nans = sum(int(part.isnan().sum()) for _, part in broken)
-    infs = sum(int(part.isinf().sum()) for _, part in broken)
-    total = sum(part.numel() for _, part in parts)
-    if all(bool(row.isfinite().all()) for _, row in rows):
-        why = "it is finite in float32 but beyond bfloat16, in which values are counted"
-    else:
-        why = "the model itself is broken there, or overflows in this dtype"
-    raise NumericsError(
-        f"{name} holds {nans} NaN and {infs} Inf among {total} values of one batch, first in"
-        f" channel {channel} in the sample of {origin}: {why}"
-    )
-
-
-def _as_counted(x: torch.Tensor) -> torch.Tensor:
-    return x.bfloat16() if x.dtype == torch.float32 else x

@@ -39,10 +39,9 @@ from octet.formats import float32_to_bf16
 from octet.recipe import Recipe, TensorScheme
 from octet.tensors import Tensor
 
-__all__ = ["ALGORITHMS", "Algorithm", "Changed", "apply_algorithm"]
+__all__ = ["Algorithm", "Changed", "apply_algorithm"]
 
 Algorithm = Literal["smoothquant", "awq", "gptq"]
-ALGORITHMS: tuple[Algorithm, ...] = ("smoothquant", "awq", "gptq")
 Schemes: TypeAlias = dict[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by linear
 Float32Array = NDArray[np.float32]
 

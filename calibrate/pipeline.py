@@ -101,7 +101,7 @@ def run(
                 console.print(f"continuing from {progress}", highlight=False, markup=False)
         if algorithm is not None and group.world > 1:
             raise ConfigError("--algorithm runs in one process: start it without torchrun")
-        check_finite(checkpoint, except_for=())
+        check_finite(checkpoint)
         changed = changed_model(
             checkpoint,
             algorithm,

@@ -1,7 +1,7 @@
 """From weights and histograms to the scales of a recipe; `real = stored * scale` throughout."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,14 +62,9 @@ def derive_scales(
     return scales, weights
 
 
-def check_recipe(recipe: Recipe, spec: ModelSpec | None = None) -> None:
-    """ConfigError for what a recipe may say but this stage cannot do; call before the work.
-
-    With `spec`, also for a pattern of `exclude` or `overrides` that matches nothing in the model,
-    unless it is one of the patterns that every recipe excludes by default.
-    """
-    if spec is None:
-        return
+def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
+    """ConfigError for a pattern of `exclude` or `overrides` that matches nothing in the model,
+    unless it is one of those that every recipe excludes by default; call before the work."""
     names = [linear.name for linear in spec.linears()]
     others = ["lm_head", "model.embed_tokens"]  # never quantized, but they may be named
     for pattern in recipe.exclude:
@@ -80,13 +75,11 @@ def check_recipe(recipe: Recipe, spec: ModelSpec | None = None) -> None:
             raise ConfigError(_no_match(recipe, f"overrides.{index}.match", override.match, names))
 
 
-def check_finite(checkpoint: Checkpoint, *, except_for: Iterable[str]) -> None:
-    """NumericsError naming a tensor that holds NaN or Inf; linears in `except_for` are skipped."""
-    checked = {f"{linear}.weight" for linear in except_for}
+def check_finite(checkpoint: Checkpoint) -> None:
+    """NumericsError naming a tensor that holds NaN or Inf."""
     for name in checkpoint.tensor_names:
-        if name not in checked:
-            _check_finite(checkpoint.read(name), name)
-            checkpoint.release()
+        _check_finite(checkpoint.read(name), name)
+        checkpoint.release()
 
 
 def check_alive(

@@ -120,7 +120,6 @@ def test_patterns_that_match_and_those_of_every_recipe_are_fine(checkpoint: Chec
     exclude = (*fp8.exclude, "lm_head", "*.embed_tokens", "model.layers.[01].mlp.*")
     recipe = fp8.model_copy(update={"exclude": exclude, "overrides": (override,)})
     check_recipe(recipe, checkpoint.spec)  # "*.gate" and "*.router" of the defaults match nothing
-    check_recipe(recipe)
     check_recipe(fp8.model_copy(update={"kv_cache": "e4m3"}), checkpoint.spec)
 
 

@@ -21,11 +21,12 @@ from octet.commands.options import (
 )
 from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["calibrate", "rescale"]
+__all__ = ["calibrate", "chosen_recipe", "rescale"]
 
 RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
 KvOption = Annotated[
-    KvCacheDtype | None, typer.Option("--kv-cache", help="Format of the cache, if not the recipe's.")
+    KvCacheDtype | None,
+    typer.Option("--kv-cache", help="Format of the cache, if not the recipe's."),
 ]
 Exclude = Annotated[
     list[str] | None,
@@ -95,7 +96,7 @@ def calibrate(
     An interrupted run continues where it stopped when the same command is given again. Under
     torchrun, processes share the samples.
     """
-    chosen = _recipe(recipe, kv_cache, exclude)
+    chosen = chosen_recipe(recipe, kv_cache, exclude)
     import calibrate as stage
 
     try:
@@ -142,7 +143,7 @@ def calibrate(
 def rescale(
     calibration: Source,
     out: Out,
-    recipe: RecipeOption = "fp8",
+    recipe: RecipeOption,
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     model: ModelOption = None,
@@ -150,7 +151,7 @@ def rescale(
     as_json: Json = False,
 ) -> None:
     """Derive the scales of another recipe from a calibration, without running the model."""
-    chosen = _recipe(recipe, kv_cache, exclude)
+    chosen = chosen_recipe(recipe, kv_cache, exclude)
     from calibrate.rescale import rescale as derive
 
     derived = derive(
@@ -159,11 +160,16 @@ def rescale(
     wrote(out, derived.manifest, as_json)
 
 
-def _recipe(name: str, kv_cache: KvCacheDtype | None, exclude: list[str] | None) -> Recipe:
+def chosen_recipe(name: str, kv_cache: KvCacheDtype | None, exclude: list[str] | None) -> Recipe:
+    """The recipe with these changes, and a name of its own if they change anything."""
     recipe = Recipe.load(name)
     changes: dict[str, object] = {}
-    if kv_cache is not None:
+    called = recipe.name
+    if kv_cache is not None and kv_cache != recipe.kv_cache:
         changes["kv_cache"] = kv_cache
-    if exclude:
-        changes["exclude"] = (*recipe.exclude, *exclude)
-    return recipe.model_copy(update=changes)
+        called += f"+kv-{kv_cache}"
+    added = [pattern for pattern in dict.fromkeys(exclude or ()) if pattern not in recipe.exclude]
+    if added:
+        changes["exclude"] = (*recipe.exclude, *added)
+        called += "+exclude"
+    return recipe.model_copy(update={**changes, "name": called})

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from octet.artifact import Manifest
+from octet.commands.calibrate import chosen_recipe
+from octet.recipe import PRESETS, KvCacheDtype
 
 OCTET = [sys.executable, "-m", "octet"]
 
@@ -99,6 +101,41 @@ def test_an_unknown_recipe_flag_or_command_names_the_nearest(tmp_path: Path) -> 
     assert "did you mean 'fp8-static'?" in refused(*common, "--recipe", "fp8-statc")
     assert "--samples" in refused("calibrate", tmp_path, "--sample", "x", "-o", tmp_path / "out")
     assert "calibrate" in refused("calibrat", tmp_path)
+
+
+def test_rescale_asks_for_which_recipe(calibration: Path, tmp_path: Path) -> None:
+    assert "--recipe" in refused("rescale", calibration, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_with_changes_has_a_name_of_its_own(calibration: Path, tmp_path: Path) -> None:
+    changes = ("--kv-cache", "float16", "--exclude", "*.down_proj")
+    out, exported = tmp_path / "out", tmp_path / "checkpoint"
+    done = run("rescale", calibration, "--recipe", "fp8", *changes, "-o", out)
+    assert done.returncode == 0, done.stderr
+    name = "fp8+kv-float16+exclude"
+    assert f"derived {name} from" in done.stderr
+    assert Manifest.load(out, "calibration").recipe.name == name
+    assert json.loads((out / "report.json").read_text())["recipe"]["name"] == name
+    assert run("export", out, "-o", exported).returncode == 0
+    assert Manifest.load(exported, "checkpoint").recipe.name == name
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "exclude", "name"),
+    [
+        (None, None, "fp8"),
+        ("e5m2", ["lm_head"], "fp8"),  # as the preset has them
+        ("e4m3", [], "fp8+kv-e4m3"),
+        (None, ["*.o_proj", "*.o_proj"], "fp8+exclude"),
+    ],
+)
+def test_the_name_says_what_was_changed(
+    kv_cache: KvCacheDtype | None, exclude: list[str] | None, name: str
+) -> None:
+    recipe = chosen_recipe("fp8", kv_cache, exclude)
+    assert recipe.name == name
+    assert (recipe == PRESETS["fp8"]) == (name == "fp8")
 
 
 def test_options_of_another_target_are_refused(calibration: Path, tmp_path: Path) -> None:

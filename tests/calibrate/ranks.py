@@ -49,6 +49,14 @@ def main(model: Path, other: Path, directory: Path) -> None:
             run(other, group=group)
         except OctetError as error:
             errors.append(str(error))
+        # A place that rank 1 alone cannot write to.
+        (directory / "file").touch()
+        spill = directory / ("file" if group.rank else "spill")
+        for journal in (None, directory / "spilled"):
+            try:
+                run(model, journal, group=group, spill=spill)
+            except OctetError as error:
+                errors.append(str(error))
         (directory / f"errors-{group.rank}").write_text("\n".join(errors))
 
 

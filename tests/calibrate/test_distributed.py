@@ -33,12 +33,15 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
     for rank in range(2):
         assert (tmp_path / f"counts-{rank}").read_bytes() == alone
         assert (tmp_path / f"resumed-{rank}").read_bytes() == alone
-        finished, samples, models, numerics = (tmp_path / f"errors-{rank}").read_text().splitlines()
+        told = (tmp_path / f"errors-{rank}").read_text().splitlines()
+        finished, samples, models, numerics, *places = told
         assert finished == "1 finished"
         assert samples.startswith("rank 1 has another samples than rank 0")
         assert models.startswith("rank 1 has another model than rank 0")
         assert "q_proj.input holds" in numerics
         assert numerics.partition(":")[0].endswith("in channel 0 in the sample of line 5")
+        assert len(places) == 2
+        assert all(place.startswith(f"{tmp_path}/file") for place in places)
 
 
 def with_a_nan(model: Path, path: Path, token: int) -> Path:

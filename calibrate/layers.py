@@ -77,9 +77,10 @@ class LayeredModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[..., H] in the model's dtype, on its device, of int64 token ids [...] on the CPU."""
         table = self.checkpoint.read("model.embed_tokens.weight")
-        rows = Tensor(table.dtype, table.codes[token_ids.numpy()])
+        ids, places = torch.unique(token_ids, return_inverse=True)  # each row is read once
+        rows = Tensor(table.dtype, table.codes[ids.numpy()])
         self.checkpoint.release()
-        return to_torch(rows, self.dtype).to(self.device)
+        return to_torch(rows, self.dtype).to(self.device)[places.to(self.device)]
 
     def sweep(self, first: int = 0) -> Iterator[tuple[int, Any]]:
         """Each layer from `first` on, as (index, module), with its weights while it is yielded.

@@ -11,10 +11,11 @@ to stop is decided on the same text, so what is reached at the end is somewhat o
 so the fewer samples there are. `LEAST_SAMPLES` are required.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from calibrate.batches import Batch
 from calibrate.divergence import LEAST_SAMPLES, Advance, Divergence, Reference
 from calibrate.histogram import Histogram
 from calibrate.levels import build_recipe
@@ -27,7 +28,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError
 from octet.recipe import Recipe
 
-__all__ = ["Budget", "Limit", "Step", "check_reachable", "choose"]
+__all__ = ["Budget", "Limit", "Step", "check_reachable", "check_samples", "choose"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,16 @@ class Budget:
         }
 
 
+def check_samples(limit: Limit, batches: Sequence[Batch]) -> None:
+    """ConfigError if there are too few samples to bound what a recipe costs."""
+    samples = sum(len(batch.lengths) for batch in batches)
+    if samples < LEAST_SAMPLES:
+        raise ConfigError(
+            f"budget {limit}: {samples} held-out sample{'' if samples == 1 else 's'} cannot bound"
+            f" what it costs: give {LEAST_SAMPLES} or more with --held-out, or a smaller --count"
+        )
+
+
 def check_reachable(
     model: Any,
     checkpoint: Checkpoint,
@@ -88,12 +99,7 @@ def check_reachable(
 
     One forward pass, and one more to say what an E4M3 cache would cost instead.
     """
-    samples = sum(len(batch.lengths) for batch in reference.batches)
-    if samples < LEAST_SAMPLES:
-        raise ConfigError(
-            f"budget {limit}: {samples} held-out sample{'' if samples == 1 else 's'} cannot bound"
-            f" what it costs: give {LEAST_SAMPLES} or more with --held-out"
-        )
+    check_samples(limit, reference.batches)
     if recipe.kv_cache == "float16":
         return
     cost = _cache_alone(model, checkpoint, recipe, histograms, reference)

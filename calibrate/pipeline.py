@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from calibrate.algorithm import changed_model
+from calibrate.budget import check_samples
 from calibrate.distributed import process_group
 from calibrate.golden import golden_set
 from calibrate.inputs import read_inputs
@@ -89,6 +90,8 @@ def run(
         batch_size=batch_size,
         allow_few_samples=allow_few_samples,
     )
+    if limit is not None:
+        check_samples(limit, inputs.evaluation)
     compute_dtype = resolve_dtype(dtype, checkpoint)
     progress = progress_directory(out)
     resumed = progress.exists() and not restart

@@ -18,6 +18,7 @@ from calibrate.loading import load_model
 from calibrate.rescale import rescale
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
+from octet.errors import ConfigError
 from octet.recipe import Recipe
 from octet.tensors import Tensor, write_tensors
 from tests.models import write_model
@@ -145,7 +146,11 @@ def test_a_budget_keeps_all_experts_of_a_layer_in_one_format(
     Whether it is met is not asked: routers turn the last bits of a cache into other experts.
     """
     recipe = Recipe.load("fp8").model_copy(update={"kv_cache": "float16"})
-    options: Any = {"count": 128, "dtype": "float32", "budget": "kl=1e-6"}
+    options: Any = {"dtype": "float32", "budget": "kl=1e-6"}
+    with pytest.raises(ConfigError, match="2 held-out samples cannot bound"):
+        run(moe, tiny_samples, tmp_path / "out", recipe=recipe, count=128, **options)
+    assert not list(tmp_path.iterdir())  # it is said before the model runs
+    options |= {"count": 120, "allow_few_samples": True}
     calibration = run(moe, tiny_samples, tmp_path / "out", recipe=recipe, **options)
     assert calibration is not None
     spec, chosen = calibration.manifest.model.spec, calibration.manifest.recipe

@@ -7,7 +7,9 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +29,7 @@ __all__ = [
     "disk_error",
     "flush",
     "require_space",
+    "temporary",
 ]
 
 _ON_DEVICE = 0.4  # of a GPU's free memory that activations may take
@@ -172,6 +175,16 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def temporary(spill: Path, stack: ExitStack) -> Path:
+    """A directory below `spill` that lasts as long as `stack`."""
+    try:
+        spill.mkdir(parents=True, exist_ok=True)
+        directory = tempfile.TemporaryDirectory(prefix="octet-", dir=spill)
+    except OSError as error:
+        raise disk_error(spill, error) from None
+    return Path(stack.enter_context(directory))
 
 
 def _bytes(x: torch.Tensor) -> memoryview:

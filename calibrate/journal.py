@@ -18,7 +18,6 @@ own batches' activations.
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -37,6 +36,7 @@ from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
 from calibrate.distributed import Group
 from calibrate.layers import LayeredModel
+from calibrate.records import altered, read_json, unreadable, write_json
 from octet.calibration import StoredHistograms, pack_histogram
 from octet.checkpoint import sha256_file
 from octet.errors import ArtifactError, CheckpointError, OctetError
@@ -148,7 +148,7 @@ class Journal:
         # Relative within the journal, which may be moved.
         directory = files.directory.name if self.place == self.path else str(files.directory)
         record = {"layer": index, "directory": directory, "given": hashes}
-        self._group.on_first(partial(_write_json, self.path / _KEPT, record))
+        self._group.on_first(partial(write_json, self.path / _KEPT, record))
         before, self._kept = self._kept, record
         if before is not None and before["directory"] != record["directory"]:
             shutil.rmtree(self.path / before["directory"], ignore_errors=True)
@@ -172,9 +172,9 @@ class Journal:
         if not head.exists():
             _discard(x for x in self.path.iterdir() if _OWN.fullmatch(x.name))
             _clear(self.place)
-            _write_json(head, content | {"activations": sorted(places)})
+            write_json(head, content | {"activations": sorted(places)})
             return [], None
-        found = _read_json(head)
+        found = read_json(head)
         if found.get("schema_version") != SCHEMA_VERSION:
             raise ArtifactError(f"{self.path}: a journal of another release; --restart begins anew")
         for what, value in identity.items():
@@ -184,11 +184,11 @@ class Journal:
                 )
         places |= set(found["activations"])
         if len(places) > len(found["activations"]):
-            _write_json(head, content | {"activations": sorted(places)})
+            write_json(head, content | {"activations": sorted(places)})
         records: list[dict[str, Any]] = []
         while (record := self.path / f"layer-{len(records):03d}.json").exists():
-            records.append(_read_json(record))
-        kept = _read_json(self.path / _KEPT) if (self.path / _KEPT).exists() else None
+            records.append(read_json(record))
+        kept = read_json(self.path / _KEPT) if (self.path / _KEPT).exists() else None
         if kept is not None and kept["layer"] >= len(records):  # counts before it were removed
             kept = None
         _discard(self.path.glob("*.partial"))
@@ -209,7 +209,7 @@ class Journal:
             flush(temporary)
             record = {"histograms": sha256_file(temporary)}
             os.replace(temporary, path)
-            _write_json(path.with_suffix(".json"), record)
+            write_json(path.with_suffix(".json"), record)
         except OSError as error:
             raise disk_error(path, error) from None
         finally:
@@ -221,15 +221,15 @@ class Journal:
         found = CompactCounts()
         try:
             if sha256_file(path) != self._records[index]["histograms"]:
-                raise _altered(path)
+                raise altered(path)
             stored = StoredHistograms(TensorFile.open(path), summed=False)
             found.update((name, stored[name]) for name in names)
         except FileNotFoundError:
-            raise _altered(path) from None
+            raise altered(path) from None
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         except (CheckpointError, KeyError):
-            raise _altered(path) from None
+            raise altered(path) from None
         return found
 
     def _layer(self, index: int) -> Path:
@@ -315,47 +315,9 @@ def _discard(paths: Iterable[Path]) -> None:
 def _forget(path: Path) -> None:
     """Removes the activations of the journal in `path`, wherever they are."""
     try:
-        places = _read_json(path / _HEAD)["activations"]
+        places = read_json(path / _HEAD)["activations"]
     except (OctetError, KeyError):
         places = ["."]
     (path / _KEPT).unlink(missing_ok=True)  # first: it names what goes next
     for place in places:
         _clear(path / place)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` with its own hash, and moves it into place behind all that is there."""
-    temporary = path.with_name(f"{path.name}.partial")
-    text = json.dumps(content, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        temporary.write_text(json.dumps({"content": content, "sha256": digest}, indent=1) + "\n")
-        flush(temporary)
-        flush(path.parent)
-        os.replace(temporary, path)
-        flush(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise disk_error(path, error) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-        content: dict[str, Any] = data["content"]
-        text = json.dumps(content, sort_keys=True)
-        if hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
-            raise _altered(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise _altered(path) from None
-    return content
-
-
-def _unreadable(path: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(f"{path}: {error.strerror}; --restart begins anew")
-
-
-def _altered(path: Path) -> ArtifactError:
-    return ArtifactError(
-        f"{path}: altered since it was written (SHA-256 differs); --restart begins anew"
-    )

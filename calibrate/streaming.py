@@ -11,9 +11,8 @@ that the journal has kept. The histograms are, bin for bin, those of the whole m
 `calibrate.layers`.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,8 @@ from calibrate.activations import (
     ActivationMemory,
     Activations,
     Embedded,
-    disk_error,
     require_space,
+    temporary,
 )
 from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
@@ -41,6 +40,7 @@ from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.observe import LayerObserver, check_totals, observations_of
 from calibrate.progress import Spread
+from calibrate.uncounted import Uncounted
 from octet.calibration import BINS, Observation
 from octet.checkpoint import Checkpoint
 
@@ -162,7 +162,7 @@ class _Sweep:
                 leaving = self._leaving(index, model, memory)
                 counted = index >= self._finished
                 counts = self._together(
-                    index, layer, model, counter if counted else _Uncounted(), entering, leaving
+                    index, layer, model, counter if counted else Uncounted(), entering, leaving
                 )
                 if counted:
                     histograms.update(counts)
@@ -181,7 +181,7 @@ class _Sweep:
             return ActivationMemory(self._device)
         if self._journal is not None:
             return None
-        name = self._group.attempt(partial(_temporary, self._spill, stack))
+        name = self._group.attempt(partial(temporary, self._spill, stack))
         return ActivationFiles(name, model, self._batches)
 
     def _leaving(
@@ -231,7 +231,7 @@ class _Sweep:
 
         chunks = self._group.attempt(work)
         summed = CompactCounts()
-        if isinstance(counter, _Uncounted):
+        if isinstance(counter, Uncounted):
             return summed
         for names in _batched(list(slots), _AT_ONCE):
             counts = np.zeros((len(names), self._chunks, BINS), np.int64)
@@ -252,7 +252,7 @@ class _Sweep:
     ) -> list[CompactCounts]:
         """One layer over the batches of this rank: for each chunk, the counts by name, or none."""
         found = [CompactCounts() for _ in range(self._chunks)]
-        counting = not isinstance(observer.counter, _Uncounted)
+        counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
         for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
             batch = self._batches[index]
@@ -286,38 +286,6 @@ class _Sweep:
         counts = tensors * _USUAL_BINS * (2 + 4 * self._chunks)
         where = "write the output elsewhere"
         require_space(self._journal.path, counts, "keeping the counts", where)
-
-
-class _Uncounted:
-    """A counter of what was counted before: the layer runs as it did then, to the last bit."""
-
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
-        pass
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def bad(self) -> list[int]:
-        return []
-
-    def counts(self) -> NDArray[np.int64]:
-        raise NotImplementedError("nothing is counted")
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _temporary(spill: Path, stack: ExitStack) -> Path:
-    """A directory below `spill` that lasts as long as `stack`."""
-    try:
-        spill.mkdir(parents=True, exist_ok=True)
-        directory = tempfile.TemporaryDirectory(prefix="octet-", dir=spill)
-    except OSError as error:
-        raise disk_error(spill, error) from None
-    return Path(stack.enter_context(directory))
 
 
 def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

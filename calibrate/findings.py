@@ -46,7 +46,7 @@ def find(
     return [
         *_over_budget(budget),
         *_costly(sensitivity, budget),
-        *_hidden(tensors),
+        *_hidden(tensors, met=budget is not None and bool(budget["met"])),
         *_overflowing(tensors),
         *_moved(convergence),
         *_clipped(recipe, tensors),
@@ -156,8 +156,11 @@ def _costly(
     ]
 
 
-def _hidden(tensors: Mapping[str, TensorReport]) -> list[Finding]:
-    """Large values that carry the SQNR while the rest is lost; exact for static scales."""
+def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
+    """Large values that carry the SQNR while the rest is lost; exact for static scales.
+
+    `met` says that a budget is met all the same.
+    """
     lost, maybe = [], []
     for name, tensor in tensors.items():
         if (tensor.small_lost_db or 0.0) <= HIDDEN_DB:
@@ -176,8 +179,10 @@ def _hidden(tensors: Mapping[str, TensorReport]) -> list[Finding]:
                 f"a few large values set the scale of {len(lost)} tensors, and the small ones are"
                 f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
-                "Tame the large values with --algorithm smoothquant, or let --budget keep those"
-                " linears in higher precision.",
+                "The budget is met with them; --algorithm smoothquant may meet it in fewer bytes."
+                if met
+                else "Tame the large values with --algorithm smoothquant, or let --budget keep"
+                " those linears in higher precision.",
             )
         )
     if maybe:

@@ -28,7 +28,7 @@ def run_identity(
         samples.update(batch.token_ids.numpy().tobytes())
     identity = {
         "model": model.hexdigest(),
-        "samples": samples.hexdigest(),
+        "selection or length of samples": samples.hexdigest(),
         "compute dtype": dtype,
         "device": device_name(device),
         "torch": torch.__version__,

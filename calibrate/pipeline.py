@@ -9,6 +9,7 @@ from rich.console import Console
 
 from calibrate.algorithm import changed_model
 from calibrate.budget import check_samples
+from calibrate.counting import make_counter
 from calibrate.distributed import process_group
 from calibrate.golden import golden_set
 from calibrate.inputs import read_inputs
@@ -19,7 +20,7 @@ from calibrate.plan import LongPolicy
 from calibrate.progress import progress_bar
 from calibrate.report_console import print_report
 from calibrate.reporting import PAGE, report_files, report_on
-from calibrate.scales import check_finite, check_recipe
+from calibrate.scales import check_finite, check_quantizes, check_recipe
 from calibrate.solve import solve
 from calibrate.streaming import observe_checkpoint
 from octet.artifact import Manifest, ModelIdentity, check_destination, software
@@ -71,6 +72,7 @@ def run(
     check_destination(out, force=force, inputs=[model, samples])
     checkpoint = Checkpoint.open(model)
     check_recipe(recipe, checkpoint.spec)
+    check_quantizes(recipe, checkpoint.spec)
     limit = None if budget is None else Limit.parse(budget)
     if limit is not None and algorithm == "gptq":
         raise ConfigError(
@@ -116,6 +118,7 @@ def run(
             restart=restart,
             console=console,
         )
+        make_counter(place, 1).close()  # compiled now, so that the rate is of counting alone
         with progress_bar(console, "Calibrating", inputs.plan.tokens) as advance:
             started = time.perf_counter()
             observed = observe_checkpoint(
@@ -158,6 +161,9 @@ def run(
         "held_out": inputs.split.facts,
         "warnings": list(report.warnings),
     }
+    if solution.budget is not None:
+        told = ("metric", "limit", "reached", "bound", "met", "evaluated_on")
+        details["budget"] = {key: solution.budget[key] for key in told}
     calibration = Calibration.save(
         out,
         Manifest(

@@ -21,6 +21,7 @@ __all__ = [
     "WeightScale",
     "check_alive",
     "check_finite",
+    "check_quantizes",
     "check_recipe",
     "derive_scales",
     "input_scales",
@@ -73,6 +74,14 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
     for index, override in enumerate(recipe.overrides):
         if not fnmatch.filter(names, override.match):
             raise ConfigError(_no_match(recipe, f"overrides.{index}.match", override.match, names))
+
+
+def check_quantizes(recipe: Recipe, spec: ModelSpec) -> None:
+    """ConfigError for a recipe that leaves nothing to quantize (a budget may end there)."""
+    if not any(recipe.scheme_of(linear.name) for linear in spec.linears()):
+        raise ConfigError(
+            f"recipe {recipe.name} excludes every linear: nothing is left to quantize"
+        )
 
 
 def check_finite(checkpoint: Checkpoint) -> None:

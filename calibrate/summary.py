@@ -101,6 +101,10 @@ def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:
     return min(some, key=lambda name: _left(some[name])) if some else None
 
 
+def _sqnr(tensor: TensorReport) -> float:
+    return math.inf if tensor.sqnr_db is None else tensor.sqnr_db
+
+
 def _left(tensor: TensorReport) -> float:
     values = (tensor.sqnr_db, tensor.small_left_db)
     return min((value for value in values if value is not None), default=math.inf)
@@ -109,13 +113,13 @@ def _left(tensor: TensorReport) -> float:
 def _worst(tensors: Mapping[str, TensorReport], weights_db: Mapping[str, float]) -> str:
     known = {name: t for name, t in tensors.items() if t.sqnr_db is not None}
     parts = []
-    name = _worst_tensor(known)
-    if name is not None:
-        tensor = known[name]
-        assert tensor.sqnr_db is not None
-        low = _left(tensor)
-        hidden = f" ({low:.1f} dB for its smallest 90 %)" if low < tensor.sqnr_db - 1 else ""
-        parts.append(f"{name}, {_db(tensor.sqnr_db)}{hidden} in {tensor.format}")
+    if known:
+        name = min(known, key=lambda name: _sqnr(known[name]))
+        parts.append(f"{name}, {_db(_sqnr(known[name]))} in {known[name].format}")
+        name = min(known, key=lambda name: _left(known[name]))
+        left = _left(known[name])
+        if left < _sqnr(known[name]) - 1:
+            parts.append(f"of the smallest 90 % of values {name}, {left:.1f} dB")
     if weights_db:
         name = min(weights_db, key=lambda name: weights_db[name])
         parts.append(f"of the weights {name}, {_db(weights_db[name])}")

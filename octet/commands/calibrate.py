@@ -19,6 +19,7 @@ from octet.commands.options import (
     console_for,
     wrote,
 )
+from octet.interrupts import held_back
 from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["calibrate", "chosen_recipe", "rescale"]
@@ -97,7 +98,8 @@ def calibrate(
     torchrun, processes share the samples.
     """
     chosen = chosen_recipe(recipe, kv_cache, exclude)
-    import calibrate as stage
+    with held_back():
+        import calibrate as stage
 
     try:
         calibration = stage.run(
@@ -152,7 +154,8 @@ def rescale(
 ) -> None:
     """Derive the scales of another recipe from a calibration, without running the model."""
     chosen = chosen_recipe(recipe, kv_cache, exclude)
-    from calibrate.rescale import rescale as derive
+    with held_back():
+        from calibrate.rescale import rescale as derive
 
     derived = derive(
         calibration, out, recipe=chosen, model=model, force=force, console=console_for(as_json)

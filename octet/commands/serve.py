@@ -8,6 +8,7 @@ import typer
 
 from octet.commands.options import Json, console_for
 from octet.errors import ConfigError
+from octet.interrupts import held_back
 
 __all__ = ["evaluate", "serve"]
 
@@ -26,10 +27,11 @@ def evaluate(
     for path in (target, samples):
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
-    if (target / "model.onnx").exists():
-        from serve.evaluate import perplexity
-    else:
-        from calibrate.reference import perplexity  # type: ignore[assignment]
+    with held_back():
+        if (target / "model.onnx").exists():
+            from serve.evaluate import perplexity
+        else:
+            from calibrate.reference import perplexity  # type: ignore[assignment]
     result = perplexity(
         target,
         samples,

@@ -36,7 +36,7 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
         told = (tmp_path / f"errors-{rank}").read_text().splitlines()
         finished, samples, models, numerics, *places = told
         assert finished == "1 finished"
-        assert samples.startswith("rank 1 has another samples than rank 0")
+        assert samples.startswith("rank 1 has another selection or length of samples than rank 0")
         assert models.startswith("rank 1 has another model than rank 0")
         assert "q_proj.input holds" in numerics
         assert numerics.partition(":")[0].endswith("in channel 0 in the sample of line 5")

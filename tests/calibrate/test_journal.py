@@ -216,7 +216,7 @@ def test_the_journal_of_another_run_is_refused(
     other = write_model(tmp_path / "other", "llama", num_hidden_layers=LAYERS, seed=1)
     with pytest.raises(ArtifactError, match="another model; --restart discards it"):
         run(other, journal)
-    with pytest.raises(ArtifactError, match="another samples;"):
+    with pytest.raises(ArtifactError, match="another selection or length of samples;"):
         run(llama, journal, count=4)
     with monkeypatch.context() as patch:
         patch.setattr("tests.calibrate.runs.DTYPE", "float32")

@@ -21,6 +21,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import (
     ArtifactError,
     CheckpointError,
+    ConfigError,
     NumericsError,
     OctetError,
     SampleError,
@@ -235,3 +236,12 @@ def test_after_a_signal_the_same_command_continues(
     assert again.returncode == 0, again.stderr
     assert ("continuing from" in again.stderr) == bool(kept)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_refuses_a_recipe_that_leaves_nothing_to_quantize(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    nothing = FP8.model_copy(update={"exclude": (*FP8.exclude, "*")})
+    with pytest.raises(ConfigError, match="excludes every linear"):
+        run(tiny_model, tiny_samples, tmp_path / "out", recipe=nothing)
+    assert list(tmp_path.iterdir()) == []

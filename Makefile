@@ -35,6 +35,7 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/calibration_overhead.py
+	$(BIN)/python benchmarks/fp4_weights.py
 	$(BIN)/python benchmarks/embedded_throughput.py
 
 clean:

@@ -79,7 +79,7 @@ def check_supported(source: Source) -> None:
     if recipe.kv_cache == "e4m3":
         raise UnsupportedError(
             f"recipe {recipe.name}: no export writes an e4m3 cache; derive another calibration with"
-            " `octet rescale --kv-cache e5m2`"
+            " `octet rescale --recipe ... --kv-cache e5m2`"
         )
     quantized = source.quantized_linears()
     pair = (recipe.weights.granularity, recipe.activations.granularity)

@@ -26,6 +26,7 @@ __all__ = [
     "ActivationMemory",
     "Activations",
     "Embedded",
+    "Entering",
     "disk_error",
     "flush",
     "require_space",
@@ -35,11 +36,15 @@ __all__ = [
 _ON_DEVICE = 0.4  # of a GPU's free memory that activations may take
 
 
-class Activations(Protocol):
-    """Hidden states [B, T, H] by the number of their batch; writing replaces."""
+class Entering(Protocol):
+    """What enters a layer: hidden states [B, T, H] by the number of their batch."""
 
     def read(self, index: int) -> torch.Tensor:
         """On the device that computes."""
+
+
+class Activations(Entering, Protocol):
+    """Hidden states that are kept between layers; writing replaces."""
 
     def write(self, index: int, hidden: torch.Tensor) -> None:
         """OctetError if they cannot be kept."""
@@ -53,9 +58,6 @@ class Embedded:
 
     def read(self, index: int) -> torch.Tensor:
         return self._model.embed(self._batches[index].token_ids)
-
-    def write(self, index: int, hidden: torch.Tensor) -> None:
-        raise NotImplementedError("embeddings are computed, not kept")
 
 
 class ActivationMemory:

@@ -27,6 +27,7 @@ from calibrate.activations import (
     ActivationMemory,
     Activations,
     Embedded,
+    Entering,
     require_space,
     temporary,
 )
@@ -155,7 +156,7 @@ class _Sweep:
         with ExitStack() as stack:
             stack.callback(counter.close)
             memory = self._memory(model, stack)
-            entering: Activations = Embedded(model, self._batches)
+            entering: Entering = Embedded(model, self._batches)
             if journal is not None:
                 entering = journal.kept(model, self._batches) or entering
             for index, layer in model.sweep(reached):
@@ -218,7 +219,7 @@ class _Sweep:
         layer: Any,
         model: LayeredModel,
         counter: Counter,
-        entering: Activations,
+        entering: Entering,
         leaving: Activations | None,
     ) -> CompactCounts:
         """The counts of one layer over the batches of all ranks; an error of any stops all."""
@@ -246,7 +247,7 @@ class _Sweep:
         self,
         model: LayeredModel,
         observer: LayerObserver,
-        entering: Activations,
+        entering: Entering,
         leaving: Activations | None,
         names: Sequence[str],
     ) -> list[CompactCounts]:

@@ -19,10 +19,10 @@ from calibrate.observe import observe
 from octet.calibration import BINS
 from octet.errors import NumericsError, UnsupportedError
 from octet.model import ModelSpec
+from tests.calibrate.contents import contents
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [1, 7, 8, 9, 1023, 8192, 65_537, 1_000_003]
-SPECIALS = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 448.0, 3.4e38, 1e-40]
 
 gpu = [
     pytest.mark.gpu,
@@ -80,27 +80,6 @@ def arrangements(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, list[i
         [i % 4 for i in range(300)],
     )
     yield "long", normal(2, 500, 1024), [500, 499]
-
-
-def contents(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors that are hard for a histogram: equal bins, specials, every exponent, every code."""
-    generator = torch.Generator().manual_seed(size)
-    bits = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64)
-    any_float32 = bits.to(torch.int32).view(torch.float32)
-    any_half = bits.to(torch.int16).view(dtype) if dtype.itemsize == 2 else any_float32
-    return {
-        "zeros": torch.zeros(size, dtype=dtype),
-        "negative zeros": -torch.zeros(size, dtype=dtype),
-        "all equal": torch.full((size,), 3.14159).to(dtype),
-        "all NaN": torch.full((size,), float("nan")).to(dtype),
-        "specials": torch.tensor(SPECIALS).repeat(size // len(SPECIALS) + 1)[:size].to(dtype),
-        "subnormal": (torch.rand(size, generator=generator) * 1e-38).to(dtype),
-        "normal": torch.randn(size, generator=generator).to(dtype),
-        "any bits": any_half,
-        "every code": torch.arange(size, dtype=torch.int64).to(torch.int16).view(torch.bfloat16)
-        if dtype == torch.bfloat16
-        else any_half,
-    }
 
 
 def real(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:

@@ -179,8 +179,8 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
                 f"a few large values set the scale of {len(lost)} tensors, and the small ones are"
                 f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
-                "The large values may stay: the budget is met. --algorithm smoothquant may meet it in"
-                " fewer bytes."
+                "The large values may stay: the budget is met. --algorithm smoothquant may meet"
+                " it in fewer bytes."
                 if met
                 else "Tame the large values with --algorithm smoothquant, or let --budget keep"
                 " those linears in higher precision.",

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from octet.errors import UnsupportedError
 
-__all__ = ["ARCHITECTURES", "EXPORTED", "Linear", "ModelSpec"]
+__all__ = ["ARCHITECTURES", "EXPORTED", "Linear", "ModelSpec", "RopeScaling"]
 
 Architecture = Literal[
     "LlamaForCausalLM",
@@ -41,12 +41,29 @@ class Linear(BaseModel):
     input: str
 
 
+class RopeScaling(BaseModel):
+    """How RoPE's inverse frequencies are changed; see transformers' modeling_rope_utils.
+
+    `linear` divides every one by `factor`. `llama3` divides those of wavelengths over
+    original_max_positions / low_freq_factor, leaves those under original_max_positions /
+    high_freq_factor, and blends between; its last three fields are given then, and only then.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["llama3", "linear"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_positions: int | None = None
+
+
 class ModelSpec(BaseModel):
     """The sizes of a supported decoder, from its config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    architecture: Architecture
+    architecture: str
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -60,6 +77,25 @@ class ModelSpec(BaseModel):
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norm_offset: float = 0.0  # Gemma's RMSNorm multiplies by 1 + weight
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size)
+    rotary_dim: int  # of each head, the first so many values turn; head_dim unless given
+    rope_scaling: RopeScaling | None = None
+    # A token of `sliding_layers` sees itself and the sliding_window - 1 tokens before it.
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    fused_qkv: bool = False  # one self_attn.qkv_proj: rows of q, then of k, then of v
+    fused_gate_up: bool = False  # one mlp.gate_up_proj: rows of gate, then of up
+    # An architecture that Octet does not know: the linears are those of the checkpoint's tensors,
+    # and the fields above say nothing of what is computed between them.
+    generic: bool = False
+    # What config.json asks for that no field describes, such as "rope_type 'longrope'": a reason
+    # to refuse for whoever computes the model from this object.
+    undescribed: tuple[str, ...] = ()
     qk_norm: bool = False  # an RMSNorm of each query and key head, [head_dim], before RoPE
     # Of a mixture of experts; `intermediate_size` is then that of the layers that are not sparse.
     experts: int = 0
@@ -67,6 +103,13 @@ class ModelSpec(BaseModel):
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # whether the chosen experts' probabilities are made to sum to 1
     sparse_layers: tuple[int, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rotary_dim(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "head_dim" in values:
+            return {"rotary_dim": values["head_dim"], **values}
+        return values
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> Self:

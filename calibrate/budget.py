@@ -109,10 +109,7 @@ def check_reachable(
     if recipe.kv_cache == "e5m2":
         other = recipe.model_copy(update={"kv_cache": "e4m3"})
         less = _cache_alone(model, checkpoint, other, histograms, reference)
-        advice = (
-            f"kv_cache: e4m3, which alone costs {limit.show(less)} but which no export writes yet,"
-            " or float16"
-        )
+        advice = f"kv_cache: e4m3, which alone costs {limit.show(less)}, or float16"
     few = ""
     if limit.estimate(cost) <= limit.value:
         few = f"; more held-out samples than these {cost.samples} would narrow the bound"

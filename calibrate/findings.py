@@ -247,8 +247,8 @@ def _cache_scales(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[F
         Finding(
             f"{name} reaches {tensor.absmax:.3g}: its E5M2 cache needs the scale"
             f" {tensor.chosen.scale:.3g}; an engine that does not apply it will be wrong",
-            "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache float16"
-            " (or e4m3, which no export writes yet).",
+            "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache e4m3 or"
+            " float16.",
         )
         for name, tensor in tensors.items()
         if tensor.kind != "input" and tensor.chosen is not None and tensor.chosen.scale != 1.0

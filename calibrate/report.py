@@ -154,7 +154,6 @@ def build_report(
             convergence=convergence,
             sensitivity=sensitivity,
             budget=budget,
-            unexportable=spec.unexportable() or recipe.unexportable(),
         ),
         tensors=tensors,
         weights=dict(weights),

@@ -44,10 +44,11 @@ def summarise(
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
-    unexportable: str | None = None,
 ) -> Summary:
-    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere; `unexportable` is why
-    no export writes it. It is ready if there is nothing to read first and an export writes it."""
+    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere.
+
+    It is ready if there is nothing to read first.
+    """
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
     counted += "" if tokens is None else f", {tokens:,} tokens"
@@ -57,23 +58,17 @@ def summarise(
     unmeasured = any(t.format == "e2m1" and t.sqnr_db is None for t in tensors.values())
     if unmeasured:
         todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
-    if unexportable is not None:
-        if notes and not findings:
-            todo.append("Read the warnings.")
-        todo.append(_to_export(unexportable, recipe))
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "
     if warnings:
-        title += f"{warnings} warning{'s' if warnings > 1 else ''} to read"
-        title += " before export" if unexportable is None else ""
+        title += f"{warnings} warning{'s' if warnings > 1 else ''} to read before export"
     elif unmeasured:
         title += "what FP4 costs is not measured"
     else:
         title += "nothing to warn about"
-        title += "" if unexportable is None else ", but no export writes it"
     return Summary(
-        status="look" if warnings or unmeasured or unexportable else "ready",
+        status="look" if warnings or unmeasured else "ready",
         title=title,
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
         enough="Whether the set was enough is not known: it was not counted in parts."
@@ -85,13 +80,6 @@ def summarise(
         budget=_budget(budget),
         todo=tuple(todo),
     )
-
-
-def _to_export(unexportable: str, recipe: Recipe) -> str:
-    why = f"{unexportable[0].upper()}{unexportable[1:]}"
-    if recipe.unexportable() is None:  # it is the architecture that none writes
-        return f"{why}."
-    return f"{why}: to export, derive another with `octet rescale`."
 
 
 def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:

@@ -1,6 +1,6 @@
 """calibration + checkpoint → a TensorRT engine: FP8 weights and inputs, an E5M2 cache.
 
-octet.json, model.plan, config.json, tokenizer, golden.json
+manifest.json, model.plan, config.json, tokenizer, golden.json
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """calibration + checkpoint → the ONNX decoder: FP8 weights and inputs, an E5M2 cache.
 
-octet.json, model.onnx (model.onnx.data above 2 GB), config.json, tokenizer, golden.json
+manifest.json, model.onnx (model.onnx.data above 2 GB), config.json, tokenizer, golden.json
 """
 
 from pathlib import Path

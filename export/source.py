@@ -3,42 +3,48 @@
 Everything that can be refused is refused here, before the first byte is written.
 """
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from export.codes import weight_codes
 from octet import scaling
 from octet.artifact import Kind, Manifest, software
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
-from octet.errors import ArtifactError, ExportError, UnsupportedError
-from octet.formats import E4M3
+from octet.errors import ArtifactError, ExportError
 from octet.golden import GOLDEN_FILE
 from octet.model import Linear, ModelSpec
-from octet.recipe import Recipe, TensorScheme
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]
 
 GENERATION_CONFIG = "generation_config.json"
+EXPECTED_FILE = "expected.json"  # what the quantization is expected to cost
 _SPARE_BYTES = 64 << 20  # for what is written beside the weights
 
 
 @dataclass(frozen=True)
 class Source:
-    """A calibration with its checkpoint."""
+    """A calibration with its checkpoint, and the cache that the export is for."""
 
     calibration: Calibration
     checkpoint: Checkpoint
+    kv_cache: KvCacheDtype
 
     @classmethod
-    def open(cls, calibration: Path, model: Path | None = None) -> Self:
+    def open(
+        cls, calibration: Path, model: Path | None = None, *, kv_cache: KvCacheDtype | None = None
+    ) -> Self:
         """Opens both; `model` overrides where the calibration says that the checkpoint was.
 
-        Raises ArtifactError if either has changed since calibration, or if a scale is missing.
+        `kv_cache` asks for another cache than the recipe's. Raises ArtifactError if either has
+        changed since calibration, or if a scale is missing.
         """
         opened = Calibration.load(calibration)
         where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
@@ -50,8 +56,7 @@ class Source:
         opened.manifest.model.require(checkpoint)
         if (calibration / WEIGHTS_FILE).exists():
             checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
-        source = cls(opened, checkpoint)
-        source._check_supported()
+        source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache)
         source._check_scales()
         return source
 
@@ -63,39 +68,58 @@ class Source:
     def recipe(self) -> Recipe:
         return self.calibration.manifest.recipe
 
+    def schemes(self, linear: Linear) -> tuple[TensorScheme, TensorScheme] | None:
+        """Of its weights and of its inputs; None if it stays in full precision."""
+        return self.recipe.scheme_of(linear.name)
+
     def quantizes(self, linear: Linear) -> bool:
-        return not self.recipe.excludes(linear.name)
+        return self.schemes(linear) is not None
 
     def quantized_linears(self) -> dict[str, Linear]:
         """Module name to linear, those that the recipe quantizes."""
         return {item.name: item for item in self.spec.linears() if self.quantizes(item)}
 
     def weight_codes(self, linear: Linear) -> npt.NDArray[np.uint8]:
-        """E4M3 codes of the linear's weight, [N, K]."""
-        name = f"{linear.name}.weight"
-        weight = self.checkpoint.read(name).float32()
-        granularity = granularity_of(self.recipe.weights)
-        return scaling.quantize(weight, self.weight_scale(linear), E4M3, granularity, name=name)
+        """E4M3 [N, K]; or E2M1 [N, K/2], two a byte, the even column in the low half."""
+        name, schemes = f"{linear.name}.weight", self.schemes(linear)
+        if schemes is None:
+            raise ValueError(f"recipe {self.recipe.name} does not quantize {linear.name}")
+        scale, shared = self.weight_scale(linear), self.weight_global_scale(linear)
+        return weight_codes(self.checkpoint.read(name), scale, shared, schemes[0], name=name)
 
     def weight_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
-        """[], [N, 1] or [⌈N/128⌉, ⌈K/128⌉]."""
+        """[], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]."""
         return self.calibration.scales[f"{linear.name}.weight_scale"]
 
+    def weight_global_scale(self, linear: Linear) -> npt.NDArray[np.float32] | None:
+        """[] of a scheme in two levels, None of others."""
+        return self.calibration.scales.get(f"{linear.name}.weight_global_scale")
+
     def input_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
-        """[], of a recipe with static activations."""
+        """[], where inputs are static."""
         return self.calibration.scales[f"{linear.name}.input_scale"]
 
+    def input_global_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
+        """[], where inputs are dynamic in two levels."""
+        return self.calibration.scales[f"{linear.name}.input_global_scale"]
+
     def cache_scales(self, layer: int) -> tuple[float, float]:
-        """Scales of K and V at the cache; 1 where the calibration gives none."""
+        """Scales of K and V in a cache of type `kv_cache`."""
         attention = f"{self.spec.layer(layer)}.self_attn"
-        one = np.float32(1)
-        k, v = (self.calibration.scales.get(f"{attention}.{x}_scale", one) for x in "kv")
-        return float(k), float(v)
+        k, v = (self.calibration.cache_scale(attention, x, self.kv_cache) for x in ("k", "v"))
+        # 1 where there is none: of those that are needed, `open` has made sure.
+        return 1.0 if k is None else k, 1.0 if v is None else v
+
+    def query_scale(self, layer: int) -> float | None:
+        """The scale of queries that an engine rounds to E4M3; None where they were not observed."""
+        attention = f"{self.spec.layer(layer)}.self_attn"
+        return self.calibration.cache_scale(attention, "q", self.kv_cache)
 
     def copy_side_files(self, directory: Path, *, config: bool = True) -> None:
         """Copies the tokenizer, generation config, golden records and (`config`) config.json."""
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
         files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
+        files.append(self.calibration.path / EXPECTED_FILE)
         files += [self.checkpoint.path / "config.json"] if config else []
         for file in files:
             if file.is_file():
@@ -114,30 +138,44 @@ class Source:
             software=software("numpy", *packages),
         )
 
-    def _check_supported(self) -> None:
-        """Raises UnsupportedError for what no export writes yet."""
-        reason = self.spec.unexportable()
-        if reason is not None:
-            raise UnsupportedError(f"{self.checkpoint.path}: {reason}")
-        reason = self.recipe.unexportable(cache=False)  # each export has caches of its own
-        if reason is not None:
-            kept = ", with those layers in full precision by `exclude`"
-            raise UnsupportedError(
-                f"{self.calibration.path}: {reason}; derive fp8, fp8-static or fp8-block with"
-                f" `octet rescale`{kept if self.recipe.overrides else ''}"
-            )
-
     def _check_scales(self) -> None:
-        weights = granularity_of(self.recipe.weights)
         for linear in self.quantized_linears().values():
+            schemes = self.schemes(linear)
+            assert schemes is not None
+            weights, inputs = schemes
             shape = (linear.out_features, linear.in_features)
-            wanted = {f"{linear.name}.weight_scale": weights.scale_shape(shape)}
-            if not self.recipe.activations.dynamic:
-                wanted[f"{linear.name}.input_scale"] = ()
-            for name, expected in wanted.items():
-                self._check_scale(name, expected)
+            self._check_scale(f"{linear.name}.weight_scale", granularity_of(weights), shape)
+            if weights.two_level:
+                self._check_scale(f"{linear.name}.weight_global_scale")
+            if not inputs.dynamic:
+                self._check_scale(f"{linear.name}.input_scale")
+            elif inputs.two_level:
+                self._check_scale(f"{linear.name}.input_global_scale")
+        for index in range(self.spec.layers):
+            attention = f"{self.spec.layer(index)}.self_attn"
+            for which in ("k", "v"):
+                self._check_cache_scale(attention, which)
 
-    def _check_scale(self, name: str, expected: tuple[int, ...]) -> None:
+    def _check_cache_scale(self, attention: str, which: Literal["k", "v"]) -> None:
+        scale = self.calibration.cache_scale(attention, which, self.kv_cache)
+        where = f"{self.calibration.path}: {attention}.{which}_scale"
+        if scale is None and self.kv_cache == self.recipe.kv_cache:
+            raise ArtifactError(f"{where} is missing; calibrate again")
+        if scale is None:
+            raise ArtifactError(
+                f"{where} of an {self.kv_cache} cache is missing: derive it with `octet rescale"
+                f" {self.calibration.path} --kv-cache {self.kv_cache}`"
+            )
+        if not (math.isfinite(scale) and scale > 0):
+            raise ArtifactError(f"{where} is not positive and finite; calibrate again")
+
+    def _check_scale(
+        self,
+        name: str,
+        granularity: scaling.Granularity = scaling.TENSOR,
+        shape: tuple[int, ...] = (1, 1),
+    ) -> None:
+        expected = granularity.scale_shape(shape)
         scale = self.calibration.scales.get(name)
         where = f"{self.calibration.path / 'scales.safetensors'}: {name}"
         if scale is None:

@@ -1,6 +1,6 @@
 """calibration + checkpoint → an entry of a Triton model repository.
 
-octet.json, golden.json, config.pbtxt and the version `1`, which holds the whole model:
+manifest.json, golden.json, config.pbtxt and the version `1`, which holds the whole model:
   python  1/model.py and 1/onnx: Octet's embedded engine on the ONNX export
   vllm    1/model.json and 1/checkpoint: Triton's vLLM backend on the exported checkpoint
 

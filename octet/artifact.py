@@ -1,7 +1,7 @@
 """Artifact directories: a manifest with content hashes, written whole or not at all.
 
-Every directory that a stage hands to the next holds `octet.json`, a `Manifest` naming what it was
-made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
+Every directory that a stage hands to the next holds `manifest.json`, a `Manifest` naming what it
+was made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from octet.recipe import Recipe
 
 __all__ = ["MANIFEST_FILE", "Manifest", "ModelIdentity", "SampleSet", "software", "write_artifact"]
 
-MANIFEST_FILE = "octet.json"
+MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
 Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
 
@@ -75,7 +75,7 @@ class SampleSet(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The content of `octet.json`."""
+    """The content of `manifest.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

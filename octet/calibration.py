@@ -1,6 +1,6 @@
 """The artifact of the first stage: scales, histograms and golden records of one checkpoint.
 
-octet.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
+manifest.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
 observations.json        what each histogram is of, and the modules that consume it
 histograms.safetensors   for each observed tensor, the bins that occur and their counts
 scales.safetensors       float32, multipliers: real = stored * scale [* global scale]
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from octet.artifact import Manifest, write_artifact
 from octet.errors import ArtifactError
 from octet.golden import GOLDEN_FILE, GoldenSet
+from octet.recipe import KvCacheDtype
 from octet.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = [
@@ -43,13 +44,13 @@ BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the
 class Observation(BaseModel):
     """What one histogram is of.
 
-    `kind` is "input" (of linears), "key" (after RoPE) or "value". `code_dtype` is the 16-bit type
-    whose magnitude codes are the bins. `consumers` are module names.
+    `kind` is "input" (of linears), "key" or "query" (after RoPE) or "value". `code_dtype` is the
+    16-bit type whose magnitude codes are the bins. `consumers` are module names.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["input", "key", "value"]
+    kind: Literal["input", "key", "value", "query"]
     consumers: tuple[str, ...]
     code_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     observed_dtype: str  # dtype of the activations; float32 was rounded to bfloat16 first
@@ -66,10 +67,12 @@ class Calibration:
     - `<linear>.weight_global_scale` []: two-level schemes; one for linears that share an input;
     - `<linear>.input_scale` []: static activations;
     - `<linear>.input_global_scale` []: dynamic activations in two levels;
-    - `<layer>.self_attn.k_scale` and `.v_scale` [].
+    - `<layer>.self_attn.k_scale` and `.v_scale` []: of the recipe's cache;
+    - `<layer>.self_attn.k_scale_e5m2` and so on []: of every cache; and `.q_scale_e4m3` where
+      queries were observed, which an engine with an E4M3 cache may round too.
 
-    Keys of `observations` and `histograms`: `<first consumer>.input`, `<layer>.self_attn.key` and
-    `<layer>.self_attn.value`.
+    Keys of `observations` and `histograms`: `<first consumer>.input`, `<layer>.self_attn.key`,
+    `<layer>.self_attn.value` and, if they were observed, `<layer>.self_attn.query`.
     """
 
     path: Path
@@ -89,6 +92,17 @@ class Calibration:
         `convergence.json` says in "counts" after how many samples each ends.
         """
         return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
+
+    def cache_scale(
+        self, attention: str, which: Literal["q", "k", "v"], kv_cache: KvCacheDtype
+    ) -> float | None:
+        """The scale of queries, keys or values in a cache of that type; None if it is not known."""
+        scale = self.scales.get(f"{attention}.{which}_scale_{kv_cache}")
+        if scale is None and which != "q" and kv_cache == self.manifest.recipe.kv_cache:
+            scale = self.scales.get(f"{attention}.{which}_scale")
+        if scale is None and which != "q" and kv_cache == "float16":
+            return 1.0
+        return None if scale is None else float(scale)
 
     @cached_property
     def golden(self) -> GoldenSet:

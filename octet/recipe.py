@@ -14,6 +14,7 @@ __all__ = ["PRESETS", "Granularity", "Override", "Recipe", "TensorScheme"]
 Granularity = Literal["tensor", "channel", "token", "block", "group"]
 ScaleMethod = Literal["max", "mse", "four_six", "percentile", "kl"]
 KvCacheDtype = Literal["e5m2", "e4m3", "float16"]
+SchemeKind = Literal["fp8", "mxfp8", "mxfp4", "nvfp4"]
 
 # Granularities of weights and of activations that some engine multiplies.
 _SERVED = (
@@ -54,6 +55,15 @@ class TensorScheme(BaseModel):
     scale_format: Literal["float32", "e8m0", "e4m3"] = "float32"
     method: ScaleMethod = "max"
     percentile: float = 99.99
+
+    @property
+    def kind(self) -> SchemeKind:
+        """The format's common name, whatever the granularity of its scales."""
+        if self.scale_format == "float32":
+            return "fp8"
+        if self.scale_format == "e4m3":
+            return "nvfp4"
+        return "mxfp8" if self.format == "e4m3" else "mxfp4"
 
     @property
     def two_level(self) -> bool:
@@ -140,22 +150,6 @@ class Recipe(BaseModel):
             if fnmatch.fnmatchcase(module_name, override.match):
                 return override.weights, override.activations
         return self.weights, self.activations
-
-    def unexportable(self, *, cache: bool = True) -> str | None:
-        """Why no export writes this recipe yet, as a clause; None if one does (maybe not all).
-
-        `cache=False` leaves the KV cache out, which the ONNX export can be told to choose.
-        """
-        reason = None
-        for scheme in (self.weights, self.activations):
-            if (scheme.format, scheme.scale_format) != ("e4m3", "float32"):
-                reason = f"has {scheme.format} elements with {scheme.scale_format} scales"
-                break
-        if reason is None and self.overrides:
-            reason = f"mixes formats (override for {self.overrides[0].match})"
-        if reason is None and cache and self.kv_cache == "e4m3":
-            reason = "has an E4M3 cache"
-        return None if reason is None else f"recipe {self.name} {reason}, which no export writes"
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:

@@ -80,7 +80,7 @@ class Reference:
             self._quantize(calibration)
 
     def _quantize(self, calibration: Path) -> None:
-        recipe = json.loads((calibration / "octet.json").read_text())["recipe"]
+        recipe = json.loads((calibration / "manifest.json").read_text())["recipe"]
         self.activations = recipe["activations"]["granularity"]
         self.scales = safetensors.torch.load_file(calibration / "scales.safetensors")
         for name, scale in self.scales.items():

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from calibrate.report_console import print_report
-from octet.recipe import Override, Recipe, TensorScheme
+from octet.recipe import Recipe, TensorScheme
 from tests.calibrate.report_data import (
-    SPEC,
     budget,
     chunks,
     experts,
@@ -56,7 +55,7 @@ def test_a_cache_scale_is_warned_about() -> None:
     (warning,) = [line for line in report.warnings if "E5M2" in line]
     assert KEY in warning
     (advice,) = [line for line in report.summary.todo if "E5M2" in line]
-    assert "kv_cache float16" in advice and "e4m3, which no export writes yet" in advice
+    assert "kv_cache e4m3 or float16" in advice
 
 
 def test_the_cache_is_measured_on_its_own_format() -> None:
@@ -109,39 +108,6 @@ def test_fp4_that_was_not_measured_is_not_called_ready() -> None:
     summary = make_report("nvfp4", sensitivity=sensitivity()).summary
     assert "not measured" not in summary.title
     assert not any("--sensitivity" in line for line in summary.todo)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "why"),
-    [
-        (Recipe.load("mxfp8"), "Recipe mxfp8 has e4m3 elements with e8m0 scales"),
-        (Recipe.load("nvfp4"), "Recipe nvfp4 has e2m1 elements with e4m3 scales"),
-        (Recipe.load("fp8").model_copy(update={"kv_cache": "e4m3"}), "has an E4M3 cache"),
-        (
-            Recipe.load("fp8").model_copy(
-                update={
-                    "overrides": (Override(match="*.q_proj", weights=TENSOR, activations=TENSOR),)
-                }
-            ),
-            r"mixes formats (override for *.q_proj)",
-        ),
-    ],
-    ids=["mxfp8", "nvfp4", "e4m3 cache", "overrides"],
-)
-def test_a_recipe_that_no_export_writes_is_not_called_ready(recipe: Recipe, why: str) -> None:
-    summary = make_report(recipe, sensitivity=sensitivity()).summary
-    assert summary.status == "look"
-    assert summary.title.endswith("nothing to warn about, but no export writes it")
-    (todo,) = summary.todo
-    assert why in todo and "octet rescale" in todo
-
-
-def test_a_model_that_no_export_writes_is_not_called_ready() -> None:
-    spec = SPEC.model_copy(update={"architecture": "Qwen3ForCausalLM"})
-    summary = make_report("fp8", spec=spec).summary
-    assert summary.status == "look"
-    (todo,) = summary.todo
-    assert todo.endswith("Qwen3ForCausalLM can be calibrated only.")
 
 
 def test_a_cost_over_one_percent_is_warned_about() -> None:

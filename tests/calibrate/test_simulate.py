@@ -41,7 +41,7 @@ def test_it_computes_what_an_independent_implementation_does(
 ) -> None:
     recipe = recipe_with(preset, kv_cache=kv_cache)
     scales = bench.scales(recipe)
-    (tmp_path / "octet.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))
     tensors = {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()}
     write_tensors(tmp_path / "scales.safetensors", tensors)
     ids = bench.batches[0].token_ids

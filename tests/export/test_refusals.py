@@ -1,6 +1,5 @@
 """What a calibration or its checkpoint can be that no export takes: one line, and nothing left."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from export.checkpoint import export_checkpoint
 from export.onnx import export_onnx
 from octet.artifact import Manifest
 from octet.errors import ArtifactError, CheckpointError, ExportError, UnsupportedError
-from octet.recipe import Override, Recipe, TensorScheme
+from octet.recipe import Recipe, TensorScheme
 from octet.tensors import Tensor, write_tensors
 from tests.export.conftest import make_calibration
 
@@ -115,15 +114,6 @@ def test_a_combination_that_vllm_does_not_serve(tmp_path: Path, tiny_model: Path
     make_calibration(tmp_path / "cal", tiny_model, recipe)
     match = "recipe odd: block weights with tensor activations"
     assert_refused(UnsupportedError, match, tmp_path / "cal", tmp_path, (export_checkpoint,))
-
-
-def test_a_recipe_that_no_export_writes_yet(tmp_path: Path, tiny_model: Path) -> None:
-    fp8 = Recipe.load("fp8")
-    override = Override(match="*.down_proj", weights=fp8.weights, activations=fp8.activations)
-    mixed = fp8.model_copy(update={"name": "mixed", "overrides": (override,)})
-    make_calibration(tmp_path / "cal", tiny_model, mixed)
-    match = re.escape(f"{mixed.unexportable()}; derive fp8,") + ".*in full precision"
-    assert_refused(UnsupportedError, match, tmp_path / "cal", tmp_path)
 
 
 def test_a_full_disk(

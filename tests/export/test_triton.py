@@ -116,7 +116,7 @@ def test_the_committed_entries_are_what_export_writes(
     files = {"config.pbtxt", "1/model.py" if backend == "python" else "1/model.json"}
     for file in files:
         assert (COMMITTED / name / file).read_text() == (out / file).read_text(), file
-    left_out = {"octet.json", "golden.json", f"1/{CONTENT[backend]}"}
+    left_out = {"manifest.json", "golden.json", f"1/{CONTENT[backend]}"}
     written = {p.relative_to(out).as_posix() for p in (*out.glob("*.*"), *out.glob("1/*"))}
     assert written == files | left_out
 

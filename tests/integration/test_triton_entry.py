@@ -53,7 +53,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> P
     config = repository / SMALL / "config.pbtxt"
     text = config.read_text().replace(f'name: "{NAME}"', f'name: "{SMALL}"')
     config.write_text(text.replace('string_value: "16"', 'string_value: "1"'))
-    assert (repository / NAME / "octet.json").is_file()  # which Triton does not know
+    assert (repository / NAME / "manifest.json").is_file()  # which Triton does not know
     return repository
 
 

@@ -88,16 +88,16 @@ def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manife
     write(tmp_path / "a", manifest)
     with pytest.raises(ArtifactError, match="is a calibration, not a onnx"):
         Manifest.load(tmp_path / "a", "onnx")
-    path = tmp_path / "a" / "octet.json"
+    path = tmp_path / "a" / "manifest.json"
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"schema_version": 2}))
-    with pytest.raises(ArtifactError, match=r"octet.json: schema version 2"):
+    with pytest.raises(ArtifactError, match=r"manifest.json: schema version 2"):
         Manifest.load(tmp_path / "a")
     path.write_text(json.dumps(data | {"colour": "red"}))
     with pytest.raises(ArtifactError, match="colour"):
         Manifest.load(tmp_path / "a")
     path.write_text(json.dumps(data | {"details": {"kv_cache": "float16"}}))
-    with pytest.raises(ArtifactError, match=r"octet.json: altered since it was written"):
+    with pytest.raises(ArtifactError, match=r"manifest.json: altered since it was written"):
         Manifest.load(tmp_path / "a")
     with pytest.raises(ArtifactError, match="not an Octet artifact"):
         Manifest.load(tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from octet.errors import ConfigError
-from octet.recipe import PRESETS, Override, Recipe
+from octet.recipe import PRESETS, Recipe
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -101,17 +101,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_no_export_writes_says_why(name: str) -> None:
+def test_a_scheme_says_its_kind(name: str) -> None:
     recipe = Recipe.load(name)
-    scaled = recipe.model_copy(update={"kv_cache": "e4m3"})
-    if name.startswith("fp8"):
-        assert recipe.unexportable() is None
-        assert scaled.unexportable() == f"recipe {name} has an E4M3 cache, which no export writes"
-        assert scaled.unexportable(cache=False) is None
-    else:
-        why = recipe.unexportable()
-        assert why is not None and f"recipe {name} has e" in why and "which no export" in why
-        assert scaled.unexportable() == why
-    override = Override(match="*.q_proj", weights=recipe.weights, activations=recipe.activations)
-    mixed = recipe.model_copy(update={"overrides": (override,)})
-    assert mixed.unexportable(cache=False) is not None
+    kinds = {recipe.weights.kind, recipe.activations.kind}
+    assert kinds == {"fp8" if name.startswith("fp8") else name}

@@ -18,6 +18,7 @@ from octet.artifact import Kind, Manifest, software
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ExportError
+from octet.expected import EXPECTED_FILE, ExpectedSet
 from octet.golden import GOLDEN_FILE
 from octet.model import Linear, ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
@@ -25,7 +26,6 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 __all__ = ["Source", "require_space"]
 
 GENERATION_CONFIG = "generation_config.json"
-EXPECTED_FILE = "expected.json"  # what the quantization is expected to cost
 _SPARE_BYTES = 64 << 20  # for what is written beside the weights
 
 
@@ -134,9 +134,20 @@ class Source:
             recipe=origin.recipe,
             samples=origin.samples,
             calibration=origin.identity,
-            details=details,
+            details=details | self._expected(),
             software=software("numpy", *packages),
         )
+
+    def _expected(self) -> dict[str, Any]:
+        """What serving it may cost in nats, by path with this cache; {} if nobody predicted."""
+        if not (self.calibration.path / EXPECTED_FILE).is_file():
+            return {}
+        ranges = {
+            item.path.label: {"low": item.low, "mean": item.mean, "high": item.high}
+            for item in ExpectedSet.load(self.calibration.path).expectations
+            if item.path.kv_cache == self.kv_cache
+        }
+        return {"expected_divergence": ranges}
 
     def _check_scales(self) -> None:
         for linear in self.quantized_linears().values():

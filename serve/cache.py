@@ -1,12 +1,15 @@
-"""The key-value cache: a slot per running request, E5M2 codes, of which the live part is read.
+"""The key-value cache: a slot per running request, of which the live part is read.
 
-An E5M2 number is the top byte of an IEEE half, so decoding is one shift, done while the live
-windows of the slots in a step are gathered for the runner. Unfilled positions are zero at all
-times: a masked position has probability 0, and 0 times a leftover NaN would still be NaN.
+`Slots` says who is where; a runner adds the memory that it reads: `SlotCache` on the host, for ONNX
+Runtime, and serve/tensorrt/cache.py on a GPU. An E5M2 number is the top byte of an IEEE half, so
+decoding is one shift, done while the live windows of the slots in a step are gathered for the
+runner. Unfilled positions are zero at all times: a masked position has probability 0, and 0 times a
+leftover NaN would still be NaN.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +17,11 @@ from numpy.typing import NDArray
 from octet.errors import ConfigError
 from octet.formats import e5m2_to_float16
 from octet.model import ModelSpec
+from octet.recipe import KvCacheDtype
 
-__all__ = ["WINDOW", "CacheDtype", "SlotCache", "window"]
+__all__ = ["WINDOW", "CacheDtype", "SlotCache", "Slots", "window"]
 
-CacheDtype = Literal["e5m2", "float16"]
+CacheDtype: TypeAlias = KvCacheDtype
 
 # Live windows end at multiples of this many positions, so that a row's sums are split over vector
 # lanes in the same way whatever the longest row of its batch is.
@@ -29,15 +33,14 @@ def window(length: int) -> int:
     return -(-length // WINDOW) * WINDOW
 
 
-class SlotCache:
-    """Keys and values of `slots` requests of up to `positions` tokens each.
+class Slots(ABC):
+    """`slots` requests of up to `positions` tokens each: which are taken, and how long they are.
 
-    `codes` is uint8 (E5M2) or uint16 (the bits of a float16), [slots, 2·layers, Hkv, positions, D]:
-    the keys of layer i at index 2i, its values at 2i + 1. `lengths` int64 [slots] counts the filled
-    positions of each slot, `tenants` int64 [slots] the requests that have had it.
+    `lengths` int64 [slots] counts the filled positions of each slot, `tenants` int64 [slots] the
+    requests that have had it.
     """
 
-    def __init__(self, spec: ModelSpec, slots: int, positions: int, dtype: CacheDtype) -> None:
+    def __init__(self, spec: ModelSpec, slots: int, positions: int) -> None:
         """Raises ConfigError for no slots, or for more positions than the model has."""
         if slots < 1:
             raise ConfigError(f"slots must be at least 1, not {slots}")
@@ -46,18 +49,16 @@ class SlotCache:
                 f"the context must be 1 to {spec.max_positions} tokens (the model's), "
                 f"not {positions}"
             )
-        self.dtype = dtype
         self.slots = slots
         self.positions = positions
-        shape = (slots, 2 * spec.layers, spec.kv_heads, window(positions), spec.head_dim)
-        self.codes: NDArray[Any] = np.zeros(shape, np.uint8 if dtype == "e5m2" else np.uint16)
         self.lengths = np.zeros(slots, np.int64)
         self.tenants = np.zeros(slots, np.int64)
         self._free = list(range(slots))[::-1]
 
     @property
+    @abstractmethod
     def size_bytes(self) -> int:
-        return self.codes.nbytes
+        """Of the keys and values of all slots."""
 
     @property
     def free_slots(self) -> int:
@@ -70,10 +71,36 @@ class SlotCache:
     def release(self, slot: int) -> None:
         """Empties `slot` and makes it available."""
         assert slot not in self._free
-        self.codes[slot, :, :, : self.lengths[slot]] = 0
+        self._clear(slot, int(self.lengths[slot]))
         self.lengths[slot] = 0
         self.tenants[slot] += 1
         self._free.append(slot)
+
+    @abstractmethod
+    def _clear(self, slot: int, length: int) -> None:
+        """Zeroes the first `length` positions of `slot`."""
+
+
+class SlotCache(Slots):
+    """Keys and values in this process's memory.
+
+    `codes` is uint8 (E5M2, E4M3) or uint16 (the bits of a float16), [slots, 2·layers, Hkv,
+    positions, D]: the keys of layer i at index 2i, its values at 2i + 1.
+    """
+
+    def __init__(self, spec: ModelSpec, slots: int, positions: int, dtype: CacheDtype) -> None:
+        """Raises ConfigError as `Slots` does."""
+        super().__init__(spec, slots, positions)
+        self.dtype = dtype
+        shape = (slots, 2 * spec.layers, spec.kv_heads, window(positions), spec.head_dim)
+        self.codes: NDArray[Any] = np.zeros(shape, np.uint16 if dtype == "float16" else np.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.codes.nbytes
+
+    def _clear(self, slot: int, length: int) -> None:
+        self.codes[slot, :, :, :length] = 0
 
     def read(self, slots: Sequence[int], out: NDArray[Any]) -> None:
         """Gathers the first positions of `slots` into `out` [2·layers, B, Hkv, window, D].

@@ -22,7 +22,6 @@ from typing import TypeAlias
 import numpy as np
 
 from octet.errors import BackendError, BackendUnavailable
-from serve.cache import SlotCache
 from serve.generation import Generation
 from serve.runner import Runner, StepBatch
 from serve.sampler import sample
@@ -74,7 +73,7 @@ class Engine:
         sizes that cannot be.
         """
         self.context = context or runner.spec.max_positions
-        self.cache = SlotCache(runner.spec, slots, self.context, runner.kv_dtype)
+        self.cache = runner.new_cache(slots, self.context)
         self._runner = runner
         self._deliver = deliver
         self._chunk = chunk

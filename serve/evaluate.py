@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octet.errors import NumericsError, SampleError
-from serve.cache import SlotCache
+from serve.cache import Slots
 from serve.engine import CHUNK
 from serve.runner import Runner, StepBatch
 from serve.sampler import log_softmax
@@ -63,7 +63,7 @@ def perplexity(
     sequences = [ids for text in texts if len(ids := tokenizer.encode(text)[:length]) > 1]
     if not sequences:
         raise SampleError(f"{samples}: no sample has two tokens, so none predicts anything")
-    cache = SlotCache(runner.spec, 1, length, runner.kv_dtype)
+    cache = runner.new_cache(1, length)
     nll_sum, tokens = 0.0, 0
     progress = _progress(console)
     with progress or nullcontext():
@@ -83,9 +83,7 @@ def perplexity(
     return Perplexity(nll_sum, tokens)
 
 
-def teacher_forced(
-    runner: Runner, cache: SlotCache, ids: list[int]
-) -> Iterator[NDArray[np.float32]]:
+def teacher_forced(runner: Runner, cache: Slots, ids: list[int]) -> Iterator[NDArray[np.float32]]:
     """Logits float32 [T, V] of every position of `ids`, chunk by chunk.
 
     Uses a free slot of `cache`. Each array is valid until the next is asked for.

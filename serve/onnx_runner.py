@@ -63,6 +63,10 @@ class OnnxRunner:
             raise ArtifactError(f"{path}: ONNX Runtime cannot load it: {reason}") from error
         self._plans: dict[bool, _Plan] = {}  # the last one for reading, and for decoding
 
+    def new_cache(self, slots: int, positions: int) -> SlotCache:
+        """See `Runner`."""
+        return SlotCache(self.spec, slots, positions, self.kv_dtype)
+
     def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
         """See `Runner`. The logits are valid until the next call."""
         past = window(int(cache.lengths[step.slots].max()))

@@ -1,13 +1,13 @@
 """What the engine asks of whatever runs the model: one step over some slots of the cache."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octet.model import ModelSpec
-from serve.cache import CacheDtype, SlotCache
+from serve.cache import CacheDtype, Slots
 
 __all__ = ["Runner", "StepBatch"]
 
@@ -26,9 +26,11 @@ class StepBatch:
 
 
 class Runner(Protocol):
-    """A model that attends over a `SlotCache`.
+    """A model that attends over a cache, which it makes: in the memory where it computes.
 
-    A row's logits must not depend, in any bit, on the other rows of its batch.
+    A row's logits must not depend on the other rows of its batch: in no bit with ONNX Runtime. A
+    TensorRT engine may take another kernel for another batch, whose sums round otherwise;
+    serve/engine_proof.py says whether this one does.
     """
 
     @property
@@ -37,9 +39,15 @@ class Runner(Protocol):
     @property
     def kv_dtype(self) -> CacheDtype: ...
 
-    def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
+    def new_cache(self, slots: int, positions: int) -> Slots:
+        """A cache for `slots` requests of up to `positions` tokens.
+
+        Raises ConfigError for sizes that the model, or the memory, does not have.
+        """
+
+    def forward(self, step: StepBatch, cache: Any) -> NDArray[np.float32]:
         """Logits float32 [B, L, V]; appends the new keys and values to the slots.
 
-        The array may be reused by the next call. If it raises, the slots of this step are in an
-        unknown state and fit only to be released.
+        `cache` is one of `new_cache`'s. The array may be reused by the next call. If it raises,
+        the slots of this step are in an unknown state and fit only to be released.
         """

@@ -76,6 +76,9 @@ class FakeRunner:
         self.batches: list[int] = []  # rows of each step
         self.lengths: list[int] = []  # tokens a row of each step
 
+    def new_cache(self, slots: int, positions: int) -> SlotCache:
+        return SlotCache(self.spec, slots, positions, self.kv_dtype)
+
     def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
         self.gate.wait()
         if self.delay_s:

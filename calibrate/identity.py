@@ -13,9 +13,17 @@ __all__ = ["device_name", "run_identity"]
 
 
 def run_identity(
-    checkpoint: Checkpoint, batches: Sequence[Batch], dtype: str, device: torch.device
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    dtype: str,
+    device: torch.device,
+    *,
+    queries: bool = False,
 ) -> dict[str, str]:
-    """What the counts depend on, by name: not the recipe, nor how many processes count."""
+    """What the counts depend on, by name: not the recipe, nor how many processes count.
+
+    Of the recipe, only whether `queries` are counted.
+    """
     import transformers
 
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
@@ -34,6 +42,8 @@ def run_identity(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if queries:
+        identity["observation of queries"] = "yes"
     if device.type == "cpu":
         identity["number of torch threads"] = str(torch.get_num_threads())
     return identity

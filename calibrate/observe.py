@@ -1,8 +1,8 @@
 """Watching a model run: one exact histogram per distinct linear input, key and value.
 
 q/k/v read one tensor and so do gate/up: it is counted once. Each expert of a mixture has inputs of
-its own. Keys (after RoPE) and values are counted where they enter the cache. What the model
-computes at padding is not counted.
+its own. Keys (after RoPE) and values are counted where they enter the cache, and queries (after
+RoPE), if asked for, where they enter attention. What the model computes at padding is not counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from calibrate.attention import tap_queries
 from calibrate.batches import Batch
 from calibrate.counting import Counter, make_counter
 from calibrate.experts import tap_experts
@@ -59,6 +60,8 @@ class LayerObserver:
                     handle = layer.get_submodule(module_name).register_forward_pre_hook(hook)
                     stack.callback(handle.remove)
             stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
+            if f"{prefix}.self_attn.query" in self._slots:
+                stack.enter_context(tap_queries(layer.self_attn, self._count_query(prefix)))
             yield
 
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
@@ -149,6 +152,13 @@ class LayerObserver:
         self.count(f"{attention}.key", key.transpose(1, 2))
         self.count(f"{attention}.value", value.transpose(1, 2))
 
+    def _count_query(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def tap(query: torch.Tensor) -> torch.Tensor:
+            self.count(f"{prefix}.self_attn.query", query.transpose(1, 2))
+            return query
+
+        return tap
+
     def _hook(self, name: str) -> Any:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             self.count(name, inputs[0])
@@ -181,9 +191,11 @@ class Observer:
     `histograms` and `observations` have the keys that `octet.calibration.Calibration` lists.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, threads: int | None) -> None:
+    def __init__(
+        self, model: Any, spec: ModelSpec, threads: int | None, *, queries: bool = False
+    ) -> None:
         dtype: torch.dtype = model.dtype
-        self.observations = observations_of(spec, dtype)
+        self.observations = observations_of(spec, dtype, queries=queries)
         self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
         slots = {name: slot for slot, name in enumerate(self.observations)}
         counter = make_counter(model.device, len(slots), threads=threads)
@@ -233,12 +245,14 @@ class Observer:
 
 
 @contextmanager
-def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Iterator[Observer]:
+def observe(
+    model: Any, spec: ModelSpec, *, threads: int | None = None, queries: bool = False
+) -> Iterator[Observer]:
     """An `Observer` of `model`, whose hooks are gone when the block ends.
 
-    `threads` count on a CPU; `make_counter` chooses if not given.
+    `threads` count on a CPU; `make_counter` chooses if not given. `queries` are observed if asked.
     """
-    observer = Observer(model, spec, threads)
+    observer = Observer(model, spec, threads, queries=queries)
     with ExitStack() as stack:
         stack.callback(observer.close)
         for index, layer in enumerate(model.base_model.layers):
@@ -248,9 +262,12 @@ def observe(model: Any, spec: ModelSpec, *, threads: int | None = None) -> Itera
 
 
 def observations_of(
-    spec: ModelSpec, dtype: torch.dtype, layer: int | None = None
+    spec: ModelSpec, dtype: torch.dtype, layer: int | None = None, *, queries: bool = False
 ) -> dict[str, Observation]:
-    """What is observed of `layer`, or of all, in the order in which the model computes it."""
+    """What is observed of `layer`, or of all, in the order in which the model computes it.
+
+    `queries` too, if an engine may round them: a linear's width more to count in every layer.
+    """
     observed_dtype = str(dtype).removeprefix("torch.")
     code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
     found: dict[str, Observation] = {}
@@ -269,6 +286,8 @@ def observations_of(
         if projection == "q_proj":
             add(f"{attention}.key", "key", (attention,))
             add(f"{attention}.value", "value", (attention,))
+            if queries:
+                add(f"{attention}.query", "query", (attention,))
     return found
 
 
@@ -280,6 +299,8 @@ def check_totals(spec: ModelSpec, counts: Mapping[str, NDArray[np.int64]], token
     """
     kv = spec.kv_heads * spec.head_dim
     widths = {linear.input: linear.in_features for linear in spec.linears()}
+    query = spec.heads * spec.head_dim
+    widths |= {f"{spec.layer(index)}.self_attn.query": query for index in range(spec.layers)}
     found: dict[str, int] = {}
     expected: dict[str, int] = {}
     for name, histogram in counts.items():

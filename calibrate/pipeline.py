@@ -127,6 +127,7 @@ def run(
                 dtype=compute_dtype,
                 device=place,
                 chunks=len(inputs.plan.chunk_ends),
+                queries=recipe.kv_cache == "e4m3",
                 spill=spill,
                 journal=progress / "layers",
                 restart=restart,

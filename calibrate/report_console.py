@@ -53,7 +53,7 @@ def _worst(report: Report) -> Table:
     table.add_column("tensor", overflow="fold")
     for column in ("format", "scale", "SQNR dB", "clipped", "to zero"):
         table.add_column(column, justify="right", no_wrap=True)
-    for kinds in (("input",), ("key", "value")):
+    for kinds in (("input",), ("key", "value", "query")):
         rows = [
             (tensor.sqnr_db, name, tensor)
             for name, tensor in report.tensors.items()

@@ -37,7 +37,17 @@ Float32Array = NDArray[np.float32]
 # or value as it is, and not every engine applies a scale to an E5M2 cache.
 _WORTH_A_SCALE_DB = 1.0
 
+_FP8_CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3")
+
 _PART = 1 << 20  # elements checked at a time
+
+# Of observations by kind: the scale that is used, and what it is called.
+_SUFFIXES = {
+    "input": "input_scale",
+    "key": "k_scale",
+    "value": "v_scale",
+    "query": "q_scale_e4m3",
+}
 
 _EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # excluded whether or not they are
 
@@ -157,13 +167,24 @@ def kv_scale(histogram: Histogram, kv_cache: KvCacheDtype) -> float:
 def kv_scales(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> dict[str, Float32Array]:
-    """`<layer>.self_attn.k_scale` and `.v_scale` [] of every layer."""
+    """`<layer>.self_attn.k_scale` and `.v_scale` [] of every layer, for the recipe's cache; and
+    `.k_scale_e4m3`, `.v_scale_e5m2` and so on for each FP8 cache, whichever is exported.
+
+    `.q_scale_e4m3` too where queries were observed: attention in E4M3 rounds them.
+    """
     scales = {}
     for index in range(checkpoint.spec.layers):
         attention = f"{checkpoint.spec.layer(index)}.self_attn"
-        for scale, observed in (("k_scale", "key"), ("v_scale", "value")):
-            found = kv_scale(histograms[f"{attention}.{observed}"], recipe.kv_cache)
-            scales[f"{attention}.{scale}"] = np.asarray(found, np.float32)
+        for letter, observed in (("k", "key"), ("v", "value")):
+            histogram = histograms[f"{attention}.{observed}"]
+            found = {cache: kv_scale(histogram, cache) for cache in _FP8_CACHES}
+            own = found.get(recipe.kv_cache, 1.0)
+            scales[f"{attention}.{letter}_scale"] = np.asarray(own, np.float32)
+            for cache, scale in found.items():
+                scales[f"{attention}.{letter}_scale_{cache}"] = np.asarray(scale, np.float32)
+        if f"{attention}.query" in histograms:
+            query = kv_scale(histograms[f"{attention}.query"], "e4m3")
+            scales[f"{attention}.q_scale_e4m3"] = np.asarray(query, np.float32)
     return scales
 
 
@@ -176,7 +197,7 @@ def scales_in_use(
     """
     used = {}
     for name, observation in observations.items():
-        suffix = {"input": "input_scale", "key": "k_scale", "value": "v_scale"}[observation.kind]
+        suffix = _SUFFIXES[observation.kind]
         for consumer in observation.consumers:
             if f"{consumer}.{suffix}" in scales:
                 used[name] = float(scales[f"{consumer}.{suffix}"])

@@ -68,6 +68,7 @@ def observe_checkpoint(
     dtype: ComputeDtype,
     device: torch.device | str = "cpu",
     chunks: int | None = None,
+    queries: bool = False,
     spill: Path | None = None,
     journal: Path | None = None,
     restart: bool = False,
@@ -78,6 +79,7 @@ def observe_checkpoint(
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts what flows.
 
     `chunks` is how many chunks of batches there are (by default those that the batches name).
+    `queries` are counted if asked for.
     Activations wait in memory, or in files in a directory of the run's own below `spill`. The
     `journal` is a directory that holds every finished layer's counts, and from which a run that was
     killed continues; the caller discards it (`calibrate.journal.discard`) when its own work is
@@ -88,17 +90,23 @@ def observe_checkpoint(
     NumericsError names tensor, channel and sample of the first NaN or Inf.
     """
     device, group = torch.device(device), group or Group()
-    observations = observations_of(checkpoint.spec, getattr(torch, dtype))
+    observations = observations_of(checkpoint.spec, getattr(torch, dtype), queries=queries)
     chunks = chunks or 1 + max(batch.chunk for batch in batches)
     with ExitStack() as stack:
         opened: Journal | None = None
         if journal is not None or group.world > 1:
-            identity = run_identity(checkpoint, batches, dtype, device)
+            identity = run_identity(checkpoint, batches, dtype, device, queries=queries)
             require_agreement(group, identity)
             if journal is not None:
                 opened = Journal.open(journal, identity, group, spill=spill, restart=restart)
                 stack.callback(opened.close)
-        sweep = _Sweep(checkpoint, batches, dtype, device, chunks, spill, opened, group, advance)
+        names = [
+            list(observations_of(checkpoint.spec, getattr(torch, dtype), index, queries=queries))
+            for index in range(checkpoint.spec.layers)
+        ]
+        sweep = _Sweep(
+            checkpoint, batches, names, dtype, device, chunks, spill, opened, group, advance
+        )
         histograms = sweep.run(threads)
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
     facts = {
@@ -117,6 +125,7 @@ class _Sweep:
         self,
         checkpoint: Checkpoint,
         batches: Sequence[Batch],
+        names: Sequence[list[str]],
         dtype: ComputeDtype,
         device: torch.device,
         chunks: int,
@@ -134,10 +143,7 @@ class _Sweep:
         tokens = sum(batch.tokens for batch in batches)
         self._finished = 0  # layers whose counts the journal holds
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
-        self._names = [
-            list(observations_of(checkpoint.spec, getattr(torch, dtype), index))
-            for index in range(checkpoint.spec.layers)
-        ]
+        self._names = names  # of what is observed, layer by layer
 
     def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
         """int64 [chunks, 32768] of every observed tensor in order, the sums of all ranks."""

@@ -20,11 +20,13 @@ _SCALES = {"float32": "", "e8m0": ", power-of-two scales", "e4m3": ", E4M3 scale
 class Treatment:
     """How the inputs of some linears (`scheme`) or the cache (`kv_cache`) are quantized.
 
-    Neither is set for inputs that stay in full precision.
+    Neither is set for inputs that stay in full precision. `query`: what meets the cache, rounded as
+    it is.
     """
 
     scheme: TensorScheme | None = None
     kv_cache: KvCacheDtype | None = None
+    query: bool = False
 
     @property
     def format(self) -> Format | None:
@@ -65,6 +67,8 @@ class Treatment:
         return find_scale(histogram, fmt, self.scheme.method, percentile=self.scheme.percentile)
 
     def __str__(self) -> str:
+        if self.query:
+            return f"{self.kv_cache} where attention rounds queries, one scale a layer"
         if self.kv_cache is not None:
             known = self.format is not None
             return (
@@ -81,6 +85,9 @@ class Treatment:
 
 def treatment_of(recipe: Recipe, observation: Observation) -> Treatment:
     """Linears that share an input share its scheme; if a recipe divides them, a quantized one's."""
+    if observation.kind == "query":
+        e4m3 = recipe.kv_cache == "e4m3"
+        return Treatment(kv_cache="e4m3", query=True) if e4m3 else Treatment()
     if observation.kind != "input":
         return Treatment(kv_cache=recipe.kv_cache)
     for consumer in observation.consumers:

@@ -12,7 +12,7 @@ const GROUPS = {
   q: "q/k/v", k: "q/k/v", v: "q/k/v", gate: "gate/up", up: "gate/up", w1: "gate/up", w3: "gate/up",
   "w1/w3": "gate/up", w2: "down",
 };
-const ORDER = ["q/k/v", "o", "gate/up", "down", "expert gate/up", "expert down", "key", "value"];
+const ORDER = ["q/k/v", "o", "gate/up", "down", "expert gate/up", "expert down", "key", "value", "query"];
 
 function groupOf(role) {
   const expert = role.startsWith("expert ");
@@ -23,7 +23,7 @@ function groupOf(role) {
 function styleOf(group) {
   if (group === "expert gate/up") return ["c2", "hexagon", "dot"];
   if (group === "expert down") return ["c3", "star", "dashdot"];
-  const place = { key: 4, value: 5 }[group] ?? Math.max(0, ORDER.indexOf(group));
+  const place = { query: 0, key: 4, value: 5 }[group] ?? Math.max(0, ORDER.indexOf(group));
   return STYLES[place % STYLES.length];
 }
 

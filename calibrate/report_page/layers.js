@@ -80,7 +80,7 @@ function startLayers() {
   sqnrFigure("sqnr-small", "Inputs, the smallest 90 % of their values", of(["input"], (tensor) =>
     (tensor.chosen ? tensor.small_sqnr_db : tensor.measured_small_sqnr_db)),
     { caption: "Far below the SQNR of all, a few large values take the format's range." });
-  if (!sqnrFigure("sqnr-cache", "Keys and values in the cache", of(["key", "value"], (t) => t.sqnr_db)))
+  if (!sqnrFigure("sqnr-cache", "Keys and values in the cache", of(["key", "value", "query"], (t) => t.sqnr_db)))
     note("layers-grid", "Keys and values in the cache", "Not quantized.");
   const weights = Object.entries(report.weights).map(([name, weight]) =>
     ({ layer: weight.layer, group: groupOf(weight.role), value: weight.sqnr_db, name }));

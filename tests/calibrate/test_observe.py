@@ -105,6 +105,27 @@ def test_keys_are_counted_after_rope_and_values_as_projected(
         assert distance(value_counts, count_reference(real(value, batch))) < 1e-3
 
 
+def test_queries_are_counted_after_rope_if_asked_for(
+    checkpoint: Checkpoint, model: Any, batch: Batch
+) -> None:
+    spec = checkpoint.spec
+    with observe(model, spec, queries=True) as observer:
+        observer.run(batch)
+    observer.check(batch.tokens)
+    for layer in range(spec.layers):
+        attention = f"{spec.layer(layer)}.self_attn"
+        x = captured(model, batch, [f"{attention}.q_proj"])[f"{attention}.q_proj"]
+        with torch.inference_mode():
+            before = model.get_submodule(f"{attention}.q_proj")(x)
+        after = rope(before.reshape(*x.shape[:2], spec.heads, spec.head_dim), spec.rope_theta)
+        counted = observer.histograms[f"{attention}.query"].counts
+        assert distance(counted, count_reference(real(after, batch))) < 1e-3
+        assert distance(counted, count_reference(real(before, batch))) > 0.03
+    assert observed(model, spec, []).observations.keys() == {
+        name for name in observer.observations if not name.endswith(".query")
+    }
+
+
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Fraction of elements in another bin: those next to a rounding edge differ by chance."""
     assert a.sum() == b.sum()

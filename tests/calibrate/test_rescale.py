@@ -65,6 +65,16 @@ def origin(
     return calibrated(tiny_model, tiny_samples, out, PRESETS["fp8"])
 
 
+@pytest.fixture(scope="module")
+def with_queries(
+    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Calibration:
+    """With an E4M3 cache, for which queries are observed."""
+    out = tmp_path_factory.mktemp("with-queries") / "out"
+    recipe = PRESETS["fp8-block"].model_copy(update={"kv_cache": "e4m3"})
+    return calibrated(tiny_model, tiny_samples, out, recipe)
+
+
 def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:
     assert ours.scales.keys() == theirs.scales.keys()
     for name, scale in ours.scales.items():
@@ -73,10 +83,16 @@ def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:
 
 @pytest.mark.parametrize("name", FRESH)
 def test_it_equals_calibrating_afresh(
-    origin: Calibration, tiny_model: Path, tiny_samples: Path, tmp_path: Path, name: str
+    origin: Calibration,
+    with_queries: Calibration,
+    tiny_model: Path,
+    tiny_samples: Path,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     recipe = RECIPES[name]
-    derived = rescale(origin.path, tmp_path / "derived", recipe=recipe)
+    before = with_queries if recipe.kv_cache == "e4m3" else origin
+    derived = rescale(before.path, tmp_path / "derived", recipe=recipe)
     fresh = calibrated(tiny_model, tiny_samples, tmp_path / "fresh", recipe)
     assert_same_scales(derived, fresh)
     same = {
@@ -93,6 +109,15 @@ def test_it_equals_calibrating_afresh(
     reports = [json.loads((x.path / "report.json").read_text()) for x in (derived, fresh)]
     for part in ("tensors", "weights", "convergence", "distributions", "unknown", "warnings"):
         assert reports[0][part] == reports[1][part], part
+
+
+def test_queries_that_were_not_observed_have_no_scale(origin: Calibration, tmp_path: Path) -> None:
+    """The others have theirs, of both FP8 caches."""
+    derived = rescale(origin.path, tmp_path / "derived", recipe=RECIPES["fp8 e4m3"])
+    layer = "model.layers.1.self_attn"
+    assert derived.cache_scale(layer, "q", "e4m3") is None
+    assert derived.cache_scale(layer, "k", "e4m3") == derived.scales[f"{layer}.k_scale"]
+    assert derived.cache_scale(layer, "v", "e5m2") == 1.0
 
 
 def test_through_every_recipe_and_back_again(origin: Calibration, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def test_derived_scales_are_what_a_calibration_names(checkpoint: Checkpoint, pre
             wanted[f"{linear.name}.input_scale"] = ()
     for index in range(checkpoint.spec.layers):
         for kind in "kv":
-            wanted[f"{checkpoint.spec.layer(index)}.self_attn.{kind}_scale"] = ()
+            for cache in ("", "_e4m3", "_e5m2"):
+                wanted[f"{checkpoint.spec.layer(index)}.self_attn.{kind}_scale{cache}"] = ()
     assert {name: scale.shape for name, scale in scales.items()} == wanted
     assert all(scale.dtype == np.float32 for scale in scales.values())
     assert set(weights) == {linear.name for linear in checkpoint.spec.linears()}
@@ -229,5 +230,29 @@ def test_every_layer_has_cache_scales(checkpoint: Checkpoint) -> None:
     layers = [f"model.layers.{i}.self_attn" for i in range(checkpoint.spec.layers)]
     histograms = {f"{x}.{kind}": histogram_of(1.0) for x in layers for kind in ("key", "value")}
     scales = kv_scales(checkpoint, Recipe.load("fp8"), histograms)
-    assert set(scales) == {f"{x}.{scale}" for x in layers for scale in ("k_scale", "v_scale")}
-    assert all(scale.shape == () and scale == 1.0 for scale in scales.values())
+    own = {f"{x}.{scale}" for x in layers for scale in ("k_scale", "v_scale")}
+    assert {name for name in scales if name.endswith("_scale")} == own
+    assert all(scales[name].shape == () and scales[name] == 1.0 for name in own)
+
+
+@pytest.mark.parametrize("kv_cache", ["e5m2", "e4m3", "float16"])
+def test_scales_of_every_cache_come_with_any(kv_cache: Any, checkpoint: Checkpoint) -> None:
+    """So that an export can choose another cache; those without a suffix are of the recipe's."""
+    layers = [f"model.layers.{i}.self_attn" for i in range(checkpoint.spec.layers)]
+    histograms = {f"{x}.key": histogram_of(1.0, 224.0) for x in layers}
+    histograms |= {f"{x}.value": histogram_of(1.0, 112.0) for x in layers}
+    recipe = Recipe.load("fp8").model_copy(update={"kv_cache": kv_cache})
+    scales = kv_scales(checkpoint, recipe, histograms)
+    first = {k.removeprefix(f"{layers[0]}."): float(v) for k, v in scales.items() if layers[0] in k}
+    assert first == {
+        "k_scale": 0.5 if kv_cache == "e4m3" else 1.0,
+        "v_scale": 0.25 if kv_cache == "e4m3" else 1.0,
+        "k_scale_e4m3": 0.5,
+        "v_scale_e4m3": 0.25,
+        "k_scale_e5m2": 1.0,
+        "v_scale_e5m2": 1.0,
+    }
+    histograms |= {f"{x}.query": histogram_of(1.0, 448.0) for x in layers}
+    more = kv_scales(checkpoint, recipe, histograms)
+    assert more.keys() - scales.keys() == {f"{x}.q_scale_e4m3" for x in layers}
+    assert more[f"{layers[1]}.q_scale_e4m3"] == 1.0

@@ -38,13 +38,16 @@ def altered(model: Path, path: Path, name: str, codes: Any) -> Checkpoint:
     return Checkpoint.open(path)
 
 
+@pytest.mark.parametrize("queries", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_counts_are_those_of_the_whole_model(llama: Path, dtype: ComputeDtype) -> None:
+def test_counts_are_those_of_the_whole_model(
+    llama: Path, dtype: ComputeDtype, queries: bool
+) -> None:
     checkpoint, batches = Checkpoint.open(llama), batches_of(5)
-    streamed = observe_checkpoint(checkpoint, batches, dtype=dtype)
+    streamed = observe_checkpoint(checkpoint, batches, dtype=dtype, queries=queries)
     model = load_model(checkpoint, dtype)
     for chunk in range(2):
-        with observe(model, checkpoint.spec) as observer:
+        with observe(model, checkpoint.spec, queries=queries) as observer:
             for batch in batches:
                 if batch.chunk == chunk:
                     observer.run(batch)

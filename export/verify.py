@@ -1,0 +1,119 @@
+"""`octet verify`: reloads what was written, and compares it with what it was made from.
+
+| kind        | hashes | names and scales  | weights against the original | next tokens         |
+|-------------|--------|-------------------|------------------------------|---------------------|
+| checkpoint  | yes    | yes               | every tensor                 | simulated           |
+| onnx        | yes    | those of weights  | every initializer            | the graph itself    |
+| engine      | yes    | of its precisions | not readable in a plan       | where it can run    |
+| triton      | yes    | of what it holds  | of what it holds             | of what it holds    |
+| calibration | yes    | yes               | it holds none                | it is the reference |
+
+Next tokens are what `octet/commands/verify.py` adds: running a model is for other stages.
+
+A checkpoint without a manifest is one that others wrote: `model` says what to compare it with.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from export.verification import Verification
+from export.verify_checkpoint import verify_checkpoint
+from export.verify_original import Original, find_original
+from export.written import is_checkpoint
+from octet.artifact import MANIFEST_FILE, Manifest
+from octet.checkpoint import sha256_file
+from octet.errors import ArtifactError, ConfigError
+
+__all__ = ["verify"]
+
+Advance = Callable[[int], None]
+
+
+def verify(
+    path: Path,
+    *,
+    model: Path | None = None,
+    calibration: Path | None = None,
+    console: Console | None = None,
+) -> Verification:
+    """Everything about the artifact or checkpoint at `path` that can be checked without running it.
+
+    `model` is the original checkpoint, `calibration` what the export was made from; either lets the
+    numbers be compared. Raises an OctetError for what cannot be checked at all, and for an original
+    that is not the one.
+    """
+    if "://" in str(path) or str(path).startswith(("http:", "https:")):
+        raise ConfigError(
+            f"{path}: verifying what a server answers is not there yet; it comes with a later"
+            " release. Give the directory of an export"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; give what an export wrote")
+    if (path / MANIFEST_FILE).is_file():
+        manifest = Manifest.load(path, verify=False)
+    elif is_checkpoint(path):
+        return _of_others(path, model, calibration, console)
+    else:
+        raise ArtifactError(
+            f"{path}: neither an Octet artifact (no {MANIFEST_FILE}) nor a checkpoint"
+        )
+    found = Verification(path, manifest.kind, manifest.kind)
+    check_files(path, manifest, found)
+    original = find_original(manifest, model, calibration)
+    _verify_kind(path, manifest, original, found, console)
+    return found
+
+
+def _verify_kind(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    match manifest.kind:
+        case "checkpoint":
+            _needs_original(manifest, original, found)
+            verify_checkpoint(path, manifest, original, found)
+        case _:
+            found.unchecked.append(f"{manifest.kind}: not read yet")
+
+
+def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
+    """Adds each file that is missing or altered, and notes those not listed."""
+    for name, digest in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            found.problem("files", name, f"missing; {MANIFEST_FILE} lists it")
+        elif sha256_file(file) != digest:
+            found.problem("files", name, "altered since it was written (SHA-256 differs)")
+    listed = {*manifest.files, MANIFEST_FILE}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_file() and name not in listed:
+            found.notes.append(f"{name}: not listed in {MANIFEST_FILE}, added afterwards")
+
+
+def _needs_original(manifest: Manifest, original: Original | None, found: Verification) -> None:
+    if original is None:
+        found.unchecked.append(
+            f"numbers: give the original {manifest.model.name} with --model, or the calibration"
+            " with --calibration (a manifest holds hashes and no paths)"
+        )
+
+
+def _of_others(
+    path: Path, model: Path | None, calibration: Path | None, console: Console | None
+) -> Verification:
+    """A checkpoint without a manifest."""
+    found = Verification(path, "checkpoint", "", made_by="others")
+    original = find_original(None, model, calibration)
+    if original is None:
+        found.unchecked.append("numbers: give the original with --model")
+    found.notes.append(
+        "no manifest and no golden records: hashes and the divergence of next tokens are left out"
+    )
+    verify_checkpoint(path, None, original, found)
+    return found

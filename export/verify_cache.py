@@ -1,0 +1,129 @@
+"""Scales of the KV cache: complete where an engine expects them, and those of the right format."""
+
+import numpy as np
+
+from export.verification import Verification
+from export.verify_names import Names
+from export.verify_original import Original
+from export.written import Written
+from octet.recipe import KvCacheDtype
+
+__all__ = ["cache_of", "check_cache_scales", "check_input_scales"]
+
+_E5M2_PER_E4M3 = 448 / 57344  # how much smaller a scale that uses all of E5M2 is
+_SAME = 1e-6  # relative: what 1/x and back costs in float32
+
+
+def cache_of(written: Written, recipe_cache: KvCacheDtype | None, asked: str | None) -> str:
+    """The cache that the files are for: by the manifest, else by the configuration."""
+    if asked is not None:
+        return asked
+    if written.quantization is not None and written.quantization.kv_scheme:
+        return "e4m3"
+    return "e5m2" if recipe_cache in (None, "e4m3") else recipe_cache
+
+
+def check_cache_scales(
+    written: Written, names: Names, kv_cache: str, original: Original | None, found: Verification
+) -> None:
+    """Adds to `found`: scales missing under a declared E4M3 cache, or of another format."""
+    quantization = written.quantization
+    if quantization is None:
+        return
+    declared = quantization.kv_scheme
+    attentions = sorted({m.rpartition(".")[0] for m in names.linears if m.endswith("k_proj")})
+    attentions = attentions or sorted(
+        {m.rpartition(".")[0] for m in names.linears if m.endswith(".qkv_proj")}
+    )
+    if declared and quantization.static_kv:
+        for attention in attentions:
+            for kind in "kv":
+                if kind not in names.cache.get(attention, {}):
+                    found.problem(
+                        "names",
+                        f"{attention}.{kind}_scale",
+                        "missing: config.json declares an E4M3 cache, and engines put 1.0 there",
+                    )
+    for tensors in names.cache.values():
+        if ("k" in tensors) != ("v" in tensors) and not declared:
+            alone = tensors.get("k") or tensors.get("v") or ""
+            found.problem("names", alone, "k and v scales come together: engines copy the one")
+    scales = {
+        name: float(written.values(name).reshape(-1)[0])
+        for tensors in names.cache.values()
+        for name in tensors.values()
+    }
+    keys_values = [n for t in names.cache.values() for kind, n in t.items() if kind != "q"]
+    if declared and keys_values and all(scales[name] == 1.0 for name in keys_values):
+        found.problem(
+            "scales",
+            keys_values[0],
+            "1, as every k and v scale: not calibrated for E4M3, or made for an E5M2 cache",
+        )
+    if original is None or original.calibration is None:
+        return
+    for attention, tensors in names.cache.items():
+        for kind, name in tensors.items():
+            _compare(attention, kind, name, scales[name], kv_cache, original, found)
+
+
+def _compare(
+    attention: str,
+    kind: str,
+    name: str,
+    written: float,
+    kv_cache: str,
+    original: Original,
+    found: Verification,
+) -> None:
+    assert original.calibration is not None
+    known = original.calibration
+    wanted = known.cache_scale(attention, kind, kv_cache)  # type: ignore[arg-type]
+    if wanted is None or np.isclose(written, wanted, rtol=_SAME, atol=0):
+        return
+    other = "e5m2" if kv_cache == "e4m3" else "e4m3"
+    theirs = known.cache_scale(attention, kind, other)  # type: ignore[arg-type]
+    why = ""
+    ratio = _E5M2_PER_E4M3 if kv_cache == "e4m3" else 1 / _E5M2_PER_E4M3
+    if theirs is not None and np.isclose(written, theirs, rtol=_SAME, atol=0):
+        why = f": it is the scale for an {other.upper()} cache"
+    elif np.isclose(written, wanted * ratio, rtol=1e-3):
+        why = f": it is made for {other.upper()}, whose largest value is another"
+    elif np.isclose(written, 1 / wanted, rtol=1e-3):
+        why = ": it divides, and should multiply"
+    found.problem(
+        "scales", name, f"{written:.6g}, and calibration has {wanted:.6g} for {kv_cache}{why}"
+    )
+
+
+def check_input_scales(
+    written: Written, names: Names, original: Original | None, found: Verification
+) -> None:
+    """Static scales of inputs against those that were calibrated: nothing else can tell."""
+    tensors = {
+        module: group.stored
+        for module, group in names.quantized.items()
+        if group.stored.input_scale is not None
+    }
+    if not tensors:
+        return
+    if original is None or original.calibration is None:
+        found.notes.append(
+            f"{len(tensors)} input scales are positive and finite; their values can be compared"
+            " with --calibration"
+        )
+        return
+    known = original.calibration.scales
+    for module, stored in tensors.items():
+        name = f"{module}.{stored.input_scale}"
+        value = float(written.values(name).reshape(-1)[0])
+        scale = 1 / value if stored.divides else value
+        wanted = known.get(f"{module}.input_scale", known.get(f"{module}.input_global_scale"))
+        if wanted is None or np.isclose(scale, float(wanted), rtol=_SAME, atol=0):
+            continue
+        if np.isclose(1 / scale, float(wanted), rtol=1e-3):
+            way = "multiply" if stored.divides else "divide"
+            why = f"it seems to {way}, and this format wants the reciprocal"
+        else:
+            why = f"calibration has {1 / float(wanted) if stored.divides else float(wanted):.6g}"
+        found.problem("scales", name, f"{value:.6g}: {why}")

@@ -1,0 +1,283 @@
+"""Verifies a checkpoint directory: of Octet, llm-compressor, ModelOpt or whoever wrote it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from export.verification import Row, Verification, decibels, layer_of
+from export.verify_cache import cache_of, check_cache_scales, check_input_scales
+from export.verify_diagnosis import diagnose
+from export.verify_names import Names, check_names
+from export.verify_numbers import Numbers, measure
+from export.verify_original import Original
+from export.written import Coded, Written
+from export.written_scheme import Stored
+from octet.artifact import Manifest
+from octet.errors import CheckpointError, UnsupportedError
+from octet.model import ModelSpec
+
+__all__ = ["judge", "slack", "verify_checkpoint"]
+
+# How far below plain rounding's an SQNR may be, in dB. The scales of Octet are at least as good.
+# GPTQ and AWQ of others worsen single weights on purpose, to better what comes out of the layer.
+_SLACK_DB, _SLACK_OTHERS_DB = 1.0, 6.0
+
+Advance = Callable[[int], None]
+
+
+def verify_checkpoint(
+    path: Path,
+    manifest: Manifest | None,
+    original: Original | None,
+    found: Verification,
+    advance: Advance = lambda elements: None,
+) -> Written | None:
+    """Adds everything about the checkpoint at `path` to `found`; None if it cannot be read."""
+    try:
+        written = Written.open(path)
+    except CheckpointError as error:
+        found.problem("files", str(path.name), str(error))
+        return None
+    spec = _spec(written, manifest, original)
+    found.format = _format(written)
+    shapes = original.shapes if original is not None else dict(spec.tensor_shapes())
+    linears = _linears(written, shapes, spec)
+    names = check_names(written, shapes.keys(), linears, _fused(spec), found)
+    asked = manifest.details.get("kv_cache") if manifest is not None else None
+    cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
+    check_cache_scales(written, names, cache, original, found)
+    check_input_scales(written, names, original, found)
+    if manifest is not None:
+        _check_recipe(written, names, manifest, spec, found)
+    if original is not None:
+        _Comparison(written, original, spec, manifest is not None, found).run(names, advance)
+    return written
+
+
+@dataclass
+class _Comparison:
+    written: Written
+    original: Original
+    spec: ModelSpec
+    ours: bool
+    found: Verification
+
+    def run(self, names: Names, advance: Advance) -> None:
+        for module, group in names.quantized.items():
+            self._quantized(module, group.stored)
+            advance(int(np.prod(self.original.shapes[f"{module}.weight"])))
+            self._release()
+        for name in names.plain:
+            self._copied(name)
+            advance(int(np.prod(self.original.shapes.get(name, ()))))
+        self._release()
+
+    def _release(self) -> None:
+        self.written.release()
+        self.original.release()
+
+    def _quantized(self, module: str, stored: Stored) -> None:
+        tensor = f"{module}.{stored.weight}"
+        try:
+            coded = self.written.coded(module, stored)
+        except ValueError as error:
+            self.found.problem("numbers", tensor, str(error))
+            return
+        reference = self.original.read(f"{module}.weight")
+        if reference.shape != coded.codes.shape:
+            self.found.problem(
+                "numbers",
+                tensor,
+                f"is [N, K] = {list(coded.codes.shape)}, the original {list(reference.shape)}",
+            )
+            return
+        scales = _scale_format(stored)
+        numbers = measure(coded, reference, scales)
+        self.found.rows.append(row_of(tensor, stored.label, numbers))
+        others = self.original.others(module, self.spec)
+        why = judge(coded, reference, numbers, slack(self.ours), exact=self.ours, others=others)
+        if why is not None:
+            self.found.problem("numbers", tensor, why)
+
+    def _copied(self, name: str) -> None:
+        """Tensors that are not quantized are the original's, to the bit."""
+        if name not in self.written:
+            if name == "lm_head.weight" and self.spec.tied_embeddings:
+                return
+            if not name.endswith("rotary_emb.inv_freq"):
+                self.found.problem("names", name, "missing: the original has it")
+            return
+        if name not in self.original.shapes:
+            return
+        before, after = self.original.read(name), self.written.read(name)
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            self.found.problem(
+                "copies",
+                name,
+                f"stored as {after.dtype} {list(after.shape)}, the original is {before.dtype}"
+                f" {list(before.shape)}",
+            )
+            return
+        if before.codes.nbytes and not np.array_equal(_bytes(before.codes), _bytes(after.codes)):
+            different = np.flatnonzero(before.codes.reshape(-1) != after.codes.reshape(-1))
+            at = [int(i) for i in np.unravel_index(int(different[0]), before.shape)]
+            self.found.problem(
+                "copies",
+                name,
+                f"{different.size} of {before.codes.size} values are not the original's, the first"
+                f" at {at}{self._hint()}",
+            )
+            return
+        self.found.copied += 1
+
+    def _hint(self) -> str:
+        if self.original.calibration is not None:
+            return ""
+        if self.ours:
+            return "; if an algorithm changed weights in calibration, give --calibration"
+        return "; SmoothQuant and AWQ change norms, and weights then compare with none"
+
+
+def row_of(tensor: str, label: str, numbers: Numbers) -> Row:
+    return Row(
+        tensor,
+        layer_of(tensor),
+        label,
+        numbers.elements,
+        numbers.max_abs,
+        numbers.signal,
+        numbers.noise,
+        numbers.expected,
+        numbers.unrounded,
+    )
+
+
+def slack(ours: bool) -> float:
+    """dB below the expected SQNR that are no fault."""
+    return _SLACK_DB if ours else _SLACK_OTHERS_DB
+
+
+def judge(
+    coded: Coded,
+    reference: object,
+    numbers: Numbers,
+    allowed: float,
+    *,
+    exact: bool,
+    others: object = None,
+) -> str | None:
+    """What is wrong with a weight, as a clause; None if nothing is. `exact`: codes are nearest."""
+    if not np.isfinite(numbers.noise):
+        return "not a number or infinite where it is dequantized: NaN codes or scales"
+    expected = numbers.expected if numbers.expected is not None else 20.0
+    if numbers.noise > 0 and numbers.sqnr < expected - allowed:
+        two_level = coded.elements.name == "e2m1"
+        cause = diagnose(
+            coded,
+            reference,  # type: ignore[arg-type]
+            expected,
+            others or {},  # type: ignore[arg-type]
+            two_level=two_level,
+        )
+        return f"SQNR {numbers.sqnr:.1f} dB, expected {expected:.1f} dB: {cause}"
+    if exact and numbers.unrounded:
+        return (
+            f"{numbers.unrounded} of {numbers.elements} codes are not the nearest to the original,"
+            f" the first at {list(numbers.first or ())}: altered after quantization"
+        )
+    return None
+
+
+def _scale_format(stored: Stored) -> str:
+    if stored.global_scale is not None:
+        return "e4m3"
+    return "e8m0" if "U8" in stored.scale_dtypes else "float32"
+
+
+def _spec(written: Written, manifest: Manifest | None, original: Original | None) -> ModelSpec:
+    if original is not None:
+        return original.checkpoint.spec
+    if manifest is not None:
+        return manifest.model.spec
+    config = {k: v for k, v in written.config.items() if k != "quantization_config"}
+    return ModelSpec.from_config(config, str(written.path / "config.json"))
+
+
+def _format(written: Written) -> str:
+    if written.quantization is None:
+        return "not quantized"
+    labels = dict.fromkeys(group.stored.label for group in written.quantization.groups)
+    return f"{written.quantization.dialect}: {', '.join(labels)}"
+
+
+def _linears(
+    written: Written, shapes: dict[str, tuple[int, ...]], spec: ModelSpec
+) -> dict[str, tuple[int, int]]:
+    """Modules that an engine makes a linear layer of: every matrix but the embeddings."""
+    found: dict[str, tuple[int, int]] = {}
+    projections = {linear.name for linear in spec.linears()}
+    fp8 = written.quantization is not None and written.quantization.dialect == "fp8"
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or module == name or "embed" in module:
+            continue
+        if module == "lm_head" and spec.tied_embeddings:
+            continue
+        # `quant_method: fp8` is for projections: engines quantize neither the head nor a router.
+        if fp8 and module not in projections:
+            continue
+        found[module] = (shape[0], shape[1])
+    return found
+
+
+def _fused(spec: ModelSpec) -> list[tuple[str, ...]]:
+    groups: dict[str, list[str]] = {}
+    for linear in spec.linears():
+        groups.setdefault(linear.input, []).append(linear.name)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _check_recipe(
+    written: Written, names: Names, manifest: Manifest, spec: ModelSpec, found: Verification
+) -> None:
+    """Whether what is quantized, and how finely, is what the manifest's recipe says."""
+    if written.quantization is None:
+        raise UnsupportedError(f"{written.path}: config.json declares no quantization")
+    for linear in spec.linears():
+        scheme = manifest.recipe.scheme_of(linear.name)
+        group = names.quantized.get(linear.name)
+        declared = written.quantization.group_of(linear.name)
+        if scheme is None and group is not None:
+            found.problem(
+                "configuration",
+                linear.name,
+                f"quantized, and recipe {manifest.recipe.name} leaves it in full precision",
+            )
+        elif scheme is not None and declared is None:
+            found.problem(
+                "configuration",
+                linear.name,
+                f"not quantized, and recipe {manifest.recipe.name}"
+                f" has {scheme[0].format} weights by {scheme[0].granularity}",
+            )
+        elif scheme is not None and group is not None:
+            weights = scheme[0]
+            kind = (weights.format, weights.granularity)
+            if kind != (group.stored.elements, group.stored.granularity):
+                found.problem(
+                    "configuration",
+                    linear.name,
+                    f"stored as {group.stored.elements} by {group.stored.granularity}, and recipe"
+                    f" {manifest.recipe.name} has {kind[0]} by {kind[1]}",
+                )
+
+
+def _bytes(codes: np.ndarray) -> np.ndarray:
+    return codes.reshape(-1).view(np.uint8)
+
+
+def sqnr_of(rows: list[Row]) -> float:
+    """Of several tensors together, dB."""
+    return decibels(sum(row.signal for row in rows), sum(row.noise for row in rows))

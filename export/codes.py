@@ -1,13 +1,27 @@
-"""Weights as the codes that every export stores."""
+"""Weights as the codes that every export stores, made at memory speed.
+
+`octet.scaling.quantize` to the bit: the weight in float32, divided by its scale, rounded to nearest
+even and saturated. Loops in machine code have no temporaries and need no table: a float32 rounds to
+fewer mantissa bits by an addition to its own bits, which carries into the exponent, and to the step
+of the subnormals by an addition of 2^(23 + the step's exponent), whose last bits are then the code.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from octet import formats, microscaling, scaling
+from octet.errors import NumericsError
 from octet.recipe import TensorScheme
 from octet.tensors import Tensor
 
 __all__ = ["weight_codes"]
+
+# (bits, shift, scale [R, G], rows and columns that share one, codes) -> whether any is NaN or Inf
+Kernel = Callable[[npt.NDArray[Any], int, npt.NDArray[np.float32], int, int, Any], bool]
 
 
 def weight_codes(
@@ -21,13 +35,111 @@ def weight_codes(
     """Codes of `weight` [N, K] divided by its scales, rounded to nearest even, saturating.
 
     E4M3 [N, K]; E2M1 packed [N, K/2], the even column in the low half of a byte. NumericsError
-    naming the tensor for NaN or Inf.
+    naming the tensor for NaN or Inf, and for a scale that is not positive and finite.
     """
     fmt = formats.format_named(scheme.format)
     granularity = scaling.Granularity.of(scheme.granularity, scheme.group_size)
     factor = microscaling.combined(scale, global_scale)
-    codes = scaling.quantize(weight.float32(), factor, fmt, granularity, name=name)
-    if fmt.bits == 8:
-        return codes
-    packed: npt.NDArray[np.uint8] = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
-    return packed
+    kernel = _kernel(fmt.name)
+    if kernel is None:
+        codes = scaling.quantize(weight.float32(), factor, fmt, granularity, name=name)
+        return codes if fmt.bits == 8 else formats.pack_e2m1(codes)
+    rows, columns = weight.shape
+    expected = granularity.scale_shape((rows, columns))
+    if factor.shape != expected and not (expected == () and factor.shape == (1,)):
+        raise ValueError(f"{name}: scales of shape {factor.shape}, not {expected}")
+    if not (np.isfinite(factor) & (factor > 0)).all():
+        raise NumericsError(f"tensor '{name}' has a scale that is not positive and finite")
+    bits, shift = _bits(weight)
+    codes = np.empty((rows, columns * fmt.bits // 8), np.uint8)
+    tile_rows, tile_columns = granularity.rows or rows, granularity.columns or columns
+    tiles = np.ascontiguousarray(factor.reshape(expected or (1, 1)))
+    if kernel(bits, shift, tiles, tile_rows, tile_columns, codes):
+        scaling.absmax(weight.float32(), scaling.TENSOR, name=name)  # says how many
+        raise AssertionError(f"{name}: NaN or Inf that a second look does not find")
+    return codes
+
+
+def _bits(weight: Tensor) -> tuple[npt.NDArray[Any], int]:
+    """The weight's codes and how far to the left they are the bits of a float32."""
+    if weight.dtype == "BF16":
+        return weight.codes, 16
+    return np.ascontiguousarray(weight.float32()).view(np.uint32), 0
+
+
+@cache
+def _kernel(fmt: str) -> Kernel | None:
+    """Compiled, and kept on disk where a directory can be written; None without numba."""
+    try:
+        import numba
+    except ImportError:  # the `export` extra has it
+        return None
+    function = {"e4m3": _encode_e4m3, "e2m1": _encode_e2m1}[fmt]
+    # error_model: a division that does not look for 0, so that it runs 16 at a time.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)  # type: ignore[no-any-return]
+    except RuntimeError:  # neither our folder nor the user's cache is writable
+        return numba.njit(function, **options)  # type: ignore[no-any-return]
+
+
+def _encode_e4m3(
+    bits: Any, shift: int, scales: Any, tile_rows: int, tile_columns: int, codes: Any
+) -> bool:
+    rows, columns = bits.shape
+    factor = np.empty(columns, np.float32)  # of each column
+    tile = -1
+    odd = np.uint32(0)
+    for i in range(rows):
+        if i // tile_rows != tile:
+            tile = i // tile_rows
+            for g in range(scales.shape[1]):
+                factor[g * tile_columns : (g + 1) * tile_columns] = scales[tile, g]
+        for j in range(columns):
+            x = np.uint32(np.uint32(bits[i, j]) << np.uint32(shift))
+            odd |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+            y = np.float32(x.view(np.float32) / factor[j]).view(np.uint32)
+            sign = np.uint32(y >> np.uint32(24)) & np.uint32(0x80)
+            size = np.uint32(min(np.uint32(y & np.uint32(0x7FFFFFFF)), np.uint32(0x43E00000)))
+            # Below 2^-6 in steps of 2^-9: 2^14 is 2^(23-9), 0x46800000.
+            steps = np.float32(size.view(np.float32) + np.float32(16384.0)).view(np.uint32)
+            small = steps - np.uint32(0x46800000)
+            # Else 20 bits go; 120 is the difference of the biases, 127 and 7.
+            even = np.uint32(size >> np.uint32(20)) & np.uint32(1)
+            large = (size + np.uint32(0x7FFFF) + even - np.uint32(120 << 23)) >> np.uint32(20)
+            code = small if size < np.uint32(0x3C800000) else large
+            codes[i, j] = np.uint8(code | sign)
+    return bool(odd != 0)
+
+
+def _encode_e2m1(
+    bits: Any, shift: int, scales: Any, tile_rows: int, tile_columns: int, codes: Any
+) -> bool:
+    rows, columns = bits.shape
+    factor = np.empty(columns, np.float32)  # of each column
+    row = np.empty(columns, np.uint8)
+    pairs = row.view(np.uint16)  # little-endian: the even column in the low byte
+    tile = -1
+    odd = np.uint32(0)
+    for i in range(rows):
+        if i // tile_rows != tile:
+            tile = i // tile_rows
+            for g in range(scales.shape[1]):
+                factor[g * tile_columns : (g + 1) * tile_columns] = scales[tile, g]
+        for j in range(columns):
+            x = np.uint32(np.uint32(bits[i, j]) << np.uint32(shift))
+            odd |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+            y = np.float32(x.view(np.float32) / factor[j]).view(np.uint32)
+            sign = np.uint32(y >> np.uint32(28)) & np.uint32(0x8)
+            size = np.uint32(min(np.uint32(y & np.uint32(0x7FFFFFFF)), np.uint32(0x40C00000)))
+            # Below 1 in steps of 2^-1: 2^22 is 2^(23-1), 0x4A800000.
+            steps = np.float32(size.view(np.float32) + np.float32(4194304.0)).view(np.uint32)
+            small = steps - np.uint32(0x4A800000)
+            # Else 22 bits go; 126 is the difference of the biases, 127 and 1.
+            even = np.uint32(size >> np.uint32(22)) & np.uint32(1)
+            large = (size + np.uint32(0x1FFFFF) + even - np.uint32(126 << 23)) >> np.uint32(22)
+            code = small if size < np.uint32(0x3F800000) else large
+            row[j] = np.uint8(code | sign)
+        for j in range(columns // 2):
+            codes[i, j] = np.uint8((pairs[j] & np.uint16(0x0F)) | (pairs[j] >> np.uint16(4)))
+    return bool(odd != 0)

@@ -16,10 +16,12 @@ from onnx import TensorProto, helper
 
 from octet.errors import ExportError
 
-__all__ = ["MODEL_FILE", "OPSET", "Graph", "Weight", "unused_inputs"]
+__all__ = ["E8M0_OPSET", "MODEL_FILE", "OPSET", "Graph", "Weight", "unused_inputs"]
 
 OPSET = 23  # the first with RMSNormalization, RotaryEmbedding and Attention
+E8M0_OPSET = 24  # the first with FLOAT8E8M0: only a graph that has it needs this much
 IR_VERSION = 11  # that of ONNX 1.18, which defined opset 23
+_IR_VERSIONS = {OPSET: IR_VERSION, E8M0_OPSET: 12}
 MODEL_FILE = "model.onnx"
 INLINE_LIMIT_BYTES = 1_800_000_000  # a protobuf message ends at 2 GiB, structure included
 _ALIGNMENT = 4096  # of a tensor in the external file, so that it can be mapped
@@ -39,10 +41,14 @@ class Weight:
 
 
 class Graph:
-    """Nodes, inputs, outputs and weights in the order given; every node and value is named once."""
+    """Nodes, inputs, outputs and weights in the order given; every node and value is named once.
 
-    def __init__(self, name: str) -> None:
+    `document` is what a viewer shows about the model.
+    """
+
+    def __init__(self, name: str, document: str = "") -> None:
         self.name = name
+        self.document = document
         self.nodes: list[onnx.NodeProto] = []
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
@@ -57,7 +63,10 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
 
     def node(self, op: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
-        """Adds a node whose one output has the node's name; returns that name."""
+        """Adds a node whose one output has the node's name; returns that name.
+
+        `domain` among the attributes is the operator's, if it is not ONNX's own.
+        """
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=name, **attributes))
         return self._define(name)
 
@@ -84,6 +93,13 @@ class Graph:
         kind = elem_type or helper.np_dtype_to_tensor_dtype(array.dtype)
         return self.weight(Weight(name, kind, array.shape, array.nbytes, lambda: array))
 
+    @property
+    def opset(self) -> int:
+        """The least that has every type in the graph."""
+        kinds = {weight.elem_type for weight in self.weights.values()}
+        kinds |= {item.i for node in self.nodes for item in node.attribute if item.name == "to"}
+        return E8M0_OPSET if TensorProto.FLOAT8E8M0 in kinds else OPSET
+
     def _define(self, name: str) -> str:
         if name in self._values:
             raise ValueError(f"the graph defines {name} twice")
@@ -107,11 +123,16 @@ class Graph:
         inline = self.weight_bytes <= inline_limit
         tensors = self._inline() if inline else self._external(path.with_suffix(".onnx.data"))
         graph = helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
+        domains = sorted({node.domain for node in self.nodes} - {""})
         model = helper.make_model(
             graph,
-            opset_imports=[helper.make_opsetid("", OPSET)],
-            ir_version=IR_VERSION,
+            opset_imports=[
+                helper.make_opsetid("", self.opset),
+                *(helper.make_opsetid(domain, 1) for domain in domains),
+            ],
+            ir_version=_IR_VERSIONS[self.opset],
             producer_name="octet",
+            doc_string=self.document,
         )
         path.write_bytes(model.SerializeToString(deterministic=True))
         try:

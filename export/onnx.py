@@ -1,18 +1,37 @@
-"""calibration + checkpoint → the ONNX decoder: FP8 weights and inputs, an E5M2 cache.
+"""calibration + checkpoint → the ONNX decoder: quantized weights and inputs, an FP8 cache.
 
 manifest.json, model.onnx (model.onnx.data above 2 GB), config.json, tokenizer, golden.json
+
+Two forms of one graph:
+
+- `onnxruntime`: float32 arithmetic, a cache of FLOAT8E5M2, FLOAT8E4M3FN or FLOAT16. ONNX Runtime
+  must be told `session.disable_quant_qdq=1`. Its CPU kernels lack FLOAT4E2M1: a graph with NVFP4 or
+  MXFP4 runs in `octet serve`, which rewrites it in memory, and in onnx.reference.
+- `tensorrt`: the very graph that `octet build-engine` compiles, FP16 arithmetic. Its cache is uint8
+  codes, looked up in a table, for TensorRT has no E5M2. That saves capacity, not bandwidth: every
+  step rebuilds an FP16 cache of what it reads.
 """
 
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from export.graph import OPSET
+from export.engine_graph import build_engine_graph
+from export.graph import Graph
 from export.onnx_cache import CACHES
 from export.onnx_decoder import build_decoder
 from export.source import Source, require_space
 from octet.artifact import Manifest, check_destination, write_artifact
 from octet.errors import UnsupportedError
+from octet.recipe import KvCacheDtype
 
-__all__ = ["export_onnx"]
+__all__ = ["Target", "export_onnx"]
+
+Target: TypeAlias = Literal["onnxruntime", "tensorrt"]
+
+_LOOKUP = (
+    "The cache inputs are codes, looked up: this saves capacity, not bandwidth, for every step"
+)
+_LOOKUP += " rebuilds an FP16 cache of what it reads."
 
 
 def export_onnx(
@@ -20,7 +39,8 @@ def export_onnx(
     out: Path,
     *,
     model: Path | None = None,
-    kv_cache: str | None = None,
+    target: Target = "onnxruntime",
+    kv_cache: KvCacheDtype | None = None,
     quantize: bool = True,
     force: bool = False,
 ) -> Manifest:
@@ -28,27 +48,40 @@ def export_onnx(
 
     `kv_cache` defaults to the recipe's. `quantize=False` builds the same graph with the
     checkpoint's own weights and unrounded activations, to compare with; its cache defaults to
-    float16. The arithmetic is float32: ONNX Runtime must be told `session.disable_quant_qdq=1`.
+    float16. Raises UnsupportedError for a model, a recipe or a cache that `target` cannot express.
     """
     check_destination(out, force=force, inputs=[calibration])
-    source = Source.open(calibration, model)
-    cache = _cache_of(source, kv_cache, quantize)
-    graph = build_decoder(source, CACHES[cache], quantize=quantize)
+    if not quantize and kv_cache is None and target == "onnxruntime":
+        kv_cache = "float16"
+    source = Source.open(calibration, model, kv_cache=kv_cache)
+    graph = _graph(source, target, quantize)
     require_space(out, graph.weight_bytes)
-    details = {"opset": OPSET, "kv_cache": cache, "quantized": quantize}
+    graph.document = _document(source, target, quantize)
+    details = {
+        "opset": graph.opset,
+        "target": target,
+        "kv_cache": source.kv_cache,
+        "quantized": quantize,
+    }
     with write_artifact(out, force=force) as writer:
         source.copy_side_files(writer.path)
         graph.save(writer.path)
         return writer.finish(source.manifest("onnx", details, "onnx"))
 
 
-def _cache_of(source: Source, asked: str | None, quantize: bool) -> str:
-    if asked is None and not quantize:
-        return "float16"
-    name = asked or source.recipe.kv_cache
-    if name not in CACHES:
+def _graph(source: Source, target: Target, quantize: bool) -> Graph:
+    if target == "onnxruntime":
+        return build_decoder(source, CACHES[source.kv_cache], quantize=quantize)
+    if not quantize:
         raise UnsupportedError(
-            f"kv_cache '{name}' is not supported by the ONNX export;"
-            f" use --kv-cache {' or '.join(CACHES)}"
+            "a full-precision graph for TensorRT is not built; without --for tensorrt it is"
         )
-    return name
+    return build_engine_graph(source)
+
+
+def _document(source: Source, target: Target, quantize: bool) -> str:
+    """What a viewer of the graph shows first."""
+    recipe = f"recipe {source.recipe.name}" if quantize else "full precision"
+    cache = f"KV cache {source.kv_cache}"
+    text = f"{source.calibration.manifest.model.name}: {recipe}, {cache}, for {target}."
+    return f"{text} {_LOOKUP}" if target == "tensorrt" else text

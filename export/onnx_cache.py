@@ -3,13 +3,15 @@
 The graph reads the cached rows, returns only the new ones, and attends to the new ones as they
 will be read back later: rounded. Whoever owns the cache writes them into their slots.
 
-| dtype   | graph input             | new rows                      | for             |
-|---------|-------------------------|-------------------------------|-----------------|
-| e5m2    | FLOAT8E5M2, one Cast    | Cast to FLOAT8E5M2, saturating | ONNX Runtime   |
-| float16 | FLOAT16, one Cast       | clipped, Cast to FLOAT16      | ONNX Runtime    |
+| dtype   | graph input            | new rows                         |
+|---------|------------------------|----------------------------------|
+| e5m2    | FLOAT8E5M2, one Cast   | Cast to FLOAT8E5M2, saturating   |
+| e4m3    | FLOAT8E4M3FN, one Cast | Cast to FLOAT8E4M3FN, saturating |
+| float16 | FLOAT16, one Cast      | clipped, Cast to FLOAT16         |
 
-All are [B, Hkv, S, D] (S cached slots) and [B, Hkv, T, D] (T new rows). A scale other than 1
-divides what is stored: real = stored * scale.
+These are for ONNX Runtime; TensorRT's are in export/engine_graph.py. All are [B, Hkv, S, D] (S
+cached slots) and [B, Hkv, T, D] (T new rows). A scale other than 1 divides what is stored: real =
+stored * scale.
 """
 
 from typing import Protocol
@@ -19,6 +21,7 @@ from onnx import TensorProto
 
 from export.graph import Graph
 from octet.model import ModelSpec
+from octet.recipe import KvCacheDtype
 
 __all__ = ["CACHES", "Cache"]
 
@@ -64,9 +67,10 @@ class _CastCache:
 
 
 class Float8Cache(_CastCache):
-    """E5M2: the top byte of an FP16."""
+    """E5M2, which is the top byte of an FP16, or E4M3."""
 
-    elem_type = TensorProto.FLOAT8E5M2
+    def __init__(self, elem_type: int) -> None:
+        self.elem_type = elem_type
 
     def _round(self, graph: Graph, rows: str, output: str) -> None:
         graph.node("Cast", [rows], output, to=self.elem_type, saturate=1)
@@ -84,7 +88,11 @@ class Float16Cache(_CastCache):
         graph.node("Cast", [clipped], output, to=self.elem_type)
 
 
-CACHES: dict[str, Cache] = {"e5m2": Float8Cache(), "float16": Float16Cache()}
+CACHES: dict[KvCacheDtype, Cache] = {
+    "e5m2": Float8Cache(TensorProto.FLOAT8E5M2),
+    "e4m3": Float8Cache(TensorProto.FLOAT8E4M3FN),
+    "float16": Float16Cache(),
+}
 
 
 def scaled(graph: Graph, op: str, value: str, name: str, scale: float) -> str:

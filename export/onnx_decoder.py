@@ -12,8 +12,12 @@ Outputs:
 
 The valid length of each row goes in as an explicit mask because TensorRT parses Attention-24's
 `nonpad_kv_seqlen` and then ignores it. Nodes and values are named after the modules.
+
+What `ModelSpec` says of an architecture is built here: biases, a sliding window, RoPE scaling and
+partial RoPE, norms of query and key heads, fused projections, Gemma's offset, scale and GELU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +27,28 @@ from export.graph import Graph
 from export.onnx_attention import KeyOrder, Positional
 from export.onnx_cache import Cache
 from export.onnx_linear import Linears, add_stored, stored_weight
+from export.onnx_rope import rope_tables
 from export.source import Source
-from octet.model import Linear
+from octet.errors import UnsupportedError
+from octet.model import Linear, ModelSpec
 
-__all__ = ["Decoder", "build_decoder", "rope_tables"]
+__all__ = ["Decoder", "build_decoder", "check_architecture"]
+
+
+def check_architecture(spec: ModelSpec) -> None:
+    """Raises UnsupportedError for a model whose graph is not built here, saying why."""
+    reason = None
+    if spec.generic:
+        reason = "is not an architecture that Octet knows how to compute"
+    elif spec.experts:
+        reason = "is a mixture of experts"
+    elif spec.undescribed:
+        reason = f"has {', '.join(spec.undescribed)}"
+    if reason is not None:
+        raise UnsupportedError(
+            f"{spec.architecture} {reason}, which ONNX and TensorRT exports do not build;"
+            " `octet export checkpoint` takes it"
+        )
 
 
 def build_decoder(
@@ -36,23 +58,17 @@ def build_decoder(
     quantize: bool = True,
     compute: int = TensorProto.FLOAT,
     order: KeyOrder | None = None,
+    linears: Callable[[Graph, Source, bool, int], Linears] = Linears,
 ) -> Graph:
-    """The whole graph; `quantize=False` builds the same one with the checkpoint's own weights."""
-    graph = Graph(f"{source.calibration.manifest.model.name}.decoder")
-    linears = Linears(graph, source, quantize, compute)
-    Decoder(graph, source, cache, order or Positional(), linears, compute).build()
-    return graph
+    """The whole graph; `quantize=False` builds the same one with the checkpoint's own weights.
 
-
-def rope_tables(theta: float, head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of position · theta^(-2i/D), float32 [positions, D/2].
-
-    In float32 throughout, as transformers computes them and the model was trained.
+    `linears` makes what adds the projections. Raises UnsupportedError as `check_architecture`.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1) / np.power(np.float32(theta), exponents)
-    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
-    return np.cos(angles), np.sin(angles)
+    check_architecture(source.spec)
+    graph = Graph(f"{source.calibration.manifest.model.name}.decoder")
+    projections = linears(graph, source, quantize, compute)
+    Decoder(graph, source, cache, order or Positional(), projections, compute).build()
+    return graph
 
 
 @dataclass
@@ -80,7 +96,10 @@ class Decoder:
             for kind in (f"{index}.key", f"{index}.value")
         }
         self.order.prepare(graph, spec, self.pasts["0.key"], self.positions, mask)
-        self.cos, self.sin = self._rope_tables()
+        self.cos, self.sin = (
+            graph.array(f"rotary.{name}", table.astype(self.linears.dtype))
+            for name, table in zip(("cos", "sin"), rope_tables(spec), strict=True)
+        )
         x = self._embed(ids)
         for index in range(spec.layers):
             x = self._layer(index, x, modules)
@@ -88,10 +107,15 @@ class Decoder:
 
     def _embed(self, ids: str) -> str:
         """Looks the rows up in the stored dtype, then casts them: the table stays small."""
-        name = "model.embed_tokens"
-        table = add_stored(self.graph, self.source, f"{name}.weight")
-        rows = self.graph.node("Gather", [table, ids], f"{name}.rows", axis=0)
-        return self.graph.node("Cast", [rows], name, to=self.compute)
+        graph, name = self.graph, "model.embed_tokens"
+        table = add_stored(graph, self.source, f"{name}.weight")
+        rows = graph.node("Gather", [table, ids], f"{name}.rows", axis=0)
+        scale = self.source.spec.embedding_scale
+        if scale == 1.0:
+            return graph.node("Cast", [rows], name, to=self.compute)
+        cast = graph.node("Cast", [rows], f"{name}.cast", to=self.compute)
+        factor = graph.array(f"{name}.scale", np.array(scale, self.linears.dtype))
+        return graph.node("Mul", [cast, factor], name)
 
     def _layer(self, index: int, x: str, modules: dict[str, Linear]) -> str:
         graph, layer = self.graph, self.source.spec.layer(index)
@@ -104,18 +128,35 @@ class Decoder:
     def _attention(self, index: int, x: str, modules: dict[str, Linear]) -> str:
         graph, spec = self.graph, self.source.spec
         module = f"{spec.layer(index)}.self_attn"
-        projected = {p: self.linears.apply(modules[f"{module}.{p}_proj"], x) for p in "qkv"}
-        query = self._rotate(self._heads(projected["q"], spec.heads))
-        key = self._rotate(self._heads(projected["k"], spec.kv_heads))
-        value = self._heads(projected["v"], spec.kv_heads)
+        query, key, value = self._projected(module, x, modules)
+        query = self._rotate(self._heads(query, spec.heads, f"{module}.q_norm"))
+        key = self._rotate(self._heads(key, spec.kv_heads, f"{module}.k_norm"))
+        value = self._heads(value, spec.kv_heads)
         scales = self.source.cache_scales(index) if self.linears.quantize else (1.0, 1.0)
         key = self._cached(f"{index}.key", key, scales[0], f"{module}.key")
         value = self._cached(f"{index}.value", value, scales[1], f"{module}.value")
-        context = self.order.attend(graph, query, key, value, module)  # [B, H, T, D]
+        sliding = index in spec.sliding_layers
+        context = self.order.attend(graph, query, key, value, module, sliding=sliding)
         swapped = graph.node("Transpose", [context], f"{module}.by_token", perm=[0, 2, 1, 3])
         flat = graph.array("shape.flat", np.array([0, 0, spec.heads * spec.head_dim], np.int64))
         joined = graph.node("Reshape", [swapped, flat], f"{module}.context")
         return self.linears.apply(modules[f"{module}.o_proj"], joined)
+
+    def _projected(self, module: str, x: str, modules: dict[str, Linear]) -> tuple[str, str, str]:
+        """Query [B, T, H * D], key and value [B, T, Hkv * D]."""
+        spec = self.source.spec
+        if not spec.fused_qkv:
+            query, key, value = (
+                self.linears.apply(modules[f"{module}.{name}_proj"], x) for name in "qkv"
+            )
+            return query, key, value
+        fused = self.linears.apply(modules[f"{module}.qkv_proj"], x)
+        heads = (spec.heads, spec.kv_heads, spec.kv_heads)
+        sizes = np.array([count * spec.head_dim for count in heads], np.int64)
+        query, key, value = (f"{module}.{name}" for name in ("query", "new_key", "new_value"))
+        parts = self.graph.array("shape.qkv", sizes)
+        self.graph.split("Split", [fused, parts], [query, key, value], axis=-1)
+        return query, key, value
 
     def _cached(self, kind: str, rows: str, scale: float, name: str) -> str:
         """New rows [B, Hkv, T, D], returned to the cache's owner → all rows [B, Hkv, S+T, D]."""
@@ -124,25 +165,39 @@ class Decoder:
         real = self.cache.read(self.graph, past, scale)
         return self.order.join(self.graph, real, new, name)
 
-    def _heads(self, x: str, heads: int) -> str:
-        """[B, T, heads * D] → [B, heads, T, D]."""
+    def _heads(self, x: str, heads: int, norm: str | None = None) -> str:
+        """[B, T, heads * D] → [B, heads, T, D]; each head normalized if the model does that."""
         sizes = np.array([0, 0, heads, self.source.spec.head_dim], np.int64)
         shape = self.graph.array(f"shape.heads.{heads}", sizes)
         split = self.graph.node("Reshape", [x, shape], f"{x}.by_head")
+        if norm is not None and self.source.spec.qk_norm:
+            split = self._norm(split, norm)
         return self.graph.node("Transpose", [split], f"{x}.heads", perm=[0, 2, 1, 3])
 
     def _rotate(self, x: str) -> str:
-        return self.graph.node(
-            "RotaryEmbedding", [x, self.cos, self.sin, self.positions], f"{x}.rotated"
+        """The first rotary_dim values of each head; the others stay as they are."""
+        spec = self.source.spec
+        inputs = [x, self.cos, self.sin, self.positions]
+        partial = (
+            {} if spec.rotary_dim == spec.head_dim else {"rotary_embedding_dim": spec.rotary_dim}
         )
+        return self.graph.node("RotaryEmbedding", inputs, f"{x}.rotated", **partial)
 
     def _mlp(self, layer: str, x: str, modules: dict[str, Linear]) -> str:
         graph, module = self.graph, f"{layer}.mlp"
-        gate = self.linears.apply(modules[f"{module}.gate_proj"], x)
-        up = self.linears.apply(modules[f"{module}.up_proj"], x)
-        sigmoid = graph.node("Sigmoid", [gate], f"{module}.sigmoid")
-        silu = graph.node("Mul", [gate, sigmoid], f"{module}.act_fn")
-        product = graph.node("Mul", [silu, up], f"{module}.product")
+        if self.source.spec.fused_gate_up:
+            gate, up = f"{module}.gate", f"{module}.up"
+            fused = self.linears.apply(modules[f"{module}.gate_up_proj"], x)
+            graph.split("Split", [fused], [gate, up], axis=-1, num_outputs=2)
+        else:
+            gate = self.linears.apply(modules[f"{module}.gate_proj"], x)
+            up = self.linears.apply(modules[f"{module}.up_proj"], x)
+        if self.source.spec.activation == "gelu_tanh":
+            active = graph.node("Gelu", [gate], f"{module}.act_fn", approximate="tanh")
+        else:
+            sigmoid = graph.node("Sigmoid", [gate], f"{module}.sigmoid")
+            active = graph.node("Mul", [gate, sigmoid], f"{module}.act_fn")
+        product = graph.node("Mul", [active, up], f"{module}.product")
         return self.linears.apply(modules[f"{module}.down_proj"], product)
 
     def _logits(self, x: str, wanted: str) -> None:
@@ -162,20 +217,16 @@ class Decoder:
         graph.node("Cast", [logits], "logits", to=TensorProto.FLOAT)
 
     def _norm(self, x: str, module: str) -> str:
-        weight = stored_weight(self.graph, self.source, f"{module}.weight", self.compute)
-        return self.graph.node(
-            "RMSNormalization",
-            [x, weight],
-            module,
-            axis=-1,
-            epsilon=self.source.spec.rms_norm_eps,
-        )
-
-    def _rope_tables(self) -> tuple[str, str]:
-        spec = self.source.spec
-        cos, sin = rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions)
-        dtype = self.linears.dtype
-        return (
-            self.graph.array("rotary.cos", cos.astype(dtype)),
-            self.graph.array("rotary.sin", sin.astype(dtype)),
-        )
+        """RMSNorm over the last axis, times the weight plus the architecture's offset."""
+        graph, spec = self.graph, self.source.spec
+        weight = f"{module}.weight"
+        if spec.norm_offset == 0.0:
+            factor = stored_weight(graph, self.source, weight, self.compute)
+        else:  # in float32: 1 + weight needs more bits than a weight about 0
+            factor = stored_weight(graph, self.source, weight, TensorProto.FLOAT)
+            offset = graph.array("norm.offset", np.array(spec.norm_offset, np.float32))
+            factor = graph.node("Add", [factor, offset], f"{weight}.with_offset")
+            if self.compute != TensorProto.FLOAT:
+                factor = graph.node("Cast", [factor], f"{weight}.factor", to=self.compute)
+        epsilon = spec.rms_norm_eps
+        return graph.node("RMSNormalization", [x, factor], module, axis=-1, epsilon=epsilon)

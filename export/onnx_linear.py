@@ -1,25 +1,34 @@
-"""Projections in ONNX: FP8 weights, FP8 inputs, and a MatMul between them.
+"""Projections in ONNX: quantized weights, rounded inputs, and a MatMul between them.
 
-A weight stays FLOAT8E4M3FN [N, K] under its checkpoint name, followed by DequantizeLinear and
-Transpose, which a runtime folds or fuses. Inputs are rounded to E4M3 and back:
+A weight keeps its checkpoint name and [N, K], followed by DequantizeLinear and Transpose, which a
+runtime folds or fuses. Its scales are named `<weight>_scale`, as in a checkpoint:
 
-- tensor, static: QuantizeLinear and DequantizeLinear with the calibrated scale.
-- token, dynamic: scale = max(amax / 448, 2^-126) along K; x / scale cast to E4M3; times scale.
-- group, dynamic: the same for each 128 elements of K.
+| weights                     | codes        | scales                                              |
+|-----------------------------|--------------|-----------------------------------------------------|
+| FP8 per tensor, channel     | FLOAT8E4M3FN | float32 [], [N]                                     |
+| FP8 in blocks or groups     | FLOAT8E4M3FN | float32 [N, K/128], blocks repeated for each row    |
+| MXFP8                       | FLOAT8E4M3FN | FLOAT8E8M0 [N, K/32], Cast to float32               |
+| MXFP4                       | FLOAT4E2M1   | FLOAT8E8M0 [N, K/32], Cast to float32               |
+| NVFP4                       | FLOAT4E2M1   | FLOAT8E4M3FN [N, K/16], DequantizeLinear with the   |
+|                             |              | global scale float32 []                             |
 
-The arithmetic is that of `octet.scaling`.
+DequantizeLinear-24 takes FLOAT8E8M0 as it is, but ONNX Runtime 1.31 has no kernel for that; it has
+one for the Cast. The arithmetic is that of `octet.scaling`; inputs: export/onnx_inputs.py.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from onnx import TensorProto
 
 from export.graph import Graph, Weight
+from export.onnx_inputs import group_sizes, round_dynamic, round_static
 from export.source import Source
 from octet.errors import UnsupportedError
-from octet.formats import E4M3
+from octet.formats import E4M3, E8M0, encode
 from octet.model import Linear
+from octet.recipe import TensorScheme
 
 __all__ = ["Linears", "add_stored", "stored_weight"]
 
@@ -28,7 +37,6 @@ _STORED = {
     "F16": TensorProto.FLOAT16,
     "F32": TensorProto.FLOAT,
 }
-_SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 @dataclass
@@ -39,117 +47,104 @@ class Linears:
     source: Source
     quantize: bool = True
     compute: int = TensorProto.FLOAT
-    _inputs: dict[tuple[str, str], str] = field(default_factory=dict)
+    _inputs: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = np.float16 if self.compute == TensorProto.FLOAT16 else np.float32
+        self._stored = frozenset(self.source.checkpoint.tensor_names)
         if self.quantize:
             check_groups(self.source)
 
     def apply(self, linear: Linear, x: str) -> str:
-        """x [B, T, K] → [B, T, N], a value named after the module."""
-        quantized = self.quantize and self.source.quantizes(linear)
-        if quantized:
-            x = self._quantized_input(linear, x)
-            weight = self._quantized_weight(linear)
-        else:
+        """x [B, T, K] → [B, T, N], a value named after the module, the bias added if it has one."""
+        schemes = self.source.schemes(linear) if self.quantize else None
+        if schemes is None:
             weight = stored_weight(self.graph, self.source, f"{linear.name}.weight", self.compute)
-        transposed = self.graph.node(
+        else:
+            x = self.quantized_input(linear, x, schemes[1])
+            weight = self.quantized_weight(linear, schemes[0])
+        turned = self.graph.node(
             "Transpose", [weight], f"{linear.name}.weight.transposed", perm=[1, 0]
         )
-        return self.graph.node("MatMul", [x, transposed], linear.name)
+        bias = f"{linear.name}.bias"
+        if bias not in self._stored:
+            return self.graph.node("MatMul", [x, turned], linear.name)
+        product = self.graph.node("MatMul", [x, turned], f"{linear.name}.product")
+        added = stored_weight(self.graph, self.source, bias, self.compute)
+        return self.graph.node("Add", [product, added], linear.name)
 
-    def _quantized_weight(self, linear: Linear) -> str:
-        """FP8 codes and scales → [N, K] in the compute type."""
+    def quantized_input(self, linear: Linear, x: str, scheme: TensorScheme) -> str:
+        """x rounded by `scheme`; once for the linears that share an input and its scale."""
+        name = f"{linear.name}.input"
+        scale: npt.NDArray[np.float32] | None = None
+        if not scheme.dynamic:
+            scale = self.source.input_scale(linear)
+        elif scheme.two_level:
+            scale = self.source.input_global_scale(linear)
+        key = (linear.input, scheme, None if scale is None else float(scale))
+        if key not in self._inputs and scheme.dynamic:
+            features = linear.in_features
+            self._inputs[key] = round_dynamic(self.graph, x, scheme, scale, features, name)
+        elif key not in self._inputs:
+            assert scale is not None
+            self._inputs[key] = round_static(self.graph, x, scale, name, self.compute)
+        return self._inputs[key]
+
+    def quantized_weight(self, linear: Linear, scheme: TensorScheme) -> str:
+        """Codes and scales → [N, K] in the compute type."""
         graph, name = self.graph, f"{linear.name}.weight"
-        shape = (linear.out_features, linear.in_features)
+        rows, columns = linear.out_features, linear.in_features
+        four_bits = scheme.format == "e2m1"
         codes = graph.weight(
             Weight(
                 name,
-                TensorProto.FLOAT8E4M3FN,
-                shape,
-                shape[0] * shape[1],
+                TensorProto.FLOAT4E2M1 if four_bits else TensorProto.FLOAT8E4M3FN,
+                (rows, columns),
+                rows * columns // 2 if four_bits else rows * columns,
                 lambda: self.source.weight_codes(linear),
             )
         )
-        scale = self.source.weight_scale(linear)
-        scheme = self.source.recipe.weights
         attributes: dict[str, int] = {}
         if scheme.granularity == "channel":
-            scale, attributes = scale.reshape(-1), {"axis": 0}
-        elif scheme.granularity == "block":
-            # DequantizeLinear has blocks along one axis: each row repeats its block row's scales.
-            size = scheme.group_size or 0
-            scale = scale.repeat(size, axis=0)[: linear.out_features]
-            attributes = {"axis": 1, "block_size": size}
-        scales = graph.array(f"{name}_scale", scale)
-        return self._dequantize(codes, scales, f"{name}.dequantized", **attributes)
-
-    def _dequantize(self, codes: str, scales: str, name: str, **attributes: int) -> str:
-        """Values in the compute type from float32 scales: as FP16, small ones would lose bits."""
+            attributes = {"axis": 0}
+        elif scheme.group_size is not None:
+            attributes = {"axis": 1, "block_size": scheme.group_size}
         if self.compute != TensorProto.FLOAT:
             attributes["output_dtype"] = self.compute
-        return self.graph.node("DequantizeLinear", [codes, scales], name, **attributes)
+        # The scales stay float32 whatever is computed in: as FP16, small ones would lose bits.
+        scales = self._weight_scales(linear, scheme)
+        return graph.node("DequantizeLinear", [codes, scales], f"{name}.dequantized", **attributes)
 
-    def _quantized_input(self, linear: Linear, x: str) -> str:
-        """x rounded to E4M3 values; once for the linears that share an input and a scale."""
-        scheme = self.source.recipe.activations
-        scale = "" if scheme.dynamic else str(float(self.source.input_scale(linear)))
-        key = (linear.input, scale)
-        if key not in self._inputs:
-            if not scheme.dynamic:
-                self._inputs[key] = self._static(linear, x)
-            elif scheme.granularity == "token":
-                self._inputs[key] = self._dynamic(x, f"{linear.name}.input")
-            else:
-                self._inputs[key] = self._grouped(linear, x, scheme.group_size or 0)
-        return self._inputs[key]
-
-    def _static(self, linear: Linear, x: str) -> str:
-        graph, name = self.graph, f"{linear.name}.input"
-        scale = graph.array(f"{name}_scale", self.source.input_scale(linear))
-        zero = graph.array("zero.e4m3", np.zeros((), np.uint8), TensorProto.FLOAT8E4M3FN)
-        codes = graph.node("QuantizeLinear", [x, scale, zero], f"{name}.quantized", saturate=1)
-        return self._dequantize(codes, scale, f"{name}.dequantized")
-
-    def _dynamic(self, x: str, name: str) -> str:
-        """One scale for each slice along the last axis."""
-        graph = self.graph
-        top = graph.array("e4m3.max", np.array(E4M3.max, np.float32))
-        least = graph.array("scale.min", np.array(_SMALLEST_SCALE))
-        last = graph.array("axis.last", np.array([-1], np.int64))
-        magnitude = graph.node("Abs", [x], f"{name}.abs")
-        amax = graph.node("ReduceMax", [magnitude, last], f"{name}.amax", keepdims=1)
-        ratio = graph.node("Div", [amax, top], f"{name}.ratio")
-        scale = graph.node("Max", [ratio, least], f"{name}.scale")
-        scaled = graph.node("Div", [x, scale], f"{name}.scaled")
-        codes = graph.node(
-            "Cast", [scaled], f"{name}.quantized", to=TensorProto.FLOAT8E4M3FN, saturate=1
-        )
-        values = graph.node("Cast", [codes], f"{name}.values", to=TensorProto.FLOAT)
-        return graph.node("Mul", [values, scale], f"{name}.dequantized")
-
-    def _grouped(self, linear: Linear, x: str, size: int) -> str:
-        graph, name = self.graph, f"{linear.name}.input"
-        groups = linear.in_features // size
-        split = graph.array(f"groups.{groups}", np.array([0, 0, groups, size], np.int64))
-        grouped = graph.node("Reshape", [x, split], f"{name}.grouped")  # [B, T, K/g, g]
-        values = self._dynamic(grouped, f"{name}.group")
-        whole = graph.array(f"ungrouped.{groups}", np.array([0, 0, groups * size], np.int64))
-        return graph.node("Reshape", [values, whole], f"{name}.dequantized")
+    def _weight_scales(self, linear: Linear, scheme: TensorScheme) -> str:
+        """float32 scales in the shape that DequantizeLinear takes."""
+        graph, name = self.graph, f"{linear.name}.weight_scale"
+        scale = self.source.weight_scale(linear)
+        if scheme.scale_format == "e8m0":
+            powers = graph.array(name, encode(scale, E8M0), TensorProto.FLOAT8E8M0)
+            return graph.node("Cast", [powers], f"{name}.cast", to=TensorProto.FLOAT)
+        if scheme.two_level:
+            shared = self.source.weight_global_scale(linear)
+            assert shared is not None, "a scheme in two levels has a global scale"
+            codes = graph.array(name, encode(scale, E4M3), TensorProto.FLOAT8E4M3FN)
+            factor = graph.array(f"{linear.name}.weight_global_scale", shared)
+            return graph.node("DequantizeLinear", [codes, factor], f"{name}.dequantized")
+        if scheme.granularity == "channel":
+            scale = scale.reshape(-1)
+        elif scheme.granularity == "block":
+            # DequantizeLinear has blocks along one axis: each row repeats its block row's scales.
+            scale = scale.repeat(scheme.group_size or 0, axis=0)[: linear.out_features]
+        return graph.array(name, scale)
 
 
 def check_groups(source: Source) -> None:
     """Raises UnsupportedError naming a linear that groups or blocks do not divide."""
-    size = source.recipe.activations.group_size or source.recipe.weights.group_size
-    if size is None:
-        return
     for linear in source.quantized_linears().values():
-        if linear.in_features % size:
-            raise UnsupportedError(
-                f"recipe {source.recipe.name}: {linear.name} has {linear.in_features} inputs, not"
-                f" a multiple of {size}, which the ONNX export needs; use recipe fp8"
-            )
+        for size in group_sizes(*(source.schemes(linear) or ())):
+            if linear.in_features % size:
+                raise UnsupportedError(
+                    f"recipe {source.recipe.name}: {linear.name} has {linear.in_features} inputs,"
+                    f" not a multiple of {size}, which the ONNX export needs; use recipe fp8"
+                )
 
 
 def add_stored(graph: Graph, source: Source, name: str) -> str:

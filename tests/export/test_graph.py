@@ -8,7 +8,6 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from export.graph import Graph, Weight
-from export.onnx_decoder import rope_tables
 from octet.errors import ExportError
 
 
@@ -73,18 +72,3 @@ def test_a_weight_of_another_size_than_declared_is_refused(tmp_path: Path) -> No
     graph.node("Mul", ["y", name], "z")
     with pytest.raises(ValueError, match="short has 8 bytes, declared 12"):
         graph.save(tmp_path)
-
-
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
-def test_rope_tables_are_those_of_transformers(theta: float) -> None:
-    import torch
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    parameters = {"rope_type": "default", "rope_theta": theta}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=parameters)
-    positions = torch.arange(1024)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    ours = rope_tables(theta, 64, 1024)
-    np.testing.assert_allclose(ours[0], cos[0, :, :32].numpy(), atol=2e-4)
-    np.testing.assert_allclose(ours[1], sin[0, :, :32].numpy(), atol=2e-4)

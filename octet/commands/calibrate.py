@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from octet.artifact import Manifest
 from octet.commands.options import (
     RECIPES,
     Force,
@@ -19,6 +20,7 @@ from octet.commands.options import (
     console_for,
     wrote,
 )
+from octet.errors import ConfigError
 from octet.interrupts import held_back
 from octet.recipe import KvCacheDtype, Recipe
 
@@ -27,7 +29,7 @@ __all__ = ["calibrate", "chosen_recipe", "rescale"]
 RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
 KvOption = Annotated[
     KvCacheDtype | None,
-    typer.Option("--kv-cache", help="Format of the cache, if not the recipe's."),
+    typer.Option("--kv-cache", "--kv", help="Format of the cache, if not the recipe's."),
 ]
 Exclude = Annotated[
     list[str] | None,
@@ -145,15 +147,20 @@ def calibrate(
 def rescale(
     calibration: Source,
     out: Out,
-    recipe: RecipeOption,
+    recipe: Annotated[
+        str | None, typer.Option(help=f"{RECIPES}, or a YAML file [the calibration's own].")
+    ] = None,
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Derive the scales of another recipe from a calibration, without running the model."""
-    chosen = chosen_recipe(recipe, kv_cache, exclude)
+    """Derive the scales of another recipe from a calibration, without the samples."""
+    if recipe is None and kv_cache is None and exclude is None:
+        raise ConfigError("what should change? Give --recipe, --kv-cache or --exclude")
+    base = Manifest.load(calibration, "calibration").recipe if recipe is None else recipe
+    chosen = chosen_recipe(base, kv_cache, exclude)
     with held_back():
         from calibrate.rescale import rescale as derive
 
@@ -163,9 +170,11 @@ def rescale(
     wrote(out, derived.manifest, as_json)
 
 
-def chosen_recipe(name: str, kv_cache: KvCacheDtype | None, exclude: list[str] | None) -> Recipe:
+def chosen_recipe(
+    base: Recipe | str, kv_cache: KvCacheDtype | None, exclude: list[str] | None
+) -> Recipe:
     """The recipe with these changes, and a name of its own if they change anything."""
-    recipe = Recipe.load(name)
+    recipe = Recipe.load(base) if isinstance(base, str) else base
     changes: dict[str, object] = {}
     called = recipe.name
     if kv_cache is not None and kv_cache != recipe.kv_cache:

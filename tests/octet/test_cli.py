@@ -103,9 +103,18 @@ def test_an_unknown_recipe_flag_or_command_names_the_nearest(tmp_path: Path) -> 
     assert "calibrate" in refused("calibrat", tmp_path)
 
 
-def test_rescale_asks_for_which_recipe(calibration: Path, tmp_path: Path) -> None:
-    assert "--recipe" in refused("rescale", calibration, "-o", tmp_path / "out")
+def test_rescale_asks_what_should_change(calibration: Path, tmp_path: Path) -> None:
+    assert "Give --recipe" in refused("rescale", calibration, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_rescale_changes_the_recipe_that_there_is(calibration: Path, tmp_path: Path) -> None:
+    done = run("rescale", calibration, "--kv", "e4m3", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    before = Manifest.load(calibration, "calibration").recipe
+    after = Manifest.load(tmp_path / "out", "calibration").recipe
+    assert after.name == f"{before.name}+kv-e4m3" and after.kv_cache == "e4m3"
+    assert after.weights == before.weights
 
 
 def test_a_preset_with_changes_has_a_name_of_its_own(calibration: Path, tmp_path: Path) -> None:

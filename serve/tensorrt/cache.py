@@ -1,0 +1,99 @@
+"""The key-value cache on a GPU: codes per slot, and the windows that an engine reads of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octet.model import ModelSpec
+from serve.cache import Slots, window
+from serve.tensorrt.gpu import Gpu, Memory
+from serve.tensorrt.kernels import Arguments, Kernels
+
+__all__ = ["DeviceCache", "Window"]
+
+
+@dataclass
+class Window:
+    """The first `live` positions of some slots, [2·layers, B, Hkv, live, D] on the GPU.
+
+    `held` says of which: a cache, and (slot, tenant, length) of each row; None for nothing that is
+    of use.
+    """
+
+    memory: Memory
+    live: int = 0
+    held: "tuple[DeviceCache, tuple[tuple[int, int, int], ...]] | None" = None
+
+
+class DeviceCache(Slots):
+    """Codes on the GPU, [slots, 2·layers, Hkv, positions, D]: 1 byte each, or 2 of a float16."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        slots: int,
+        positions: int,
+        *,
+        gpu: Gpu,
+        kernels: Kernels,
+        item_bytes: int,
+    ) -> None:
+        """Raises ConfigError as `Slots` does, and for more than the GPU has memory for."""
+        super().__init__(spec, slots, positions)
+        self._gpu, self._kernels = gpu, kernels
+        self._tensors, self._heads, self._dim = 2 * spec.layers, spec.kv_heads, spec.head_dim
+        self._capacity = window(positions)
+        self._head_bytes = self._capacity * spec.head_dim * item_bytes
+        self._slot_bytes = self._tensors * self._heads * self._head_bytes
+        self._item_bytes = item_bytes
+        self._memory = Memory(gpu, slots * self._slot_bytes)
+        gpu.zero(self._memory.address, pitch=self._slot_bytes, width=self._slot_bytes, height=slots)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots * self._slot_bytes
+
+    def window_bytes(self, batch: int, live: int) -> int:
+        return self._tensors * batch * self._heads * live * self._dim * self._item_bytes
+
+    def is_in(self, window: Window, slots: Sequence[int]) -> bool:
+        """Whether `window` holds what `gather` would read."""
+        return window.held is not None and window.held == (self, self._rows(slots))
+
+    def gather(self, batch: int, where: int, into: Window) -> None:
+        """Reads a window. `where` is the address of int64 [B, 2]: slots, and their lengths."""
+        into.held = None
+        self._kernels.gather(self._arguments(batch, where, 0, 0, into))
+
+    def append(self, slots: Sequence[int], where: int, rows: int, count: int, into: Window) -> None:
+        """Writes `rows` [2·layers, B, Hkv, T, D] behind what each slot holds, and into a window."""
+        into.held = None
+        self._kernels.append(self._arguments(len(slots), where, rows, count, into))
+        self.lengths[slots] += count
+        into.held = (self, self._rows(slots))
+
+    def _rows(self, slots: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        return tuple((slot, int(self.tenants[slot]), int(self.lengths[slot])) for slot in slots)
+
+    def _clear(self, slot: int, length: int) -> None:
+        self._gpu.activate()
+        self._gpu.zero(
+            self._memory.address + slot * self._slot_bytes,
+            pitch=self._head_bytes,
+            width=length * self._dim * self._item_bytes,
+            height=self._tensors * self._heads,
+        )
+
+    def _arguments(self, batch: int, where: int, rows: int, count: int, into: Window) -> Arguments:
+        return Arguments(
+            slots=self._memory.address,
+            window=into.memory.address if into.live else None,
+            rows=rows,
+            where=where,
+            tensors=self._tensors,
+            batch=batch,
+            heads=self._heads,
+            positions=self._capacity,
+            live=into.live,
+            count=count,
+            dim=self._dim,
+        )

@@ -1,0 +1,170 @@
+"""One GPU through cuda-bindings: its memory, one stream that orders all work, and time.
+
+No array library is needed to run an engine: memory is addresses, and whoever writes them knows the
+shapes. Everything here is asynchronous but `synchronize`, which the host waits in.
+"""
+
+import ctypes
+import weakref
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.errors import BackendError, ConfigError, UnsupportedError
+
+__all__ = ["ALIGNMENT", "Event", "Gpu", "Memory", "PinnedMemory", "checked"]
+
+ALIGNMENT = 256  # bytes; what TensorRT asks of an address
+_GRANULE = 2 << 20  # device memory is allocated in multiples of this
+_PAGE = 64 << 10  # and page-locked memory of these
+
+
+class Gpu:
+    """Device `index` and its stream. Calls from another thread than the last need `activate`."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises UnsupportedError where there is no such GPU, or no cuda-bindings."""
+        self.runtime = _runtime()
+        self.index = index
+        status, count = self.runtime.cudaGetDeviceCount()
+        if status.value != 0 or count <= index:
+            why = status.name if status.value != 0 else f"this machine has {count}"
+            raise UnsupportedError(f"no NVIDIA GPU {index} to run an engine on ({why})")
+        self.activate()
+        attribute = self.runtime.cudaDeviceAttr
+        major, minor = (
+            checked(self.runtime.cudaDeviceGetAttribute(which, index))
+            for which in (
+                attribute.cudaDevAttrComputeCapabilityMajor,
+                attribute.cudaDevAttrComputeCapabilityMinor,
+            )
+        )
+        self.capability: tuple[int, int] = (int(major), int(minor))
+        self.stream = int(checked(self.runtime.cudaStreamCreate()))
+
+    @property
+    def target(self) -> str:
+        """Such as "sm89"."""
+        return f"sm{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def free_bytes(self) -> int:
+        return int(checked(self.runtime.cudaMemGetInfo())[0])
+
+    def activate(self) -> None:
+        """Makes this the GPU of the calling thread."""
+        checked(self.runtime.cudaSetDevice(self.index))
+
+    def copy_in(self, to: int, source: "PinnedMemory", nbytes: int) -> None:
+        kind = self.runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        checked(self.runtime.cudaMemcpyAsync(to, source.address, nbytes, kind, self.stream))
+
+    def copy_out(self, to: "PinnedMemory", source: int, nbytes: int) -> None:
+        kind = self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        checked(self.runtime.cudaMemcpyAsync(to.address, source, nbytes, kind, self.stream))
+
+    def zero(self, address: int, *, pitch: int, width: int, height: int) -> None:
+        """The first `width` bytes of each of `height` rows that lie `pitch` bytes apart."""
+        if width and height:
+            checked(self.runtime.cudaMemset2DAsync(address, pitch, 0, width, height, self.stream))
+
+    def synchronize(self) -> None:
+        """Waits for all work. Raises BackendError for what went wrong in it."""
+        checked(self.runtime.cudaStreamSynchronize(self.stream))
+
+
+class Memory:
+    """Bytes on the GPU, freed with this object; `reserve` makes them more, with no content."""
+
+    def __init__(self, gpu: Gpu, nbytes: int = 0) -> None:
+        """Raises ConfigError if the GPU has not that many left."""
+        self._gpu = gpu
+        self.address = self.nbytes = 0
+        self._free: Any = None
+        self.reserve(nbytes)
+
+    def reserve(self, nbytes: int) -> int:
+        """The address of at least `nbytes`; valid until the next call."""
+        if nbytes > self.nbytes or not self.address:
+            runtime = self._gpu.runtime
+            if self._free is not None:
+                self._free()
+                self.address = self.nbytes = 0
+            size = -(-max(nbytes, 1) // _GRANULE) * _GRANULE
+            free = self._gpu.free_bytes
+            status, address = runtime.cudaMalloc(size)
+            if status.value == runtime.cudaError_t.cudaErrorMemoryAllocation.value:
+                raise ConfigError(
+                    f"the GPU has {free / 2**30:.1f} GiB of memory left and needs"
+                    f" {size / 2**30:.1f} more: serve fewer slots or a shorter context"
+                )
+            self.address, self.nbytes = int(checked((status, address))), size
+            self._free = weakref.finalize(self, runtime.cudaFree, self.address)
+            self._free.atexit = False  # the process returns all memory
+        return self.address
+
+
+class PinnedMemory:
+    """Page-locked bytes of the host, which the GPU copies from and to by itself."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.address = self.nbytes = 0
+        self._free: Any = None
+
+    def reserve(self, nbytes: int) -> None:
+        """At least `nbytes`, with no content; ends what `array` has given."""
+        if nbytes > self.nbytes:
+            runtime = self._gpu.runtime
+            if self._free is not None:
+                self._free()
+                self.address = self.nbytes = 0
+            size = -(-nbytes // _PAGE) * _PAGE
+            self.address, self.nbytes = int(checked(runtime.cudaMallocHost(size))), size
+            self._free = weakref.finalize(self, runtime.cudaFreeHost, self.address)
+            self._free.atexit = False
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """The bytes from `offset` on as an array; valid until `reserve` makes them more."""
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        assert offset + nbytes <= self.nbytes
+        buffer = (ctypes.c_uint8 * nbytes).from_address(self.address + offset)
+        return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+class Event:
+    """A moment in the stream's work."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._handle = int(checked(gpu.runtime.cudaEventCreate()))
+        weakref.finalize(self, gpu.runtime.cudaEventDestroy, self._handle).atexit = False
+
+    def record(self) -> None:
+        checked(self._gpu.runtime.cudaEventRecord(self._handle, self._gpu.stream))
+
+    def since_s(self, earlier: "Event") -> float:
+        """Seconds from `earlier` to this, once the stream has reached both; to 0.5 µs."""
+        elapsed = self._gpu.runtime.cudaEventElapsedTime(earlier._handle, self._handle)
+        return float(checked(elapsed)) / 1e3
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-bindings returned beside its status; BackendError if that is not 0."""
+    status, *values = result
+    if status.value != 0:
+        raise BackendError(f"CUDA: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _runtime() -> ModuleType:
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise UnsupportedError(
+            f"running an engine needs cuda-bindings ({error}): pip install 'octet[tensorrt]'"
+        ) from None
+    module: ModuleType = runtime
+    return module

@@ -1,0 +1,85 @@
+"""What an engine takes and gives: names, element types, and the sizes that its profiles allow.
+
+export/onnx_decoder.py describes the graph that it was built from.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octet.errors import ArtifactError
+from octet.model import ModelSpec
+
+__all__ = ["Dtypes", "Limits", "caches_named"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest sizes of one optimization profile."""
+
+    batch: int
+    tokens: int  # new ones, of a row
+    cached: int  # positions, of a row
+    logits: int  # positions with logits, of a row
+
+    @classmethod
+    def of(cls, engine: Any, profile: int) -> "Limits":
+        def largest(name: str) -> tuple[int, ...]:
+            return tuple(engine.get_tensor_profile_shape(name, profile)[2])
+
+        batch, tokens = largest("input_ids")
+        return cls(
+            batch=batch,
+            tokens=tokens,
+            cached=largest("past_key_values.0.key")[2],
+            logits=largest("logit_positions")[1],
+        )
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What the engine reads and writes."""
+
+    indices: Any  # numpy's, of token ids and positions
+    cache_bytes: int  # of an element of the cache that it reads
+    present_bytes: int  # of an element of a new row
+
+    @classmethod
+    def of(cls, trt: Any, engine: Any, spec: ModelSpec, directory: Path) -> "Dtypes":
+        """Raises ArtifactError for an engine of another graph than this release builds."""
+        kind = trt.DataType
+        found = {
+            name: engine.get_tensor_dtype(name)
+            for name in (engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
+        }
+        caches = {(kind.UINT8, kind.HALF): (1, 2), (kind.FP8, kind.FP8): (1, 1)}
+        caches[kind.HALF, kind.HALF] = (2, 2)
+        indices = {kind.INT64: np.int64, kind.INT32: np.int32}
+        past, present = found.get("past_key_values.0.key"), found.get("present.0.key")
+        names = set(inputs(spec)) | set(outputs(spec))
+        if (
+            found.keys() != names
+            or (past, present) not in caches
+            or found["input_ids"] not in indices
+            or found["logits"] != kind.FLOAT
+        ):
+            raise ArtifactError(
+                f"{directory}: the engine's inputs and outputs are not those that this release"
+                " builds; build it again"
+            )
+        return cls(indices[found["input_ids"]], *caches[past, present])
+
+
+def caches_named(spec: ModelSpec, prefix: str) -> list[str]:
+    return [f"{prefix}.{i}.{kind}" for i in range(spec.layers) for kind in ("key", "value")]
+
+
+def inputs(spec: ModelSpec) -> list[str]:
+    step = ["input_ids", "position_ids", "attention_mask", "logit_positions"]
+    return step + caches_named(spec, "past_key_values")
+
+
+def outputs(spec: ModelSpec) -> list[str]:
+    return ["logits", *caches_named(spec, "present")]

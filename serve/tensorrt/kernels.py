@@ -1,0 +1,134 @@
+"""The two kernels of cache.cu, compiled by NVRTC for the GPU at hand when an engine is loaded."""
+
+import ctypes
+from importlib import resources
+from typing import Any
+
+from octet.errors import UnsupportedError
+from serve.tensorrt.gpu import Gpu, checked
+
+__all__ = ["Arguments", "Kernels", "compile_kernels"]
+
+_THREADS = 256  # of a block
+_MAX_BLOCKS = 1 << 16  # a thread does more than one item if there are more
+_TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` of cache.cu."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("window", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("where", ctypes.c_void_p),
+        ("tensors", ctypes.c_int64),
+        ("batch", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("positions", ctypes.c_int64),
+        ("live", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+    )
+
+
+class Kernels:
+    """`gather` and `append` for elements of these sizes, on the stream of `gpu`."""
+
+    def __init__(self, gpu: Gpu, *, cache_bytes: int, present_bytes: int, dim: int) -> None:
+        """Raises UnsupportedError if NVRTC is not installed or does not know the GPU."""
+        from cuda.bindings import driver
+
+        self._driver, self._gpu = driver, gpu
+        self._word = word_bytes(cache_bytes * dim)
+        self._cache_bytes = cache_bytes
+        code = compile_kernels(gpu.capability, cache_bytes, present_bytes, self._word)
+        module = checked(driver.cuModuleLoadData(code))
+        self._functions = {
+            name: checked(driver.cuModuleGetFunction(module, name.encode()))
+            for name in ("gather", "append")
+        }
+
+    def gather(self, arguments: Arguments) -> None:
+        a = arguments
+        width = a.dim * self._cache_bytes // self._word
+        self._launch("gather", a, a.tensors * a.batch * a.heads * a.live * width)
+
+    def append(self, arguments: Arguments) -> None:
+        a = arguments
+        self._launch("append", a, a.tensors * a.batch * a.heads * a.count * a.dim)
+
+    def _launch(self, name: str, arguments: Arguments, items: int) -> None:
+        if not items:
+            return
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        checked(
+            self._driver.cuLaunchKernel(
+                self._functions[name],
+                *(min(-(-items // _THREADS), _MAX_BLOCKS), 1, 1),
+                *(_THREADS, 1, 1),
+                0,
+                self._gpu.stream,
+                ctypes.addressof(pointers),
+                0,
+            )
+        )
+
+
+def word_bytes(row_bytes: int) -> int:
+    """The widest type that divides a row; a load of 16 bytes a thread is what memory likes."""
+    return next(size for size in (16, 8, 4, 2, 1) if row_bytes % size == 0)
+
+
+def compile_kernels(
+    capability: tuple[int, int], cache_bytes: int, present_bytes: int, word: int
+) -> bytes:
+    """Machine code for a compute capability; PTX if NVRTC is older than the GPU. About 0.1 s."""
+    nvrtc = _nvrtc()
+    wanted = 10 * capability[0] + capability[1]
+    known = checked(nvrtc.nvrtcGetSupportedArchs())
+    nearest = max((arch for arch in known if arch <= wanted), default=None)
+    if nearest is None:
+        raise UnsupportedError(
+            f"NVRTC compiles for sm{min(known)} and above, and this GPU is sm{wanted}: install an"
+            " older nvidia-cuda-nvrtc"
+        )
+    native = nearest == wanted
+    options = [
+        f"--gpu-architecture={'sm' if native else 'compute'}_{nearest}".encode(),
+        f"-DCACHE={_TYPES[cache_bytes]}".encode(),
+        f"-DPRESENT={_TYPES[present_bytes]}".encode(),
+        f"-DWORD={_TYPES[word]}".encode(),
+    ]
+    source = (resources.files("serve") / "tensorrt" / "cache.cu").read_bytes()
+    program = checked(nvrtc.nvrtcCreateProgram(source, b"cache.cu", 0, [], []))
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+            checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"cache.cu: {log.decode().strip()}")
+        size, read = (
+            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+            if native
+            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        )
+        code: bytes = b" " * checked(size(program))
+        checked(read(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the library itself is not found
+        why = " ".join(str(error).split())
+        raise UnsupportedError(
+            f"running an engine needs cuda-bindings and NVRTC ({why}):"
+            " pip install 'octet[tensorrt]'"
+        ) from None
+    return nvrtc

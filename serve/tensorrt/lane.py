@@ -1,0 +1,149 @@
+"""One optimization profile of an engine: an execution context, and buffers for the current shape.
+
+Of a step, the token ids, positions and mask go to the GPU in one copy, and the logits come back in
+one. The windows of the cache that the engine reads are gathered there; while the same requests go
+on decoding they need only their newest row, which the step before has put in.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.errors import BackendError
+from octet.model import ModelSpec
+from serve.cache import window
+from serve.runner import StepBatch
+from serve.tensorrt.cache import DeviceCache, Window
+from serve.tensorrt.gpu import ALIGNMENT, Gpu, Memory, PinnedMemory
+from serve.tensorrt.interface import Dtypes, Limits, caches_named
+
+__all__ = ["Lane"]
+
+
+@dataclass
+class Lane:
+    """One optimization profile: its execution context, and its buffers for one shape at a time."""
+
+    engine: Any
+    profile: int
+    limits: Limits
+    gpu: Gpu
+    spec: ModelSpec
+    dtypes: Dtypes
+    context: Any = field(init=False)
+    shape: tuple[int, int, int, int] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.context = self.engine.create_execution_context()
+        if self.context is None:
+            raise BackendError("TensorRT gave no execution context: the GPU may be out of memory")
+        if not self.context.set_optimization_profile_async(self.profile, self.gpu.stream):
+            raise BackendError(f"TensorRT refuses its own optimization profile {self.profile}")
+        self.gpu.synchronize()
+        self.window = Window(Memory(self.gpu))
+        self._in, self._rows, self._logits = (Memory(self.gpu) for _ in range(3))
+        self._staged, self._out = PinnedMemory(self.gpu), PinnedMemory(self.gpu)
+
+    def run(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
+        """Logits [B, L, V] of `step`, valid until the next call."""
+        lengths = cache.lengths[step.slots]
+        live = min(window(int(lengths.max())), self.limits.cached)
+        batch, count = step.token_ids.shape
+        self.prepare((batch, count, live, step.logit_positions.shape[1]), cache)
+        self._fill(step, lengths)
+        self.copy_in()
+        if not cache.is_in(self.window, step.slots):
+            cache.gather(batch, self._where_address, self.window)
+        self.enqueue()
+        cache.append(step.slots, self._where_address, self._rows.address, count, self.window)
+        self.copy_out()
+        self.gpu.synchronize()
+        return self.logits
+
+    def prepare(self, shape: tuple[int, int, int, int], cache: DeviceCache) -> None:
+        """Buffers and addresses for (B, T, S, L): rows, new tokens, cached positions, logits."""
+        if shape == self.shape:
+            return
+        self.shape = None
+        batch, count, live, wanted = shape
+        spec = self.spec
+        self._lay_out_inputs(shape)
+        window_bytes = cache.window_bytes(batch, live)
+        if window_bytes > self.window.memory.nbytes:  # with room to grow: a context gets longer
+            self.window.memory.reserve(window_bytes * 5 // 4)
+        self.window.live, self.window.held = live, None
+        tensors = 2 * spec.layers
+        rows = batch * spec.kv_heads * count * spec.head_dim * self.dtypes.present_bytes
+        self._rows.reserve(tensors * rows)
+        self._logits_bytes = 4 * batch * wanted * spec.vocab_size
+        self._logits.reserve(self._logits_bytes)
+        self._out.reserve(self._logits_bytes)
+        self.logits = self._out.array(0, (batch, wanted, spec.vocab_size), np.float32)
+        cached = (batch, spec.kv_heads, live, spec.head_dim)
+        for index, (past, present) in enumerate(
+            zip(caches_named(spec, "past_key_values"), caches_named(spec, "present"), strict=True)
+        ):
+            self._bind(past, self.window.memory.address + index * (window_bytes // tensors), cached)
+            self._bind(present, self._rows.address + index * rows)
+        self._bind("logits", self._logits.address)
+        self.shape = shape
+
+    def copy_in(self) -> None:
+        self.gpu.copy_in(self._in.address, self._staged, self._in_bytes)
+
+    def enqueue(self) -> None:
+        if not self.context.execute_async_v3(self.gpu.stream):
+            raise BackendError("TensorRT did not run the step; see the server's log")
+
+    def copy_out(self) -> None:
+        self.gpu.copy_out(self._out, self._logits.address, self._logits_bytes)
+
+    def _lay_out_inputs(self, shape: tuple[int, int, int, int]) -> None:
+        """All small inputs lie one behind the other, so that one copy moves them."""
+        batch, count, live, wanted = shape
+        inputs: dict[str, tuple[tuple[int, ...], Any]] = {
+            "input_ids": ((batch, count), self.dtypes.indices),
+            "position_ids": ((batch, count), self.dtypes.indices),
+            "logit_positions": ((batch, wanted), self.dtypes.indices),
+            "attention_mask": ((batch, 1, count, live + count), np.bool_),
+            "where": ((batch, 2), np.int64),
+        }
+        offsets, size = {}, 0
+        for name, (dims, dtype) in inputs.items():
+            offsets[name] = size
+            nbytes = int(np.prod(dims)) * np.dtype(dtype).itemsize
+            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._staged.reserve(size)
+        self._in.reserve(size)
+        self._in_bytes = size
+        views = {
+            name: self._staged.array(offsets[name], dims, dtype)
+            for name, (dims, dtype) in inputs.items()
+        }
+        self._ids, self._positions = views["input_ids"], views["position_ids"]
+        self._wanted, self._mask = views["logit_positions"], views["attention_mask"]
+        self._where = views["where"]
+        self._where_address = self._in.address + offsets["where"]
+        self._mask[:, :, :, live:] = np.tri(count, dtype=bool)
+        self._cached, self._offsets = np.arange(live), np.arange(count)
+        for name, (dims, _) in inputs.items():
+            if name != "where":
+                self._bind(name, self._in.address + offsets[name], dims)
+
+    def _fill(self, step: StepBatch, lengths: NDArray[np.int64]) -> None:
+        self._ids[:] = step.token_ids
+        self._wanted[:] = step.logit_positions
+        np.add(lengths[:, None], self._offsets, out=self._positions, casting="same_kind")
+        filled = self._cached < lengths[:, None]  # [B, S]
+        self._mask[:, 0, :, : len(self._cached)] = filled[:, None]
+        self._where[:, 0], self._where[:, 1] = step.slots, lengths
+
+    def _bind(self, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
+        """Gives the engine an address, and of an input its shape."""
+        taken = self.context.set_tensor_address(name, address)
+        if taken and shape is not None:
+            taken = self.context.set_input_shape(name, shape)
+        if not taken:
+            raise BackendError(f"TensorRT refuses {name} of shape {shape}: outside its profile")

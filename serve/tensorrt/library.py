@@ -1,0 +1,109 @@
+"""TensorRT's run-time library, and whether a plan is one for it and for the GPU at hand.
+
+A plan holds machine code of one compute capability, laid out by one version of one builder. All
+that is in the manifest beside it, so a plan that cannot run is refused before it is read.
+"""
+
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from octet.artifact import Manifest
+from octet.errors import ArtifactError, UnsupportedError
+from serve.tensorrt.gpu import Gpu
+
+__all__ = ["load_engine", "load_library", "require_gpu"]
+
+# By the name of the builder: the modules that may hold it, and what installs it.
+_LIBRARIES = {
+    "TensorRT": (("tensorrt", "tensorrt_bindings"), "tensorrt=={}"),
+    "TensorRT-RTX": (("tensorrt_rtx", "tensorrt_rtx_bindings"), "tensorrt_rtx=={}"),
+}
+
+
+def load_library(directory: Path, manifest: Manifest) -> ModuleType:
+    """The module that runs the engine of `directory`.
+
+    Raises UnsupportedError if it is not installed, or not in the version that built the engine.
+    """
+    name, version = _builder(directory, manifest)
+    modules, requirement = _LIBRARIES[name]
+    requirement = requirement.format(version)
+    trt = next((found for module in modules if (found := _imported(module, name))), None)
+    if trt is None:
+        raise UnsupportedError(
+            f"{directory}: built by {name} {version}, which is not installed here:"
+            f" pip install '{requirement}'"
+        )
+    if trt.__version__ != version:
+        raise UnsupportedError(
+            f"{directory}: built by {name} {version}, and here is {trt.__version__}, which does not"
+            f" run it: pip install '{requirement}', or octet build-engine with this one"
+        )
+    return trt
+
+
+def require_gpu(directory: Path, manifest: Manifest, gpu: Gpu) -> None:
+    """Raises UnsupportedError unless the engine of `directory` was built for `gpu`."""
+    targets = manifest.details.get("targets", [])
+    if gpu.target not in targets:
+        raise UnsupportedError(
+            f"{directory}: built for {', '.join(targets)}, and this GPU is {gpu.target}:"
+            f" octet build-engine --target {gpu.target}"
+        )
+
+
+def load_engine(trt: Any, plan: Path) -> tuple[Any, Any]:
+    """The engine in the file `plan` as an ICudaEngine, and the runtime, which must outlive it.
+
+    Raises ArtifactError with TensorRT's first complaint if it does not take it.
+    """
+    log = _logger(trt)
+    log.errors.clear()
+    runtime = trt.Runtime(log)
+    engine = runtime.deserialize_cuda_engine(plan.read_bytes())
+    if engine is None:
+        said = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
+        raise ArtifactError(f"{plan}: TensorRT {trt.__version__} does not load it: {said}")
+    return runtime, engine
+
+
+def _builder(directory: Path, manifest: Manifest) -> tuple[str, str]:
+    builder = manifest.details.get("builder", {})
+    name, version = builder.get("name"), builder.get("version")
+    if name not in _LIBRARIES or not version:
+        raise ArtifactError(
+            f"{directory}: its manifest names no builder that this release knows"
+            f" ({', '.join(_LIBRARIES)}); build the engine again"
+        )
+    return name, version
+
+
+def _imported(module: str, name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, OSError) as error:
+        why = " ".join(str(error).split())
+        raise UnsupportedError(f"{name} is installed but cannot be loaded: {why}") from None
+
+
+@cache
+def _logger(trt: Any) -> Any:
+    """One a process: TensorRT goes on using the first."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        """Keeps errors; nothing is printed."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+
+    return Log()

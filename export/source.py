@@ -39,12 +39,18 @@ class Source:
 
     @classmethod
     def open(
-        cls, calibration: Path, model: Path | None = None, *, kv_cache: KvCacheDtype | None = None
+        cls,
+        calibration: Path,
+        model: Path | None = None,
+        *,
+        kv_cache: KvCacheDtype | None = None,
+        shards: bool = True,
     ) -> Self:
         """Opens both; `model` overrides where the calibration says that the checkpoint was.
 
         `kv_cache` asks for another cache than the recipe's. Raises ArtifactError if either has
-        changed since calibration, or if a scale is missing.
+        changed since calibration, or if a scale is missing. With `shards=False` the shards are not
+        read for that: whoever streams them hashes them on the way, see `require_shard`.
         """
         opened = Calibration.load(calibration)
         where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
@@ -53,12 +59,16 @@ class Source:
                 f"{calibration}: its checkpoint {where} is not there; say where with --model"
             )
         checkpoint = Checkpoint.open(where)
-        opened.manifest.model.require(checkpoint)
+        opened.manifest.model.require(checkpoint, shards=shards)
         if (calibration / WEIGHTS_FILE).exists():
             checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
         source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache)
         source._check_scales()
         return source
+
+    def require_shard(self, path: Path, digest: str) -> None:
+        """Raises ArtifactError if a shard with that SHA-256 is not the one of calibration."""
+        self.calibration.manifest.model.require_file(path, digest)
 
     @property
     def spec(self) -> ModelSpec:

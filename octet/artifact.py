@@ -49,15 +49,28 @@ class ModelIdentity(BaseModel):
             tokenizer=checkpoint.tokenizer_hashes,
         )
 
-    def require(self, checkpoint: Checkpoint) -> None:
-        """Raises ArtifactError naming the first file of `checkpoint` that differs from this."""
-        current = checkpoint.weight_hashes | checkpoint.tokenizer_hashes
-        for file, digest in (self.files | self.tokenizer).items():
-            if current.get(file) != digest:
-                state = "has changed since" if file in current else "is missing; it was there at"
-                raise ArtifactError(
-                    f"{checkpoint.path / file} {state} calibration; calibrate again or restore it"
-                )
+    def require(self, checkpoint: Checkpoint, *, shards: bool = True) -> None:
+        """Raises ArtifactError naming the first file of `checkpoint` that differs from this.
+
+        Without `shards`, which take long to read, of those only that they are there: whoever reads
+        them anyway hashes them on the way, and calls `require_file`.
+        """
+        if shards:
+            hashes: dict[str, str | None] = dict(checkpoint.weight_hashes)
+        else:
+            hashes = {
+                shard.path.name: self.files.get(shard.path.name) for shard in checkpoint.shards
+            }
+            hashes["config.json"] = sha256_file(checkpoint.path / "config.json")
+        hashes |= checkpoint.tokenizer_hashes
+        for file in self.files | self.tokenizer:
+            self.require_file(checkpoint.path / file, hashes.get(file))
+
+    def require_file(self, path: Path, digest: str | None) -> None:
+        """Raises ArtifactError unless the file of that name had this SHA-256; None: it is gone."""
+        if (self.files | self.tokenizer).get(path.name) != digest:
+            state = "is missing; it was there at" if digest is None else "has changed since"
+            raise ArtifactError(f"{path} {state} calibration; calibrate again or restore it")
 
 
 class SampleSet(BaseModel):
@@ -219,14 +232,19 @@ class ArtifactWriter:
         self.path = path
         self.manifest: Manifest | None = None
 
-    def finish(self, manifest: Manifest) -> Manifest:
-        """Hashes every file written so far, and writes the manifest; returns it complete."""
+    def finish(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Manifest:
+        """Hashes every file written so far, and writes the manifest; returns it complete.
+
+        `hashes`, by path relative to the artifact, are those that were computed on the way: of the
+        bytes that were meant, so that a file which the disk altered meanwhile will not match.
+        """
         os.chmod(self.path, 0o755)  # mkdtemp's 0700 would outlive the move
-        files = {
-            path.relative_to(self.path).as_posix(): sha256_file(path)
-            for path in sorted(self.path.rglob("*"))
-            if path.is_file()
-        }
+        known = hashes or {}
+        files = {}
+        for path in sorted(self.path.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(self.path).as_posix()
+                files[name] = known.get(name) or sha256_file(path)
         whole = manifest.model_copy(update={"files": files, "recorded_identity": None})
         content = whole.model_dump(mode="json") | {"identity": whole.identity}
         self.manifest = whole.model_copy(update={"recorded_identity": whole.identity})

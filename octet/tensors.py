@@ -4,10 +4,12 @@ The `safetensors` package's numpy binding has no float8 and needs one more packa
 tensors travel here as a dtype tag and an array of codes: uint16 for BF16, uint8 for FP8.
 """
 
+import hashlib
 import json
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +20,7 @@ import numpy.typing as npt
 from octet import formats
 from octet.errors import CheckpointError
 
-__all__ = ["PendingTensor", "Tensor", "TensorFile", "write_tensors"]
+__all__ = ["PendingTensor", "Tensor", "TensorFile", "tensors_nbytes", "write_tensors"]
 
 # safetensors dtype tag -> the numpy dtype of the codes that carry it
 CONTAINERS: dict[str, np.dtype[Any]] = {
@@ -40,6 +42,8 @@ CONTAINERS: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_PART = 8 << 20  # bytes written and hashed together
+_RELEASE_EVERY = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -182,13 +186,58 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor | PendingTensor],
     metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Writes one safetensors file, tensors in the order given.
+    *,
+    release: Callable[[], None] | None = None,
+) -> str:
+    """Writes one safetensors file, tensors in the order given; returns its SHA-256 in hex.
 
-    A `PendingTensor` is in memory only while it is written.
+    A `PendingTensor` is in memory only while it is written. `release` is called between parts of
+    64 MB, for a source that is mapped to let go of its pages. The hash is of the bytes as they are
+    handed to the file, computed beside the writing: nothing is read again.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     pending = {name: _pending(tensor) for name, tensor in tensors.items()}
+    digest = hashlib.sha256()
+    since_release = 0
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
+        for codes in _contents(pending, metadata):
+            data = np.ascontiguousarray(codes).reshape(-1).view(np.uint8).data
+            for start in range(0, len(data), _PART):
+                part = data[start : start + _PART]
+                hashed = hashing.submit(digest.update, part)  # neither holds the interpreter's lock
+                file.write(part)
+                hashed.result()
+                since_release += len(part)
+                if release is not None and since_release >= _RELEASE_EVERY:
+                    release()
+                    since_release = 0
+            del codes, data
+    if release is not None:
+        release()
+    return digest.hexdigest()
+
+
+def tensors_nbytes(
+    tensors: Mapping[str, Tensor | PendingTensor], metadata: Mapping[str, str] | None = None
+) -> int:
+    """The size of the file that `write_tensors` would write; nothing is computed."""
+    pending = {name: _pending(tensor) for name, tensor in tensors.items()}
+    return len(_header(pending, metadata)) + sum(tensor.nbytes for tensor in pending.values())
+
+
+def _contents(
+    pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None
+) -> Iterator[npt.NDArray[Any]]:
+    """What a file holds, in order: its header, and the codes of each tensor."""
+    yield np.frombuffer(_header(pending, metadata), np.uint8)
+    for name, tensor in pending.items():
+        codes = tensor.read()
+        if codes.shape != tensor.shape or codes.dtype != CONTAINERS[tensor.dtype]:
+            raise RuntimeError(f"{name}: {codes.dtype} {codes.shape} is not what was announced")
+        yield codes
+
+
+def _header(pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, tensor in pending.items():
         header[name] = {
@@ -199,14 +248,7 @@ def write_tensors(
         offset += tensor.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # so that the data begins at a multiple of 8
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
-        for name, tensor in pending.items():
-            codes = tensor.read()
-            if codes.shape != tensor.shape or codes.dtype != CONTAINERS[tensor.dtype]:
-                raise RuntimeError(f"{name}: {codes.dtype} {codes.shape} is not what was announced")
-            file.write(np.ascontiguousarray(codes).data)
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _pending(tensor: Tensor | PendingTensor) -> PendingTensor:

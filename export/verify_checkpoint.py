@@ -44,7 +44,9 @@ def verify_checkpoint(
     found.format = _format(written)
     shapes = original.shapes if original is not None else dict(spec.tensor_shapes())
     linears = _linears(written, shapes, spec)
-    names = check_names(written, shapes.keys(), linears, _fused(spec), found)
+    names = check_names(
+        written, shapes.keys(), linears, _fused(spec), found, ours=manifest is not None
+    )
     asked = manifest.details.get("kv_cache") if manifest is not None else None
     cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
     check_cache_scales(written, names, cache, original, found)
@@ -173,13 +175,11 @@ def judge(
         return "not a number or infinite where it is dequantized: NaN codes or scales"
     expected = numbers.expected if numbers.expected is not None else 20.0
     if numbers.noise > 0 and numbers.sqnr < expected - allowed:
-        two_level = coded.elements.name == "e2m1"
         cause = diagnose(
             coded,
             reference,  # type: ignore[arg-type]
             expected,
             others or {},  # type: ignore[arg-type]
-            two_level=two_level,
         )
         return f"SQNR {numbers.sqnr:.1f} dB, expected {expected:.1f} dB: {cause}"
     if exact and numbers.unrounded:

@@ -25,8 +25,6 @@ def diagnose(
     original: Tensor,
     expected: float,
     others: Mapping[str, Callable[[], Tensor]],
-    *,
-    two_level: bool = False,
 ) -> str:
     """What explains the error of `coded`, as a clause; `expected` is the SQNR to reach, in dB.
 
@@ -39,7 +37,7 @@ def diagnose(
     def explains(candidate: Floats, of: Floats = weight) -> bool:
         return _sqnr(of, candidate) >= enough
 
-    for found, candidate in _candidates(coded, two_level):
+    for found, candidate in _candidates(coded):
         if explains(candidate):
             return found
     for name, read in others.items():
@@ -52,7 +50,7 @@ def diagnose(
             return "it is transposed"
     factor = float(np.vdot(weight, real)) / max(float(np.vdot(real, real)), 1e-300)
     if np.isfinite(factor) and factor > 0 and explains(real * np.float32(factor)):
-        return f"every scale is {1 / factor:.6g} times what it should be"
+        return f"every scale is {1 / factor:.3g} times what it should be"
     if _aligned(real, weight) > 0.9:
         if explains(_refit(weight, coded)):
             return "its codes are right and its scales are wrong"
@@ -62,14 +60,20 @@ def diagnose(
     return "it is not this weight, or its codes are in another order"
 
 
-def _candidates(coded: Coded, two_level: bool) -> Iterator[tuple[str, Floats]]:
+def _candidates(coded: Coded) -> Iterator[tuple[str, Floats]]:
+    if coded.whole is not None:
+        wrong, right = ("multiplier", "divide") if coded.divides else ("divisor", "multiply")
+        yield (
+            f"its global scale is written as a {wrong}, and should {right}",
+            _real(replace(coded, scale=coded.scale / coded.whole / coded.whole)),
+        )
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = np.float32(1) / coded.scale
         yield (
             "its scales divide where they should multiply",
             _real(replace(coded, scale=inverse)),
         )
-    if two_level:
+    if coded.elements.name == "e2m1":
         codes = coded.codes[:_ROWS].reshape(-1, 2)[:, ::-1].reshape(coded.codes[:_ROWS].shape)
         swapped = replace(coded, codes=np.ascontiguousarray(codes))
         yield "the two nibbles of each byte are swapped", _real(swapped)

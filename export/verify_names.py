@@ -25,7 +25,7 @@ _CACHE = re.compile(r"^(.*\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale$|^(.*\.self
 _CACHE_FP8 = re.compile(r"^(.*\.self_attn)\.([qkv])_proj\.output_scale$")
 # Marks a scale of the cache, whether an engine maps its name or not.
 _CACHE_LIKE = re.compile(
-    r"(^|\.|_)(k|v|q|kv|key|value|cache)_?(cache_)?(scale|scale_inv|output_scale)$"
+    r"(^|[._])(k|v|q|kv|key|value|cache)_?(cache_)?(scale|scale_inv)$|\.[qkv]_proj\.output_scale$"
 )
 
 
@@ -45,11 +45,14 @@ def check_names(
     linears: Mapping[str, tuple[int, int]],
     fused: Iterable[tuple[str, ...]],
     found: Verification,
+    *,
+    ours: bool = False,
 ) -> Names:
     """Sorts the tensors of `written`, and adds to `found` what is wrong with their names.
 
     `originals` are the names of the tensors before quantization; `linears` [N, K] by module, those
-    that an engine makes a linear layer of; `fused` the modules that it joins.
+    that an engine makes a linear layer of; `fused` the modules that it joins. `ours`: scales have
+    to be float32, as Octet writes them; engines convert those of others.
     """
     names = Names({}, [], {}, tuple(linears))
     expected: set[str] = set()
@@ -60,7 +63,7 @@ def check_names(
         if group is None:
             expected |= _unquantized(written, quantization, module, found)
             names.plain.append(f"{module}.weight")
-        elif _complete(written, module, shape, group, found, expected):
+        elif _complete(written, module, shape, group, found, expected, ours):
             names.quantized[module] = group
     expected |= set(names.plain)
     weights = {f"{module}.weight" for module in linears}
@@ -111,6 +114,7 @@ def _complete(
     group: Group,
     found: Verification,
     expected: set[str],
+    ours: bool,
 ) -> bool:
     """Whether all tensors of a quantized module are there, in a dtype and shape that load."""
     stored = group.stored
@@ -138,11 +142,12 @@ def _complete(
     scale = f"{module}.{stored.scale}"
     if scale in written:
         shapes = stored.scale_shapes(*shape)
-        _check_tensor(written, scale, stored.scale_dtypes, shapes, found)
+        dtypes = stored.scale_dtypes[:1] if ours else stored.scale_dtypes
+        _check_tensor(written, scale, dtypes, shapes, found)
     scalars = [name for name in (stored.global_scale, stored.input_scale) if name is not None]
     for name in scalars:
         if f"{module}.{name}" in written:
-            kinds = ("F32", "BF16", "F16")
+            kinds = ("F32",) if ours else ("F32", "BF16", "F16")
             _check_tensor(written, f"{module}.{name}", kinds, ((), (1,)), found)
     if len(found.problems) == before:
         for name in (stored.scale, *scalars):

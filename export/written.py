@@ -35,8 +35,10 @@ class Coded:
 
     elements: Elements
     codes: NDArray[np.uint8]
-    scale: Floats  # [⌈N/rows⌉, ⌈K/columns⌉]
+    scale: Floats  # [⌈N/rows⌉, ⌈K/columns⌉], of both levels together
     tile: tuple[int, int]
+    whole: np.float32 | None = None  # what the global scale multiplies by, where there is one
+    divides: bool = False  # whether it is stored as a divisor
 
     def rows(self, start: int, stop: int) -> tuple[NDArray[np.uint8], Floats]:
         """Codes [n, K] of those rows, and a scale for each, which broadcasts or is [n, K]."""
@@ -149,11 +151,13 @@ class Written:
             assert stored.tile is not None
             tile = stored.tile
             scale = scale.reshape(-(-n // tile[0]), -(-k // tile[1]))
-        if stored.global_scale is not None:
-            whole = self.values(f"{module}.{stored.global_scale}").reshape(-1)[0]
-            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                scale = scale * (np.float32(1) / whole if stored.divides else whole)
-        return Coded(ELEMENTS[stored.elements], codes, scale, tile)
+        elements = ELEMENTS[stored.elements]
+        if stored.global_scale is None:
+            return Coded(elements, codes, scale, tile)
+        whole = self.values(f"{module}.{stored.global_scale}").reshape(-1)[0]
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            whole = np.float32(1) / whole if stored.divides else whole
+            return Coded(elements, codes, scale * whole, tile, whole, stored.divides)
 
     def dequantized(self, module: str) -> Floats | None:
         """float32 [N, K] as an engine multiplies; None for a module that is not quantized."""

@@ -1,0 +1,308 @@
+"""Faults that an engine would serve without a word: each is found, and named with its tensor.
+
+Hashes are of the damaged files, so that names and numbers alone can tell.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export.verify import verify
+from octet.artifact import Manifest, write_artifact
+from octet.calibration import Calibration
+from octet.recipe import Recipe
+from tests.export.conftest import make_calibration
+from tests.export.handmade import Damage, Tensors, write_handmade
+
+LAYER = "model.layers.1"
+Q, K, V = (f"{LAYER}.self_attn.{p}_proj" for p in "qkv")
+UP, DOWN = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`damage` to a checkpoint in `form` is reported at `where`, in words that hold `what`."""
+
+    name: str
+    form: str
+    damage: Damage
+    where: str
+    what: str
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(form: str, where: str, what: str) -> Callable[[Damage], Damage]:
+    def add(damage: Damage) -> Damage:
+        name = getattr(damage, "__name__", "")
+        FAULTS.append(Fault(f"{name}-{form}", form, damage, where, what))
+        return damage
+
+    return add
+
+
+@fault("ct-channel", f"{UP}.weight_scale", "missing: float-quantized channel needs it")
+def scale_dropped(tensors: Tensors, _: dict[str, Any]) -> None:
+    del tensors[f"{UP}.weight_scale"]
+
+
+@fault("ct-nvfp4", f"{UP}.input_global_scale", "missing: nvfp4-pack-quantized")
+def input_scale_dropped(tensors: Tensors, _: dict[str, Any]) -> None:
+    del tensors[f"{UP}.input_global_scale"]
+
+
+@fault("ct-channel", f"{UP}.scale", "no engine reads it")
+@fault("ct-channel", f"{UP}.weight_scale", "missing")
+def scale_renamed(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.scale"] = tensors.pop(f"{UP}.weight_scale")
+
+
+@fault("fp8-block", f"{UP}.weight_scale", "of model.layers.1.mlp.up_proj it reads weight")
+def scale_without_inv(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"] = tensors.pop(f"{UP}.weight_scale_inv")
+
+
+@fault("ct-channel", f"{UP}.weight", "its scales divide where they should multiply")
+@fault("ct-block", f"{UP}.weight", "its scales divide where they should multiply")
+@fault("ct-static", f"{UP}.weight", "its scales divide where they should multiply")
+def scale_divides(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"] = 1 / tensors[f"{UP}.weight_scale"]
+
+
+@fault("ct-nvfp4", f"{DOWN}.weight_packed", "is written as a multiplier, and should divide")
+def global_scale_multiplies(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{DOWN}.weight_global_scale"] = 1 / tensors[f"{DOWN}.weight_global_scale"]
+
+
+@fault("modelopt-nvfp4", f"{DOWN}.weight", "is written as a divisor, and should multiply")
+def global_scale_divides(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{DOWN}.weight_scale_2"] = 1 / tensors[f"{DOWN}.weight_scale_2"]
+
+
+@fault("ct-channel", f"{DOWN}.weight", "has shape [512, 256], and should be [256, 512]")
+def transposed(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].T.contiguous()
+
+
+@fault("ct-static", f"{Q}.weight", "it is transposed")
+def transposed_square(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].T.contiguous()
+
+
+@fault("ct-channel", f"{K}.weight", f"it holds the weight of {V}")
+@fault("ct-nvfp4", f"{V}.weight_packed", f"it holds the weight of {K}")
+def projections_swapped(tensors: Tensors, _: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{K}.")]:
+        other = name.replace(K, V)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+@fault("ct-channel", f"{UP}.weight", "1 of 131072 codes are not the nearest")
+@fault("ct-nvfp4", f"{UP}.weight_packed", "1 of 131072 codes are not the nearest")
+@fault("ct-mxfp8", f"{UP}.weight", "the first at [300, ")
+def a_byte_flipped(tensors: Tensors, _: dict[str, Any]) -> None:
+    weight = tensors.get(f"{UP}.weight_packed", tensors.get(f"{UP}.weight"))
+    assert weight is not None
+    bits(weight)[300, 17] ^= 1
+
+
+@fault("ct-nvfp4", f"{UP}.weight_packed", "the two nibbles of each byte are swapped")
+@fault("ct-mxfp4", f"{UP}.weight_packed", "the two nibbles of each byte are swapped")
+@fault("modelopt-nvfp4", f"{UP}.weight", "the two nibbles of each byte are swapped")
+def high_nibble_first(tensors: Tensors, _: dict[str, Any]) -> None:
+    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in tensors else f"{UP}.weight"
+    tensors[name] = (tensors[name] >> 4) | (tensors[name] << 4)
+
+
+@fault("ct-channel", "model.layers.0.self_attn.k_scale", "made for an E5M2 cache")
+def e5m2_scales_under_an_e4m3_scheme(tensors: Tensors, config: dict[str, Any]) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    for layer in ("model.layers.1", "model.layers.0"):
+        for kind in "kv":
+            tensors[f"{layer}.self_attn.{kind}_scale"] = torch.ones(1)
+
+
+@fault("ct-channel", f"{LAYER}.self_attn.v_scale", "missing: config.json declares an E4M3 cache")
+def cache_scale_dropped(tensors: Tensors, config: dict[str, Any]) -> None:
+    e5m2_scales_under_an_e4m3_scheme(tensors, config)
+    for kind in "kv":
+        tensors[f"model.layers.0.self_attn.{kind}_scale"] = torch.tensor([0.125])
+    del tensors[f"{LAYER}.self_attn.v_scale"]
+
+
+@fault("ct-channel", f"{LAYER}.self_attn.key_cache_scale", "no engine maps this name")
+def cache_scale_renamed(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{LAYER}.self_attn.key_cache_scale"] = torch.ones(1)
+
+
+@fault("ct-channel", f"{K}.output_scale", "no engine maps this name")
+def cache_scale_of_another_dialect(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{K}.output_scale"] = torch.ones(1)
+
+
+@fault("ct-channel", f"{UP}.weight", "stored as BF16, not quantized, and group group_0 says")
+def ignore_lacks_a_module(tensors: Tensors, _: dict[str, Any]) -> None:
+    codes = tensors[f"{UP}.weight"].float() * tensors.pop(f"{UP}.weight_scale")
+    tensors[f"{UP}.weight"] = codes.bfloat16()
+
+
+@fault("ct-channel", f"{UP}.weight", "stored as BF16")
+@fault("ct-channel", f"{LAYER}.self_attn.o_proj.weight", "stored as BF16")
+def silently_bfloat16(tensors: Tensors, _: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        real = tensors[name].float() * tensors[f"{name}_scale"]
+        tensors[name] = real.bfloat16()
+
+
+@fault("ct-channel", UP, "ignore lists it: it would be read as numbers")
+def ignored_and_quantized(_: Tensors, config: dict[str, Any]) -> None:
+    config["quantization_config"]["ignore"].append(UP)
+
+
+@fault("ct-channel", "config group group_1", "target 're:.*experts.*' matches no module")
+def a_group_without_modules(_: Tensors, config: dict[str, Any]) -> None:
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*experts.*"]}
+
+
+@fault("ct-channel", DOWN, "no config group matches it")
+def a_module_without_group(_: Tensors, config: dict[str, Any]) -> None:
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["targets"] = [r"re:.*self_attn.*", r"re:.*gate_proj", r"re:.*up_proj"]
+
+
+@fault("ct-channel", f"{UP}.weight_scale", "2 of 512 scales are not finite")
+def nan_scales(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"][3:5] = torch.nan
+
+
+@fault("ct-channel", f"{UP}.weight_scale", "1 of 512 scales are zero")
+def zero_scale(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"][3] = 0
+
+
+@fault("modelopt-fp8", f"{UP}.input_scale", "1 of 1 scales are negative")
+def negative_scale(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.input_scale"] *= -1
+
+
+@fault("ct-nvfp4", f"{UP}.weight_packed", "codes are not the nearest")
+def a_group_scale_of_zero(tensors: Tensors, _: dict[str, Any]) -> None:
+    bits(tensors[f"{UP}.weight_scale"])[7, 3] = 0
+
+
+@fault("ct-nvfp4", f"{V}.weight_global_scale", "engines fuse them and take the largest for all")
+def global_scale_of_its_own(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{V}.weight_global_scale"] *= 2
+    tensors[f"{V}.weight_scale"] = (tensors[f"{V}.weight_scale"].float() * 2).to(
+        torch.float8_e4m3fn
+    )
+
+
+@fault("ct-mxfp8", f"{UP}.weight", "every scale is 2 times what it should be")
+def exponents_off_by_one(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"] += 1
+
+
+@fault("ct-channel", f"{UP}.weight", "its scales are those of another tensor")
+def scales_of_another_tensor(tensors: Tensors, _: dict[str, Any]) -> None:
+    scale = tensors[f"{UP}.weight_scale"]
+    tensors[f"{UP}.weight_scale"] = scale * torch.logspace(-3, 3, len(scale))[:, None]
+
+
+@fault("ct-channel", f"{UP}.weight_scale", "stored as BF16")
+def half_a_scale(tensors: Tensors, _: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight_scale"] = tensors[f"{UP}.weight_scale"].bfloat16()
+
+
+@fault("ct-channel", "model.embed_tokens.weight", "missing")
+def embeddings_dropped(tensors: Tensors, _: dict[str, Any]) -> None:
+    del tensors["model.embed_tokens.weight"]
+
+
+@fault("ct-channel", f"{LAYER}.input_layernorm.weight", "the original is BF16")
+def norm_in_another_dtype(tensors: Tensors, _: dict[str, Any]) -> None:
+    name = f"{LAYER}.input_layernorm.weight"
+    tensors[name] = tensors[name].half()
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
+def test_a_fault_is_named_with_its_tensor(case: Fault, tiny_model: Path, tmp_path: Path) -> None:
+    path = write_handmade(tmp_path / "out", tiny_model, case.form, damage=case.damage)
+    found = verify(path, model=tiny_model)
+    assert found.exit_code == 1
+    matching = [problem for problem in found.problems if problem.where == case.where]
+    assert any(case.what in problem.what for problem in matching), [*map(str, found.problems)]
+    assert len(found.problems) <= 20  # one cause is not told a hundred times
+
+
+E4M3_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def calibrated(path: Path, model: Path, recipe: str, **scales: float) -> Path:
+    """A calibration with these scales of layer 1's cache, and 2 for those of layer 0."""
+    known = {f"{LAYER}.self_attn.{name}": value for name, value in scales.items()}
+    return make_calibration(path, model, Recipe.load(recipe), scales=known)
+
+
+def made_from(export: Path, calibration: Path) -> None:
+    """Rewrites an export's manifest, as if `calibration` had been its source."""
+    identity = Calibration.load(calibration).manifest.identity
+    manifest = Manifest.load(export)
+    with write_artifact(export, force=True) as writer:
+        for file in export.iterdir():
+            if file.name != "manifest.json":
+                (writer.path / file.name).write_bytes(file.read_bytes())
+        writer.finish(manifest.model_copy(update={"calibration": identity}))
+
+
+def test_a_cache_scale_of_the_other_format_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    calibration = calibrated(
+        tmp_path / "cal", tiny_model, "fp8", k_scale_e4m3=0.25, k_scale_e5m2=0.5, v_scale_e4m3=0.125
+    )
+
+    def scales(tensors: Tensors, config: dict[str, Any]) -> None:
+        config["quantization_config"]["kv_cache_scheme"] = E4M3_SCHEME
+        for layer in ("model.layers.0", LAYER):
+            tensors[f"{layer}.self_attn.k_scale"] = torch.tensor([0.5])
+            tensors[f"{layer}.self_attn.v_scale"] = torch.tensor([8.0])
+
+    path = write_handmade(tmp_path / "out", tiny_model, "ct-channel", damage=scales)
+    made_from(path, calibration)
+    found = {p.where: p.what for p in verify(path, calibration=calibration).problems}
+    assert "it is the scale for an E5M2 cache" in found[f"{LAYER}.self_attn.k_scale"]
+    assert "it divides, and should multiply" in found[f"{LAYER}.self_attn.v_scale"]
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "what"),
+    [
+        ("ct-static", "input_scale", "this format wants the reciprocal"),
+        ("modelopt-fp8", "input_scale", "this format wants the reciprocal"),
+    ],
+)
+def test_an_input_scale_is_compared_with_the_calibration(
+    form: str, name: str, what: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    calibration = calibrated(tmp_path / "cal", tiny_model, "fp8-static")
+
+    def invert(tensors: Tensors, _: dict[str, Any]) -> None:
+        tensors[f"{DOWN}.{name}"] = 1 / tensors[f"{DOWN}.{name}"]
+
+    sound = write_handmade(tmp_path / "sound", tiny_model, form)
+    made_from(sound, calibration)
+    assert verify(sound, calibration=calibration).problems == []
+    path = write_handmade(tmp_path / "out", tiny_model, form, damage=invert)
+    made_from(path, calibration)
+    (problem,) = verify(path, calibration=calibration).problems
+    assert problem.where == f"{DOWN}.{name}" and what in problem.what

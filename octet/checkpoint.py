@@ -38,15 +38,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises CheckpointError for what is not a whole checkpoint, UnsupportedError for an
-        architecture that Octet does not know."""
+        """Raises CheckpointError for what is not a whole checkpoint, UnsupportedError for what is
+        no decoder-only model."""
         if not path.exists():
             raise CheckpointError(f"{path}: no such directory")
         if not path.is_dir():
             raise CheckpointError(f"{path}: not a directory; give the checkpoint's directory")
         config = _read_json(path / "config.json", "not a Hugging Face checkpoint")
-        spec = ModelSpec.from_config(config, str(path))
         shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
+        shapes = {name: shard.shape(name) for shard in shards for name in shard.names}
+        spec = ModelSpec.from_config(config, str(path), shapes)
         checkpoint = cls(path, config, spec, shards)
         checkpoint._check_tensors()
         return checkpoint
@@ -107,16 +108,49 @@ class Checkpoint:
     def tokenizer_hashes(self) -> dict[str, str]:
         return {path.name: sha256_file(path) for path in self.tokenizer_files}
 
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know of this checkpoint before it is worked on, a line each."""
+        told = []
+        if self.spec.generic:
+            linears, layer = list(self.spec.linears()), f"{self.spec.layer(0)}."
+            first = [x.name.removeprefix(layer) for x in self.spec.linears(0)]
+            told.append(
+                f"{self.spec.architecture} is an architecture that Octet does not know: it takes"
+                f" every matrix below {self.spec.prefix} for a linear, {len(linears)} in all"
+                f" (in layer 0: {', '.join(first)})"
+            )
+        unknown = self._undescribed()
+        if unknown:
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            told.append(
+                f"config.json describes no tensor {', '.join(unknown[:3])}{more}: what is not"
+                " described is never quantized, and has no part in what transformers computes"
+            )
+        return tuple(told)
+
+    def _undescribed(self) -> list[str]:
+        if self.spec.generic:
+            return []
+        expected = dict(self.spec.tensor_shapes())
+        # Buffers of old transformers releases; and a tied head is the embeddings again.
+        return [
+            name
+            for name in self._shard_of
+            if name not in expected
+            and not name.endswith("rotary_emb.inv_freq")
+            and name != "lm_head.weight"
+        ]
+
     def _check_tensors(self) -> None:
         expected = dict(self.spec.tensor_shapes())
-        for name in self._shard_of:
-            # Buffers of old transformers releases; and a tied head is the embeddings again.
-            if name in expected or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":
-                continue
-            raise CheckpointError(
-                f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
-                " leave it out of the model"
-            )
+        for name in self._undescribed():
+            matrix = name.endswith(".weight") and len(self._shard_of[name].shape(name)) > 1
+            if matrix and name.startswith(f"{self.spec.prefix}."):  # a layer or an expert too many
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
+                    " leave it out of the model"
+                )
         for name, shape in expected.items():
             shard = self._shard_of.get(name)
             if shard is None:

@@ -24,6 +24,8 @@ _SIZES = {
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {
         "num_experts": 8,
@@ -32,20 +34,74 @@ _KINDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"num_key_value_heads": 1},
+    # Phi-4-mini's rotary share; a Phi-3 configuration has no head_dim
+    "phi3": {
+        "head_dim": 16,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
+    # Architectures that Octet does not know.
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 32},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "stablelm": {"head_dim": 16, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    "phi": {"head_dim": 16, "partial_rotary_factor": 0.5},
+}
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# Name -> what `write_model` takes: a model of each architecture that Octet knows, and of each
+# variant of one. The windows are shorter than most samples.
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope": ("llama", {"rope_parameters": _LLAMA3}),
+    "linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "gemma": ("gemma", {}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 24}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+}
+GENERIC: dict[str, tuple[str, dict[str, Any]]] = {
+    kind: (kind, {}) for kind in ("gemma2", "gemma3_text", "olmo2", "granite", "stablelm", "phi")
 }
 
 
 def write_model(path: Path, kind: str, *, seed: int = 0, **settings: Any) -> Path:
     """A random `kind` (a transformers model type) in BF16 with the example's tokenizer.
 
-    `settings` are keys of its config.json. Every norm's weight is drawn too, so that none can be
-    left out unnoticed.
+    `settings` are keys of its config.json. Every norm's weight and every bias is drawn too, so that
+    none can be left out unnoticed.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(_SIZES | _KINDS[kind] | settings))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if name.endswith(".bias"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+        elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.to(torch.bfloat16).save_pretrained(path)
     for file in TOKENIZER.glob("tokenizer*"):

@@ -74,15 +74,15 @@ BAD = {
         UnsupportedError,
         "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM",
     ),
-    "rope scaling": (
-        lambda p: edit(p, lambda c: c.update(rope_parameters={"rope_type": "yarn"})),
-        UnsupportedError,
-        "rope_type 'yarn'",
-    ),
     "biases": (
         lambda p: edit(p, lambda c: c.update(attention_bias=True)),
+        CheckpointError,
+        r"model.layers.0.self_attn.q_proj.bias is missing",
+    ),
+    "rope scaling without a factor": (
+        lambda p: edit(p, lambda c: c.update(rope_parameters={"rope_type": "linear"})),
         UnsupportedError,
-        "attention_bias",
+        "config.json: rope_scaling.factor: Input should be a valid number",
     ),
     "size missing": (
         lambda p: edit(p, lambda c: c.pop("hidden_size")),

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError, UnsupportedError
-from octet.model import ModelSpec
+from octet.model import ARCHITECTURES, ModelSpec, RopeScaling
 from octet.tensors import Tensor, write_tensors
-from tests.models import write_model
+from tests.models import GENERIC, KNOWN, write_model
 
 # As published, without what no reader of ours asks for.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -83,12 +84,116 @@ MIXTRAL_8X7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
+LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V01: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+GEMMA_2B: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+PHI3_MINI_4K: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "vocab_size": 32064,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
         (QWEN3_30B_A3B, 30_532_122_624),
+        (LLAMA31_8B, 8_030_261_248),
+        (MISTRAL_7B_V01, 7_241_732_096),
+        (QWEN25_7B, 7_615_616_512),
+        (GEMMA_2B, 2_506_172_416),
+        (PHI3_MINI_4K, 3_821_079_552),
         (QWEN3_8B, 8_190_735_360),
         (MIXTRAL_8X7B, 46_702_792_704),
     ],
@@ -101,11 +206,246 @@ def test_the_tensors_of_a_published_model_add_up(config: dict[str, Any], paramet
     assert len(dict(shapes)) == len(shapes)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "mixtral"])
-def test_what_transformers_writes_is_what_is_expected(kind: str, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(write_model(tmp_path, kind))
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_transformers_writes_is_what_is_expected(name: str, tmp_path: Path) -> None:
+    kind, settings = KNOWN[name]
+    checkpoint = Checkpoint.open(write_model(tmp_path, kind, **settings))
     expected = dict(checkpoint.spec.tensor_shapes())
     assert {name: checkpoint.read(name).shape for name in checkpoint.tensor_names} == expected
+    assert checkpoint.warnings == () and not checkpoint.spec.generic
+
+
+_TYPES = dict(
+    zip(
+        ARCHITECTURES,
+        ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3"),
+        strict=True,
+    )
+)
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "vocab_size": 64000,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given"),
+    [
+        *((architecture, {}) for architecture in ARCHITECTURES),
+        *((architecture, {"use_sliding_window": True}) for architecture in ARCHITECTURES),
+        ("LlamaForCausalLM", {"num_key_value_heads": None, "head_dim": None}),
+        ("Qwen2ForCausalLM", {"num_key_value_heads": None}),
+        ("Qwen3ForCausalLM", {"num_key_value_heads": None}),
+        ("Phi3ForCausalLM", {"num_key_value_heads": None, "sliding_window": None}),
+        ("MistralForCausalLM", {"sliding_window": None, "eos_token_id": None}),
+    ],
+)
+def test_a_key_that_is_absent_is_what_transformers_assumes(
+    architecture: str, given: dict[str, Any]
+) -> None:
+    """A config.json of the sizes alone, and the whole one that transformers makes of it."""
+    few = {"architectures": [architecture], **_SIZES, **given}
+    config = AutoConfig.for_model(_TYPES[architecture], **few)
+    whole = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    assert ModelSpec.from_config(few, "few") == ModelSpec.from_config(whole, "whole")
+
+
+def test_fused_projections_are_linears_of_their_own() -> None:
+    spec = ModelSpec.from_config(PHI3_MINI_4K, "model")
+    found = {x.name: (x.out_features, x.in_features, x.input) for x in spec.linears(5)}
+    layer = "model.layers.5"
+    assert found == {
+        f"{layer}.self_attn.qkv_proj": (9216, 3072, f"{layer}.self_attn.qkv_proj.input"),
+        f"{layer}.self_attn.o_proj": (3072, 3072, f"{layer}.self_attn.o_proj.input"),
+        f"{layer}.mlp.gate_up_proj": (16384, 3072, f"{layer}.mlp.gate_up_proj.input"),
+        f"{layer}.mlp.down_proj": (3072, 8192, f"{layer}.mlp.down_proj.input"),
+    }
+
+
+def spec_of(config: dict[str, Any], **change: Any) -> ModelSpec:
+    return ModelSpec.from_config(config | change, "model")
+
+
+def test_biases_are_where_the_architecture_has_them() -> None:
+    def biases(spec: ModelSpec) -> tuple[bool, bool, bool]:
+        return spec.qkv_bias, spec.o_bias, spec.mlp_bias
+
+    assert biases(spec_of(LLAMA31_8B)) == (False, False, False)
+    assert biases(spec_of(LLAMA31_8B, attention_bias=True)) == (True, True, False)
+    assert biases(spec_of(LLAMA31_8B, mlp_bias=True)) == (False, False, True)
+    assert biases(spec_of(QWEN25_7B)) == (True, False, False)
+    assert biases(spec_of(QWEN3_8B, attention_bias=True)) == (True, True, False)
+    assert biases(spec_of(GEMMA_2B, attention_bias=True)) == (True, True, False)
+    for config in (PHI3_MINI_4K, MISTRAL_7B_V01, MIXTRAL_8X7B):  # which read no such key
+        assert biases(spec_of(config, attention_bias=True, mlp_bias=True)) == (False,) * 3
+    shapes = dict(spec_of(LLAMA31_8B, attention_bias=True, mlp_bias=True).tensor_shapes())
+    biased = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.3.")}
+    assert {x.split("3.")[1]: shape for x, shape in biased.items() if x.endswith(".bias")} == {
+        "self_attn.q_proj.bias": (4096,),
+        "self_attn.k_proj.bias": (1024,),
+        "self_attn.v_proj.bias": (1024,),
+        "self_attn.o_proj.bias": (4096,),
+        "mlp.gate_proj.bias": (14336,),
+        "mlp.up_proj.bias": (14336,),
+        "mlp.down_proj.bias": (4096,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "layers"),
+    [
+        (MISTRAL_7B_V01, {}, range(32)),
+        (MISTRAL_7B_V01, {"sliding_window": None}, ()),
+        (MISTRAL_7B_V01, {"sliding_window": 32768}, ()),  # no position is further away
+        (PHI3_MINI_4K, {}, range(32)),
+        (QWEN25_7B, {}, ()),
+        (QWEN25_7B, {"use_sliding_window": True}, ()),  # as large as the positions
+        (
+            QWEN25_7B,
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
+            range(20, 28),
+        ),
+        (
+            QWEN3_8B,
+            {
+                "use_sliding_window": True,
+                "sliding_window": 4096,
+                "layer_types": ["sliding_attention", "full_attention"] * 18,
+            },
+            range(0, 36, 2),
+        ),
+        (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 4096}, range(48)),
+    ],
+)
+def test_a_window_is_of_the_layers_that_have_it(
+    config: dict[str, Any], change: dict[str, Any], layers: Any
+) -> None:
+    spec = spec_of(config, **change)
+    assert spec.sliding_layers == tuple(layers)
+    assert spec.sliding_window == ((config | change)["sliding_window"] if layers else None)
+
+
+def test_gemma_says_gelu_and_means_its_tanh_form() -> None:
+    spec = spec_of(GEMMA_2B)
+    assert (spec.activation, spec.norm_offset, spec.tied_embeddings) == ("gelu_tanh", 1.0, True)
+    assert spec.embedding_scale == 2048**0.5 and spec.undescribed == ()
+    assert spec_of(GEMMA_2B, hidden_activation="gelu_pytorch_tanh") == spec
+    assert spec_of(GEMMA_2B, hidden_activation="gelu").undescribed == ("hidden_activation 'gelu'",)
+
+
+def test_rope_is_read_in_both_spellings() -> None:
+    scaling = RopeScaling(
+        type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=8192,
+    )
+    assert spec_of(LLAMA31_8B).rope_scaling == scaling
+    new = LLAMA31_8B["rope_scaling"] | {"rope_theta": 500000.0}
+    left = {k: v for k, v in LLAMA31_8B.items() if k not in ("rope_scaling", "rope_theta")}
+    assert spec_of(left, rope_parameters=new) == spec_of(LLAMA31_8B)
+    linear = spec_of(LLAMA31_8B, rope_scaling={"type": "linear", "factor": 2.0})
+    assert linear.rope_scaling == RopeScaling(type="linear", factor=2.0)
+    assert spec_of(PHI3_MINI_4K, partial_rotary_factor=0.75).rotary_dim == 72
+    assert spec_of(PHI3_MINI_4K).rotary_dim == 96
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "told"),
+    [
+        (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        (PHI3_MINI_4K, {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
+        (LLAMA31_8B, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (LLAMA31_8B, {"sliding_window": 4096}, "sliding_window 4096"),
+        (LLAMA31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (QWEN3_8B, {"layer_types": ["chunked_attention"] * 36}, "layer type 'chunked_attention'"),
+    ],
+)
+def test_what_no_field_describes_is_told_and_refused_by_nobody_here(
+    config: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    """transformers computes it in a calibration, and a checkpoint keeps its config.json."""
+    assert spec_of(config, **change).undescribed == (told,)
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_the_linears_of_an_unknown_architecture_are_those_of_its_layers(
+    name: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = Checkpoint.open(write_model(tmp_path, *GENERIC[name][:1], **GENERIC[name][1]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = {
+        module: tuple(linear.weight.shape)
+        for module, linear in model.named_modules()
+        if type(linear).__name__ == "Linear" and module != "lm_head"
+    }
+    linears = list(checkpoint.spec.linears())
+    assert {x.name: (x.out_features, x.in_features) for x in linears} == expected
+    assert linears == [x for index in range(2) for x in checkpoint.spec.linears(index)]
+    attention = {
+        x.input
+        for x in checkpoint.spec.linears(1)
+        if x.name.endswith(("q_proj", "k_proj", "v_proj"))
+    }
+    assert attention == {"model.layers.1.self_attn.q_proj.input"}
+    (warning,) = checkpoint.warnings
+    assert warning.startswith(f"{checkpoint.spec.architecture} is an architecture that Octet does")
+    assert f"{len(expected)} in all (in layer 0: self_attn.q_proj," in warning
+
+
+def shapes_below(prefix: str, *modules: str, layers: int = 36) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}.{i}.{x}.weight": (8, 8) for i in range(layers) for x in modules}
+
+
+UNKNOWN = QWEN3_8B | {"architectures": ["NewForCausalLM"]}
+
+
+def test_embeddings_norms_and_routers_are_no_linears() -> None:
+    modules = ("self_attn.qkv", "mlp.gate", "mlp.router", "mlp.shared_gate", "embed_positions")
+    spec = ModelSpec.from_config(UNKNOWN, "m", shapes_below("model.layers", *modules))
+    assert {x.name.removeprefix("model.layers.2.") for x in spec.linears(2)} == {"self_attn.qkv"}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (shapes_below("model.h", "attn.c_attn"), "named <prefix>.layers.<i>.*, and there are none"),
+        (shapes_below("model.layers", "self_attn.q", layers=30), "there are none such"),
+        (
+            shapes_below("a.layers", "self_attn.q") | shapes_below("b.layers", "self_attn.q"),
+            "there are 2 stacks of so many .a.layers, b.layers.",
+        ),
+        (shapes_below("model.layers", "mamba.in_proj"), "model.layers.0 has no self_attn"),
+        (
+            shapes_below("model.layers", "self_attn.q_proj", "mlp.experts.3.up_proj"),
+            "model.layers.0.mlp.experts.3.up_proj: experts of an architecture that Octet",
+        ),
+    ],
+)
+def test_an_unknown_architecture_of_another_make_is_refused(
+    shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"^somewhere: .*{message}"):
+        ModelSpec.from_config(UNKNOWN, "somewhere", shapes)
+
+
+def test_tensors_that_nothing_describes_are_told(tmp_path: Path, moe: Path) -> None:
+    checkpoint = Checkpoint.open(moe)
+    tensors = {each: checkpoint.read(each) for each in checkpoint.tensor_names}
+    norm = tensors["model.norm.weight"]
+    (tmp_path / "config.json").write_text((moe / "config.json").read_text())
+    write_tensors(tmp_path / "model.safetensors", tensors | {"score.weight": norm, "x.bias": norm})
+    (warning,) = Checkpoint.open(tmp_path).warnings
+    assert warning.startswith("config.json describes no tensor score.weight, x.bias: what is not")
 
 
 def test_an_expert_is_a_swiglu_with_an_input_of_its_own() -> None:
@@ -154,20 +494,21 @@ def test_without_a_head_size_it_is_what_transformers_assumes(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sliding window": (
-        QWEN3_8B | {"use_sliding_window": True, "sliding_window": 4096},
-        "sliding_window 4096 is not supported",
+    "sliding layers without a window": (
+        QWEN3_8B | {"layer_types": ["sliding_attention"] * 36},
+        "layer_types names sliding_attention, and no window is set",
     ),
-    "sliding layers": (
+    "too few layer types": (
         QWEN3_8B | {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer type 'sliding_attention' is not supported",
+        "layer_types names 2 of 36 layers",
     ),
-    "layer types no list": (QWEN3_8B | {"layer_types": 3}, "layer type '3'"),
-    "bias": (QWEN3_8B | {"attention_bias": True}, "attention_bias is not supported"),
-    "other experts": (
-        QWEN3_30B_A3B | {"architectures": ["Qwen2MoeForCausalLM"]},
-        "architecture Qwen2MoeForCausalLM is not supported; supported: LlamaForCausalLM, "
-        "MistralForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+    "layer types no list": (QWEN3_8B | {"layer_types": 3}, "layer_types or num_hidden"),
+    "window no number": (QWEN3_8B | {"sliding_window": "4k"}, "sliding_window is no integer"),
+    "no decoder": (
+        QWEN3_30B_A3B | {"architectures": ["BertModel"]},
+        "architecture BertModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM,"
+        " MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
+        " GemmaForCausalLM, Phi3ForCausalLM, and others named ...ForCausalLM by their tensors",
     ),
     "no experts": (QWEN3_30B_A3B | {"num_experts": 0}, "num_experts is 0, not a count"),
     "experts unsaid": (QWEN3_30B_A3B | {"num_experts": None}, "num_experts is None"),

@@ -152,12 +152,8 @@ class LayerObserver:
         self.count(f"{attention}.key", key.transpose(1, 2))
         self.count(f"{attention}.value", value.transpose(1, 2))
 
-    def _count_query(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        def tap(query: torch.Tensor) -> torch.Tensor:
-            self.count(f"{prefix}.self_attn.query", query.transpose(1, 2))
-            return query
-
-        return tap
+    def _count_query(self, prefix: str) -> Callable[[torch.Tensor], None]:
+        return lambda query: self.count(f"{prefix}.self_attn.query", query.transpose(1, 2))
 
     def _hook(self, name: str) -> Any:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:

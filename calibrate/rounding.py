@@ -52,16 +52,24 @@ def fake_quantize(
     return rounded[..., :columns].to(x.dtype)
 
 
-def round_cache(x: Tensor, kv_cache: KvCacheDtype, scale: Tensor) -> Tensor:
-    """Keys or values `x`, of any shape, as they come back from a cache with that scale []."""
+def round_cache(
+    x: Tensor, kv_cache: KvCacheDtype, scale: Tensor, *, toward_zero: bool = False
+) -> Tensor:
+    """Keys or values `x`, of any shape, as they come back from a cache with that scale [].
+
+    `toward_zero` is how vLLM's CPU build writes an FP8 cache; everything else rounds to nearest.
+    """
     if kv_cache == "float16":
         limit = torch.finfo(torch.float16).max
         return (x.float() / scale).clamp_(-limit, limit).half().float().mul_(scale).to(x.dtype)
-    return round_to(x.float() / scale, _CACHE[kv_cache]).mul_(scale).to(x.dtype)
+    rounded = round_to(x.float() / scale, _CACHE[kv_cache], toward_zero=toward_zero)
+    return rounded.mul_(scale).to(x.dtype)
 
 
-def round_to(x: Tensor, fmt: Format) -> Tensor:
+def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
     """float32 `x` to the nearest values of `fmt`, ties to even, saturating; overwrites `x`.
+
+    Or to the nearest that are no larger in magnitude, `toward_zero`.
 
     The step between values around x is 2^(floor(log2|x|) - mantissa bits), at least that of the
     subnormals; dividing by a power of two and multiplying by it are exact, so that one rounding to
@@ -69,11 +77,12 @@ def round_to(x: Tensor, fmt: Format) -> Tensor:
     casts in one kernel.
     """
     x = x.clamp_(-fmt.max, fmt.max)
-    if x.is_cuda and fmt.torch_name in ("float8_e4m3fn", "float8_e5m2"):
+    if x.is_cuda and not toward_zero and fmt.torch_name in ("float8_e4m3fn", "float8_e5m2"):
         return x.copy_(x.to(getattr(torch, fmt.torch_name)))
     step = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
     step = step.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
-    return x.div_(step).round_().mul_(step)
+    x = x.div_(step)
+    return (x.trunc_() if toward_zero else x.round_()).mul_(step)
 
 
 def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:

@@ -4,30 +4,40 @@ Weights are replaced by what their codes decode to, what each linear reads is ro
 reads it, and keys and values are rounded where they enter the cache. The products themselves stay
 in the model's own dtype: float32 gives what an exact kernel gives, bfloat16 adds its own noise.
 It costs a second copy of the weights that are quantized, and some passes over each linear's input.
+
+`simulate` is for a whole model in memory. Its parts are for one decoder layer each, so that a model
+may be swept layer by layer: `decoded_weights` and `replace_weights`, `round_inputs`, and
+`calibrate.simulate_cache.round_attention`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calibrate.experts import expert_weights, tap_experts
-from calibrate.rounding import fake_quantize, round_cache
+from calibrate.rounding import fake_quantize
+from calibrate.simulate_cache import CacheRounding, round_attention
+from calibrate.simulate_scales import DeviceScales, Scales, Watch
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
-__all__ = ["Scales", "Schemes", "Watch", "module_schemes", "simulate", "simulate_modules"]
+__all__ = [
+    "Scales",
+    "Schemes",
+    "Watch",
+    "decoded_weights",
+    "layer_weights",
+    "module_schemes",
+    "replace_weights",
+    "round_inputs",
+    "simulate",
+    "simulate_modules",
+]
 
-Scales: TypeAlias = Mapping[str, NDArray[np.float32]]  # keyed as in `octet.calibration`
 Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by module
-
-# watch(name, x, rounded, index): what was rounded, before and after, as `octet.calibration` names
-# it. x is [B, T, ...] of a batch; or, for an expert, [n, K] of the tokens `index` of B*T.
-Watch: TypeAlias = Callable[[str, Tensor, Tensor, Tensor | None], None]
 
 
 @contextmanager
@@ -68,53 +78,109 @@ def simulate_modules(
     `kv_cache` None leaves keys and values as they are. Experts run one by one in any case, see
     `calibrate.experts.tap_experts`.
     """
-    device = model.device
+    found = DeviceScales(scales, model.device)
+    layers = {spec.layer(index): dict[str, Any]() for index in range(spec.layers)}
+    others: dict[str, Any] = {}
+    for name, pair in schemes.items():
+        layers.get(".".join(name.split(".")[:3]), others)[name] = pair
+    with ExitStack() as stack:
+        for name, pair in others.items():
+            module = model.get_submodule(name)
+            weights = decoded_weights({name: module.weight}, {name: pair}, found)
+            stack.enter_context(_parameter(module, "weight", weights[name]))
+            if isinstance(module, nn.Linear):
+                rounder = _Inputs(f"{name}.input", name, pair[1], found, watch)
+                rounder.readers = 1
+                stack.enter_context(module.register_forward_pre_hook(rounder.hook))
+        for index, (prefix, mine) in enumerate(layers.items()):
+            layer = model.get_submodule(prefix)
+            weights = decoded_weights(layer_weights(layer, prefix, spec, mine), mine, found)
+            stack.enter_context(replace_weights(layer, prefix, spec, weights))
+            stack.enter_context(round_inputs(layer, index, spec, mine, found, watch))
+            if kv_cache is not None:
+                rounding = CacheRounding(kv_cache)
+                stack.enter_context(round_attention(layer, prefix, rounding, found, watch))
+        yield
 
-    def scale(name: str) -> Tensor | None:
-        found = scales.get(name)
-        return None if found is None else torch.from_numpy(np.asarray(found)).to(device)
 
-    @torch.no_grad()
-    def quantized(name: str, weight: Tensor) -> Tensor:
-        found = scale(f"{name}.weight_scale")
-        if found is None:
-            raise KeyError(f"{name}.weight_scale")
-        return fake_quantize(weight, schemes[name][0], found, scale(f"{name}.weight_global_scale"))
+def layer_weights(
+    layer: nn.Module, prefix: str, spec: ModelSpec, names: Collection[str]
+) -> dict[str, Tensor]:
+    """The weights [N, K] of the linears `names` of decoder layer `prefix`: views, not copies."""
+    experts = expert_weights(layer, prefix, spec) if any(".experts." in x for x in names) else {}
+    return {
+        name: experts[name]
+        if name in experts
+        else layer.get_submodule(name.removeprefix(f"{prefix}.")).weight  # type: ignore[misc]
+        for name in names
+    }
 
+
+@torch.no_grad()
+def decoded_weights(
+    weights: Mapping[str, Tensor], schemes: Schemes, scales: DeviceScales
+) -> dict[str, Tensor]:
+    """What the codes of `weights` decode to, in their shape and dtype; KeyError names a scale."""
+    return {
+        name: fake_quantize(
+            weight,
+            schemes[name][0],
+            scales.need(f"{name}.weight_scale"),
+            scales.get(f"{name}.weight_global_scale"),
+        )
+        for name, weight in weights.items()
+    }
+
+
+@contextmanager
+def replace_weights(
+    layer: nn.Module, prefix: str, spec: ModelSpec, weights: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """While active, linears of `layer` have `weights` [N, K], in the dtype of their own."""
+    with ExitStack() as stack:
+        mine = [name for name in weights if ".experts." in name]
+        if mine:  # they are fused: all of the layer's are copied
+            experts: Any = layer.mlp.experts  # type: ignore[union-attr]
+            for fused in ("gate_up_proj", "down_proj"):
+                stack.enter_context(_parameter(experts, fused, getattr(experts, fused).clone()))
+            views = expert_weights(layer, prefix, spec)
+            for name in mine:
+                views[name].copy_(weights[name])
+        for name in weights.keys() - set(mine):
+            module: Any = layer.get_submodule(name.removeprefix(f"{prefix}."))
+            weight = weights[name].to(module.weight.dtype)
+            stack.enter_context(_parameter(module, "weight", weight))
+        yield
+
+
+@contextmanager
+def round_inputs(
+    layer: nn.Module,
+    index: int,
+    spec: ModelSpec,
+    schemes: Schemes,
+    scales: DeviceScales,
+    watch: Watch | None = None,
+) -> Iterator[None]:
+    """While active, what the linears in `schemes` read in decoder layer `index` is rounded.
+
+    All `schemes` are of that layer; {} rounds nothing. Experts run one by one in any case.
+    """
+    prefix = spec.layer(index)
     with ExitStack() as stack:
         rounders: dict[Any, _Inputs] = {}
         by_name: dict[str, _Inputs] = {}  # of experts, by observation
-        inputs = {linear.name: linear.input for linear in spec.linears()}
+        inputs = {linear.name: linear.input for linear in spec.linears(index)}
         for name, (_, scheme) in schemes.items():
-            observed = inputs.get(name, f"{name}.input")
-            static, shared = scale(f"{name}.input_scale"), scale(f"{name}.input_global_scale")
-            key = (observed, scheme, _number(static), _number(shared))
-            if key not in rounders:
-                if not scheme.dynamic and static is None:
-                    raise KeyError(f"{name}.input_scale")
-                rounders[key] = _Inputs(observed, scheme, static, shared, watch)
-            by_name[observed] = rounders[key]
-            rounders[key].readers += 1
-            if ".experts." in name:
-                continue
-            module = model.get_submodule(name)
-            stack.enter_context(_parameter(module, "weight", quantized(name, module.weight)))
-            if isinstance(module, nn.Linear):
-                stack.enter_context(module.register_forward_pre_hook(rounders[key].hook))
-        for index in range(spec.layers):
-            prefix = spec.layer(index)
-            layer = model.get_submodule(prefix)
-            if index in spec.sparse_layers:
-                stack.enter_context(_experts(layer, prefix, spec, schemes, quantized))
-                tap = _tap(by_name)
-                stack.enter_context(tap_experts(layer, prefix, spec, tap))
-            if kv_cache is not None:
-                name = f"{prefix}.self_attn"
-                pair = (scale(f"{name}.k_scale"), scale(f"{name}.v_scale"))
-                cache = _CacheHook(name, kv_cache, pair, watch)
-                stack.enter_context(
-                    layer.self_attn.register_forward_pre_hook(cache, with_kwargs=True)
-                )
+            rounder = _Inputs(inputs[name], name, scheme, scales, watch)
+            rounder = rounders.setdefault(rounder.key, rounder)
+            by_name[inputs[name]] = rounder
+            rounder.readers += 1
+            if ".experts." not in name:
+                module = layer.get_submodule(name.removeprefix(f"{prefix}."))
+                stack.enter_context(module.register_forward_pre_hook(rounder.hook))
+        if index in spec.sparse_layers:
+            stack.enter_context(tap_experts(layer, prefix, spec, _tap(by_name)))
         yield
 
 
@@ -123,17 +189,25 @@ class _Inputs:
 
     def __init__(
         self,
-        name: str,
+        observed: str,
+        linear: str,
         scheme: TensorScheme,
-        scale: Tensor | None,
-        global_scale: Tensor | None,
+        scales: DeviceScales,
         watch: Watch | None,
     ) -> None:
         self.readers = 0
-        self._name, self._scheme, self._watch = name, scheme, watch
-        self._scale, self._global_scale = scale, global_scale
+        self._name, self._scheme, self._watch = observed, scheme, watch
+        self._scale = scales.get(f"{linear}.input_scale")
+        self._global_scale = scales.get(f"{linear}.input_global_scale")
+        if not scheme.dynamic:
+            scales.need(f"{linear}.input_scale")
         self._last: tuple[Tensor, Tensor] | None = None  # as it came, and rounded
         self._reads = 0
+
+    @property
+    def key(self) -> Any:
+        """Equal for linears whose input is rounded in the same way."""
+        return self._name, self._scheme, _number(self._scale), _number(self._global_scale)
 
     def hook(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
@@ -152,83 +226,11 @@ class _Inputs:
         return rounded
 
 
-class _CacheHook:
-    """Puts a cache that rounds in front of the one, if any, that the attention `name` is given."""
-
-    def __init__(
-        self,
-        name: str,
-        kv_cache: KvCacheDtype,
-        scales: tuple[Tensor | None, Tensor | None],
-        watch: Watch | None,
-    ) -> None:
-        if scales[0] is None or scales[1] is None:
-            raise KeyError(f"{name}.{'v' if scales[0] is not None else 'k'}_scale")
-        self._name, self._kv_cache, self._watch = name, kv_cache, watch
-        self._key_scale, self._value_scale = scales[0], scales[1]
-
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        inner = kwargs.get("past_key_values")
-        return args, kwargs | {"past_key_values": _RoundedCache(self, inner)}
-
-    def round(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [B, H, T, D]."""
-        rounded = (
-            round_cache(key, self._kv_cache, self._key_scale),
-            round_cache(value, self._kv_cache, self._value_scale),
-        )
-        if self._watch is not None:
-            for kind, before, after in zip(("key", "value"), (key, value), rounded, strict=True):
-                self._watch(
-                    f"{self._name}.{kind}", before.transpose(1, 2), after.transpose(1, 2), None
-                )
-        return rounded
-
-
-class _RoundedCache:
-    def __init__(self, hook: _CacheHook, inner: Any) -> None:
-        self._hook, self._inner = hook, inner
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        key, value = self._hook.round(key, value)
-        if self._inner is None:
-            return key, value
-        return self._inner.update(key, value, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 def _tap(rounders: Mapping[str, _Inputs]) -> Callable[[str, Tensor, Tensor], Tensor]:
     def tap(name: str, rows: Tensor, index: Tensor) -> Tensor:
         return rounders[name].round(rows, index) if name in rounders else rows
 
     return tap
-
-
-@contextmanager
-def _experts(
-    layer: nn.Module,
-    prefix: str,
-    spec: ModelSpec,
-    schemes: Schemes,
-    quantized: Callable[[str, Tensor], Tensor],
-) -> Iterator[None]:
-    """Copies of a sparse layer's fused weights, the experts in `schemes` quantized, in place."""
-    mine = [name for name in expert_weights(layer, prefix, spec) if name in schemes]
-    if not mine:
-        yield
-        return
-    with ExitStack() as stack:
-        experts: Any = layer.mlp.experts  # type: ignore[union-attr]
-        for fused in ("gate_up_proj", "down_proj"):
-            stack.enter_context(_parameter(experts, fused, getattr(experts, fused).clone()))
-        weights = expert_weights(layer, prefix, spec)
-        for name in mine:
-            weights[name].copy_(quantized(name, weights[name]))
-        yield
 
 
 @contextmanager

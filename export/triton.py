@@ -1,47 +1,72 @@
-"""calibration + checkpoint → an entry of a Triton model repository.
+"""calibration + checkpoint → entries of a Triton model repository.
 
-manifest.json, golden.json, config.pbtxt and the version `1`, which holds the whole model:
-  python  1/model.py and 1/onnx: Octet's embedded engine on the ONNX export
-  vllm    1/model.json and 1/checkpoint: Triton's vLLM backend on the exported checkpoint
-
-Both take and give the vLLM backend's tensors, so that one client serves for either. Triton ignores
-the files that it does not know.
+An entry is a directory named as its model: manifest.json, golden.json, config.pbtxt, the inputs in
+`warmup`, and the version `1`, which holds the whole model:
+  python       1/model.py and 1/onnx, or 1/engine: Octet's embedded engine
+  vllm         1/model.py, 1/model.json and 1/checkpoint: Triton's vLLM backend
+  onnxruntime  1/model.onnx: one step of the decoder, in ONNX Runtime
+  tensorrt     1/model.plan: one step of the decoder, in TensorRT
+The first two take and give the vLLM backend's tensors, so that one client serves for either. Triton
+ignores the files that it does not know.
 """
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from export.triton_config import DataType, InstanceGroup, Kind, ModelConfig, Parameter, Tensor
-from octet.artifact import Manifest, check_destination, write_artifact
-from octet.errors import ConfigError
+from export.source import Source, require_space
+from export.triton_entries import SLOTS, Entry, python_entry, vllm_engine, vllm_entry
+from export.triton_text import pbtxt
+from octet.artifact import MANIFEST_FILE, Manifest, check_destination, write_artifact
+from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.golden import GOLDEN_FILE
-from octet.model import ModelSpec
 
-__all__ = ["export_triton", "python_config", "vllm_config", "vllm_engine"]
+__all__ = ["Backend", "Entries", "export_all", "export_triton"]
+
+Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 
 VERSION = "1"
-SLOTS = 16  # requests that the embedded engine decodes together
+CONFIG_FILE = "config.pbtxt"
 
-_VLLM_CACHE = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
+# What `export_all` writes, by suffix of the entry's name: the backend, and whether on an engine.
+_ALL: dict[str, tuple[Backend, bool]] = {
+    "": ("python", False),
+    "-vllm": ("vllm", False),
+    "-onnxruntime": ("onnxruntime", False),
+    "-engine": ("python", True),
+    "-tensorrt": ("tensorrt", True),
+}
+_NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What became of each entry of a repository: its manifest, or why it was left out."""
+
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def export_triton(
     calibration: Path,
     out: Path,
     *,
-    backend: Literal["python", "vllm"] = "python",
+    backend: Backend = "python",
+    engine: Path | None = None,
     model: Path | None = None,
     name: str | None = None,
     force: bool = False,
 ) -> Manifest:
     """Writes the entry `out`, a directory named as its model, in a model repository.
 
-    vLLM's path to the checkpoint is relative to the repository's parent, so tritonserver has to be
-    started there, or `model` in 1/model.json be made absolute. Raises ConfigError if `name` is not
-    that of the directory: Triton would not load such an entry.
+    `engine` is a directory of `build-engine` from the same calibration: what `tensorrt` serves, and
+    what `python` then runs in place of the ONNX export. Raises ConfigError if `name` is not that of
+    the directory (Triton would not load such an entry), UnsupportedError for what the backend
+    cannot run.
     """
     out = out.absolute()
     name = name or out.name
@@ -50,87 +75,173 @@ def export_triton(
             f"{out}: Triton wants the directory named as its model, '{name}';"
             f" use --out {out.parent / name}"
         )
-    check_destination(out, force=force, inputs=[calibration])
+    if backend == "tensorrt" and engine is None:
+        raise ConfigError(f"--backend tensorrt serves a plan; {_NO_ENGINE}")
+    if engine is not None and backend not in ("python", "tensorrt"):
+        raise ConfigError(f"--engine is for --backend python or tensorrt, not {backend}")
+    inputs = [calibration] if engine is None else [calibration, engine]
+    check_destination(out, force=force, inputs=inputs)
+    plan = None if engine is None else _Plan.open(engine, calibration)
     with write_artifact(out, force=force) as writer:
         version = writer.path / VERSION
         version.mkdir()
-        if backend == "vllm":
-            content = _write_vllm(calibration, version, model, out)
-            config = vllm_config(name)
-        else:
-            content = _write_python(calibration, version, model)
-            config = python_config(name)
-        (writer.path / "config.pbtxt").write_text(config.pbtxt())
-        shutil.copyfile(version / content.kind / GOLDEN_FILE, writer.path / GOLDEN_FILE)
-        details = {"backend": backend, "name": name, "content": f"{VERSION}/{content.kind}"}
-        manifest = content.model_copy(update={"kind": "triton", "details": details})
-        return writer.finish(manifest)
+        write = _WRITERS[backend]
+        entry, content, where = write(_Job(name, calibration, model, plan, version))
+        (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config))
+        for file, data in entry.warmup.items():
+            (writer.path / "warmup").mkdir(exist_ok=True)
+            (writer.path / "warmup" / file).write_bytes(data)
+        shutil.copyfile(version / where / GOLDEN_FILE, writer.path / GOLDEN_FILE)
+        return writer.finish(_manifest(content, backend, name, where))
 
 
-def python_config(name: str) -> ModelConfig:
-    """The Python backend's; `slots` and `threads` (0: one per core) are the engine's."""
-    flag, string = DataType.BOOL, DataType.STRING
-    return ModelConfig(
-        name=name,
-        backend="python",
-        instance_group=(InstanceGroup(Kind.CPU),),
-        input=(
-            Tensor("text_input", string, optional=True),
-            Tensor("input_ids", DataType.INT64, (-1,), optional=True),
-            Tensor("stream", flag, optional=True),
-            Tensor("sampling_parameters", string, optional=True),
-            Tensor("exclude_input_in_output", flag, optional=True),
-            Tensor("return_finish_reason", flag, optional=True),
-            Tensor("return_logprobs", flag, optional=True),
-            Tensor("return_num_input_tokens", flag, optional=True),
-            Tensor("return_num_output_tokens", flag, optional=True),
-        ),
-        output=(
-            Tensor("text_output", string, (-1,)),
-            Tensor("finish_reason", string, (-1,)),
-            Tensor("stop_reason", string, (-1,)),
-            Tensor("logprobs", string, (-1,)),
-            Tensor("num_input_tokens", DataType.UINT32),
-            Tensor("num_output_tokens", DataType.UINT32, (-1,)),
-        ),
-        parameters={"slots": Parameter(str(SLOTS)), "threads": Parameter("0")},
-    )
+def export_all(
+    calibration: Path,
+    repository: Path,
+    *,
+    engine: Path | None = None,
+    name: str | None = None,
+    model: Path | None = None,
+    force: bool = False,
+) -> Entries:
+    """Fills `repository` with every entry that can be written from what is given.
+
+    They are `name` (default: the model's) for the Python backend, and beside it `-vllm`,
+    `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. What
+    a backend cannot run is left out, with the reason; any other mistake is raised before the first
+    entry is written.
+    """
+    name = name or Source.open(calibration, model).calibration.manifest.model.name
+    inputs = [calibration] if engine is None else [calibration, engine]
+    for suffix in _ALL:
+        check_destination(repository / f"{name}{suffix}", force=force, inputs=inputs)
+    entries = Entries()
+    for suffix, (backend, on_engine) in _ALL.items():
+        entry = f"{name}{suffix}"
+        if on_engine and engine is None:
+            entries.left_out[entry] = _NO_ENGINE
+            continue
+        try:
+            entries.manifests[entry] = export_triton(
+                calibration,
+                repository / entry,
+                backend=backend,
+                engine=engine if on_engine else None,
+                model=model,
+                force=force,
+            )
+        except UnsupportedError as error:
+            entries.left_out[entry] = str(error)
+    return entries
 
 
-def vllm_config(name: str) -> ModelConfig:
-    """The vLLM backend's, which declares its tensors itself."""
-    return ModelConfig(name=name, backend="vllm", instance_group=(InstanceGroup(Kind.MODEL),))
+@dataclass(frozen=True)
+class _Plan:
+    """An engine directory, verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, engine: Path, calibration: Path) -> "_Plan":
+        manifest = Manifest.load(engine, "engine")
+        if manifest.calibration != Manifest.load(calibration, "calibration", verify=False).identity:
+            raise ArtifactError(
+                f"{engine}: was not built from {calibration}; build it with"
+                f" `octet build-engine {calibration}`"
+            )
+        return cls(engine, manifest)
+
+    def copy(self, destination: Path) -> Manifest:
+        """Copies what the manifest lists; `destination` may exist."""
+        names = [*self.manifest.files, MANIFEST_FILE]
+        require_space(destination, sum((self.path / name).stat().st_size for name in names))
+        for name in names:
+            (destination / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path / name, destination / name)
+        return self.manifest
+
+    @property
+    def slots(self) -> int:
+        """Sequences in one decoding step."""
+        return int(self.manifest.details["profiles"]["decode"]["input_ids"][-1][0])
 
 
-def vllm_engine(checkpoint: str, spec: ModelSpec, kv_cache: str) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs for a checkpoint of ours."""
-    engine = {
-        "model": checkpoint,
-        "dtype": "auto",
-        "kv_cache_dtype": _VLLM_CACHE[kv_cache],
-        "max_model_len": spec.max_positions,
-        "gpu_memory_utilization": 0.9,
-    }
-    if kv_cache == "e5m2":
-        # The one CUDA backend that reads and writes E5M2; vLLM's others assert, or store E4M3.
-        engine["attention_backend"] = "FLASHINFER"
-    return engine
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    calibration: Path
+    model: Path | None
+    plan: _Plan | None
+    version: Path  # the directory to fill
 
 
-def _write_python(calibration: Path, version: Path, model: Path | None) -> Manifest:
+# The entry, the manifest of what it holds, and where that is in the version.
+_Written = tuple[Entry, Manifest, str]
+
+
+def _write_python(job: _Job) -> _Written:
+    template = files("export").joinpath("triton_model.py.txt")
+    (job.version / "model.py").write_text(template.read_text())
+    if job.plan is not None:
+        entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, job.plan.slots))
+        return entry, job.plan.copy(job.version / "engine"), "engine"
     from export.onnx import export_onnx
 
-    content = export_onnx(calibration, version / "onnx", model=model)
-    template = files("export").joinpath("triton_model.py.txt")
-    (version / "model.py").write_text(template.read_text())
-    return content
+    content = export_onnx(job.calibration, job.version / "onnx", model=job.model)
+    return python_entry(job.name), content, "onnx"
 
 
-def _write_vllm(calibration: Path, version: Path, model: Path | None, out: Path) -> Manifest:
+def _write_vllm(job: _Job) -> _Written:
     from export.checkpoint import export_checkpoint
 
-    content = export_checkpoint(calibration, version / "checkpoint", model=model)
-    path = f"{out.parent.name}/{out.name}/{VERSION}/checkpoint"
-    engine = vllm_engine(path, content.model.spec, content.recipe.kv_cache)
-    (version / "model.json").write_text(json.dumps(engine, indent=2) + "\n")
-    return content
+    content = export_checkpoint(job.calibration, job.version / "checkpoint", model=job.model)
+    # From the directory of model.json, where model.py goes; no name of a model on the Hub.
+    arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
+    (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n")
+    template = files("export").joinpath("triton_vllm_model.py.txt")
+    (job.version / "model.py").write_text(template.read_text())
+    return vllm_entry(job.name), content, "checkpoint"
+
+
+def _write_onnxruntime(job: _Job) -> _Written:
+    from export.onnx import export_onnx
+    from export.triton_steps import onnxruntime_entry, read_graph
+
+    job.version.rmdir()  # the version itself is the export
+    content = export_onnx(job.calibration, job.version, model=job.model, kv_cache="float16")
+    return onnxruntime_entry(job.name, *read_graph(job.version / "model.onnx")), content, ""
+
+
+def _write_tensorrt(job: _Job) -> _Written:
+    from export.triton_steps import plan_tensors, tensorrt_entry
+
+    assert job.plan is not None
+    facts = job.plan.manifest.details
+    builder = facts["builder"]["name"]
+    if "rtx" in builder.lower():
+        raise UnsupportedError(
+            f"{job.plan.path}: Triton's tensorrt backend loads no plan of {builder};"
+            " use --backend python, or build with --builder tensorrt on the GPU that will serve"
+        )
+    inputs, outputs = plan_tensors(job.plan.manifest.model.spec, facts["kv_cache"]["dtype"])
+    if facts["profiles"]["decode"].keys() != {tensor.name for tensor in inputs}:
+        raise UnsupportedError(
+            f"{job.plan.path}: its inputs are not this release's; build it again"
+        )
+    return tensorrt_entry(job.name, inputs, outputs), job.plan.copy(job.version), ""
+
+
+_WRITERS: dict[Backend, Callable[[_Job], _Written]] = {
+    "python": _write_python,
+    "vllm": _write_vllm,
+    "onnxruntime": _write_onnxruntime,
+    "tensorrt": _write_tensorrt,
+}
+
+
+def _manifest(content: Manifest, backend: Backend, name: str, where: str) -> Manifest:
+    details: dict[str, Any] = {"backend": backend, "name": name}
+    details["content"] = f"{VERSION}/{where}".rstrip("/")
+    details |= {k: v for k, v in content.details.items() if k == "expected_divergence"}
+    return content.model_copy(update={"kind": "triton", "details": details})

@@ -1,45 +1,78 @@
-"""Triton entries: the configuration that Triton reads, and the directory it is in."""
+"""Triton entries: the directories, what is in them, and what is not written."""
 
 import json
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
-from export.triton import SLOTS, export_triton, python_config, vllm_config, vllm_engine
-from export.triton_config import InstanceGroup, Kind, ModelConfig, Parameter
-from octet.artifact import Manifest
-from octet.errors import ArtifactError, ConfigError
+from export.onnx import export_onnx
+from export.triton import export_all, export_triton
+from export.triton_entries import SLOTS, python_entry, vllm_engine
+from export.triton_steps import plan_tensors, read_graph
+from octet.artifact import MANIFEST_FILE, Manifest, software, write_artifact
+from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.model import ModelSpec
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
+from tests.export.test_triton_config import parsed
 
 COMMITTED = Path(__file__).parents[2] / "triton_models"
-Backend = Literal["python", "vllm"]
-CONTENT = {"python": "onnx", "vllm": "checkpoint"}
+Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
+BACKENDS: tuple[Backend, ...] = ("python", "vllm", "onnxruntime")
+CONTENT = {"python": "1/onnx", "vllm": "1/checkpoint", "onnxruntime": "1"}
+PLAN = b"not a plan"
 
 
-def parsed(config: ModelConfig) -> Any:
-    """As Triton reads it: an unknown field or a misplaced value is an error."""
-    return text_format.Parse(config.pbtxt(), model_config_pb2.ModelConfig())
+def make_engine(
+    path: Path, calibration: Path, *, builder: str = "TensorRT", cache: str = "e5m2", batch: int = 8
+) -> Path:
+    """What `build-engine` leaves, without a plan that could run."""
+    origin = Manifest.load(calibration, "calibration")
+    inputs, _ = plan_tensors(origin.model.spec, "e5m2")
+    sizes = {"batch": batch, "sequence": 1, "logits": 1, "past": 1024, "total": 1025}
+    largest = {t.name: [sizes[s] if isinstance(s, str) else s for s in t.shape] for t in inputs}
+    profile = {name: [shape, shape, shape] for name, shape in largest.items()}
+    details = {
+        "builder": {"name": builder, "version": "10.16"},
+        "profiles": {"prefill": profile, "decode": profile},
+        "kv_cache": {"dtype": cache},
+    }
+    with write_artifact(path) as writer:
+        (writer.path / "model.plan").write_bytes(PLAN)
+        (writer.path / "golden.json").write_bytes((calibration / "golden.json").read_bytes())
+        writer.finish(
+            origin.model_copy(
+                update={
+                    "kind": "engine",
+                    "calibration": origin.identity,
+                    "details": details,
+                    "software": software(),
+                }
+            )
+        )
+    return path
 
 
-@pytest.mark.parametrize("config", [python_config("m"), vllm_config("m")])
-def test_models_are_decoupled_and_batch_by_themselves(config: ModelConfig) -> None:
-    message = parsed(config)
-    assert (message.name, message.backend, message.max_batch_size) == ("m", config.backend, 0)
-    assert message.model_transaction_policy.decoupled
-    (group,) = message.instance_group
-    kind = {"python": "KIND_CPU", "vllm": "KIND_MODEL"}[config.backend]
-    assert (group.count, group.kind) == (1, group.Kind.Value(kind))
+@pytest.fixture
+def engine(tmp_path: Path, calibrations: dict[str, Path]) -> Path:
+    return make_engine(tmp_path / "engine", calibrations["fp8-static"])
+
+
+def config_of(entry: Path) -> Any:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    text = (entry / "config.pbtxt").read_text()
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
 def test_the_python_entry_declares_the_tensors_of_the_vllm_backend() -> None:
-    message = parsed(python_config("m"))
+    message = parsed(python_entry("m").config)
     inputs = {tensor.name: tensor for tensor in message.input}
-    flags = {name for name, t in inputs.items() if t.data_type == model_config_pb2.TYPE_BOOL}
+    kinds = type(message).DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
+    flags = {name for name, t in inputs.items() if kinds[t.data_type].name == "TYPE_BOOL"}
     assert flags == {
         "stream",
         "exclude_input_in_output",
@@ -50,51 +83,60 @@ def test_the_python_entry_declares_the_tensors_of_the_vllm_backend() -> None:
     }
     assert inputs.keys() - flags == {"text_input", "input_ids", "sampling_parameters"}
     assert all(tensor.optional for tensor in message.input)
-    assert list(inputs["input_ids"].dims) == [-1]
-    assert {(t.name, t.data_type, tuple(t.dims)) for t in message.output} == {
-        ("text_output", model_config_pb2.TYPE_STRING, (-1,)),
-        ("finish_reason", model_config_pb2.TYPE_STRING, (-1,)),
-        ("stop_reason", model_config_pb2.TYPE_STRING, (-1,)),
-        ("logprobs", model_config_pb2.TYPE_STRING, (-1,)),
-        ("num_input_tokens", model_config_pb2.TYPE_UINT32, (1,)),
-        ("num_output_tokens", model_config_pb2.TYPE_UINT32, (-1,)),
+    assert {(t.name, kinds[t.data_type].name, tuple(t.dims)) for t in message.output} == {
+        ("text_output", "TYPE_STRING", (-1,)),
+        ("finish_reason", "TYPE_STRING", (-1,)),
+        ("stop_reason", "TYPE_STRING", (-1,)),
+        ("logprobs", "TYPE_STRING", (-1,)),
+        ("num_input_tokens", "TYPE_UINT32", (1,)),
+        ("num_output_tokens", "TYPE_UINT32", (-1,)),
     }
     assert message.parameters["slots"].string_value == str(SLOTS)
+    assert message.model_transaction_policy.decoupled and not message.HasField("dynamic_batching")
 
 
-@pytest.mark.parametrize("text", ['a "quoted" \\ name', "é\n\t\x01", "x" * 200])
-def test_any_text_survives(text: str) -> None:
-    config = ModelConfig(
-        name=text,
-        backend="python",
-        instance_group=(InstanceGroup(Kind.CPU, 3), InstanceGroup(Kind.MODEL)),
-        parameters={text: Parameter(text), "other": Parameter("")},
-    )
-    message = parsed(config)
-    assert message.name == text
-    assert {k: v.string_value for k, v in message.parameters.items()} == {text: text, "other": ""}
-    assert [group.count for group in message.instance_group] == [3, 1]
-
-
-@pytest.mark.parametrize("backend", ["python", "vllm"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_entry_holds_the_whole_model(
     backend: Backend, tmp_path: Path, calibrations: dict[str, Path]
 ) -> None:
     out = tmp_path / "models" / "tiny"
     manifest = export_triton(calibrations["fp8"], out, backend=backend)
     assert Manifest.load(out, "triton") == manifest  # every file is listed and unaltered
-    content = Manifest.load(out / "1" / CONTENT[backend])
-    assert content.kind == CONTENT[backend] and content.calibration == manifest.calibration
-    assert manifest.details["content"] == f"1/{CONTENT[backend]}"
+    content = Manifest.load(out / CONTENT[backend])
+    assert content.calibration == manifest.calibration
+    assert manifest.details["content"] == CONTENT[backend]
     golden = calibrations["fp8"] / "golden.json"
     assert (out / "golden.json").read_bytes() == golden.read_bytes()
-    if backend == "python":
-        compile((out / "1" / "model.py").read_text(), "model.py", "exec")
-        return
-    engine = json.loads((out / "1" / "model.json").read_text())
-    # From the directory that holds the repository, the path is right.
-    assert (tmp_path / engine["model"]).samefile(out / "1" / "checkpoint")
-    assert engine["kv_cache_dtype"] == "fp8_e5m2" and engine["max_model_len"] == 1024
+    for sample in config_of(out).model_warmup:  # every file that a warm-up names is there
+        for given in sample.inputs.values():
+            if given.input_data_file:
+                assert (out / "warmup" / given.input_data_file).is_file()
+    for script in out.glob("1/*.py"):
+        compile(script.read_text(), script.name, "exec")
+
+
+def test_two_exports_are_the_same_bytes_wherever_they_are(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    """No path of this machine is in any of them."""
+    one, other = tmp_path / "one" / "models", tmp_path / "elsewhere"
+    for repository in (one, other):
+        export_all(calibrations["fp8"], repository, name="tiny")
+    files = sorted(p.relative_to(one) for p in one.rglob("*") if p.is_file())
+    assert files == sorted(p.relative_to(other) for p in other.rglob("*") if p.is_file())
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+        assert str(tmp_path).encode() not in (one / file).read_bytes(), file
+
+
+def test_vllm_is_told_of_the_checkpoint_beside_its_file(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    out = tmp_path / "tiny"
+    export_triton(calibrations["fp8"], out, backend="vllm")
+    arguments = json.loads((out / "1" / "model.json").read_text())
+    assert (out / "1" / arguments["model"]).samefile(out / "1" / "checkpoint")
+    assert arguments["kv_cache_dtype"] == "fp8_e5m2" and arguments["max_model_len"] == 1024
 
 
 def test_only_an_e5m2_cache_asks_for_an_attention_backend() -> None:
@@ -105,20 +147,145 @@ def test_only_an_e5m2_cache_asks_for_an_attention_backend() -> None:
     assert [cache for cache, engine in engines.items() if "attention_backend" in engine] == ["e5m2"]
 
 
-@pytest.mark.parametrize("backend", ["python", "vllm"])
-def test_the_committed_entries_are_what_export_writes(
-    backend: Backend, tmp_path: Path, example_model: Path
+def test_the_onnxruntime_entry_is_the_graph_with_a_batch(
+    tmp_path: Path, calibrations: dict[str, Path]
 ) -> None:
+    out = tmp_path / "tiny"
+    export_triton(calibrations["fp8"], out, backend="onnxruntime")
+    config = config_of(out)
+    assert config.max_batch_size == 16 and config.HasField("dynamic_batching")
+    inputs, outputs = read_graph(out / "1" / "model.onnx")
+    for declared, actual in ((config.input, inputs), (config.output, outputs)):
+        assert [tensor.name for tensor in declared] == [tensor.name for tensor in actual]
+        for tensor, found in zip(declared, actual, strict=True):
+            assert found.shape[0] == "batch"
+            assert tuple(tensor.dims) == tuple(
+                -1 if isinstance(s, str) else s for s in found.shape[1:]
+            )
+    assert Manifest.load(out / "1", "onnx").details["kv_cache"] == "float16"
+
+
+def test_a_graph_with_an_fp8_cache_has_no_entry(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    export_onnx(calibrations["fp8"], tmp_path / "onnx", kv_cache="e5m2")
+    with pytest.raises(UnsupportedError, match=r"past_key_values\.0\.key is FLOAT8E5M2, which Tri"):
+        read_graph(tmp_path / "onnx" / "model.onnx")
+
+
+def test_the_tensorrt_entry_is_the_plan_with_both_profiles(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    out = tmp_path / "tiny"
+    export_triton(calibrations["fp8-static"], out, backend="tensorrt", engine=engine)
+    assert (out / "1" / "model.plan").read_bytes() == PLAN
+    assert Manifest.load(out / "1") == Manifest.load(engine)
+    config = config_of(out)
+    assert config.platform == "tensorrt_plan" and config.max_batch_size == 0
+    (group,) = config.instance_group
+    assert list(group.profile) == ["0", "1"] and list(group.gpus) == [0]
+    spec = Manifest.load(engine).model.spec
+    past = next(t for t in config.input if t.name == "past_key_values.0.key")
+    assert list(past.dims) == [-1, spec.kv_heads, -1, spec.head_dim]
+    types = {t.name: t.data_type for t in (*config.input, *config.output)}
+    assert types["past_key_values.0.key"] == 2  # TYPE_UINT8, codes of E5M2
+    assert types["present.0.key"] == 10  # TYPE_FP16, whose top byte is the code
+
+
+def test_the_python_entry_runs_an_engine_where_one_is_given(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    out = tmp_path / "tiny"
+    manifest = export_triton(calibrations["fp8-static"], out, engine=engine)
+    assert manifest.details["content"] == "1/engine" and not (out / "1" / "onnx").exists()
+    assert Manifest.load(out / "1" / "engine") == Manifest.load(engine)
+    config = config_of(out)
+    assert config.parameters["slots"].string_value == "8"  # what its decode profile takes
+    assert config.instance_group[0].kind == 1  # KIND_GPU
+
+
+def test_all_writes_what_can_be_written_and_says_why_not(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    repository = tmp_path / "models"
+    written = export_all(calibrations["fp8-static"], repository)
+    name = Manifest.load(calibrations["fp8-static"]).model.name
+    assert written.manifests.keys() == {name, f"{name}-vllm", f"{name}-onnxruntime"}
+    assert written.left_out.keys() == {f"{name}-engine", f"{name}-tensorrt"}
+    assert all("--engine ENGINE" in reason for reason in written.left_out.values())
+    assert {path.name for path in repository.iterdir()} == written.manifests.keys()
+    for entry, manifest in written.manifests.items():
+        assert Manifest.load(repository / entry, "triton") == manifest
+        assert config_of(repository / entry).name == entry
+
+    calibration = calibrations["fp8-static"]
+    written = export_all(calibration, tmp_path / "more", engine=engine, name="lm")
+    assert written.manifests.keys() == {
+        *("lm", "lm-vllm", "lm-onnxruntime", "lm-engine", "lm-tensorrt")
+    }
+    assert not written.left_out
+
+
+def test_triton_loads_no_plan_of_tensorrt_rtx(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    calibration = calibrations["fp8-static"]
+    engine = make_engine(tmp_path / "engine", calibration, builder="TensorRT-RTX")
+    with pytest.raises(UnsupportedError, match=r"loads no plan of TensorRT-RTX; use --backend py"):
+        export_triton(calibration, tmp_path / "a", backend="tensorrt", engine=engine)
+    written = export_all(calibration, tmp_path / "models", engine=engine, name="tiny")
+    assert "tiny-engine" in written.manifests
+    assert "loads no plan of TensorRT-RTX" in written.left_out["tiny-tensorrt"]
+    assert not (tmp_path / "models" / "tiny-tensorrt").exists()
+
+
+def test_an_engine_of_another_calibration_is_refused(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    for backend in ("python", "tensorrt"):
+        with pytest.raises(ArtifactError, match=r"was not built from .*fp8-block; build it with"):
+            export_triton(
+                calibrations["fp8-block"],
+                tmp_path / "a",
+                backend=backend,  # type: ignore[arg-type]
+                engine=engine,
+            )
+    (engine / "model.plan").write_bytes(b"another")
+    with pytest.raises(ArtifactError, match=r"model\.plan: altered since it was written"):
+        export_triton(calibrations["fp8-static"], tmp_path / "a", engine=engine)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_engine_is_asked_for_where_it_is_needed_and_only_there(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no engine was given: --engine ENGINE"):
+        export_triton(calibrations["fp8"], tmp_path / "a", backend="tensorrt")
+    for backend in ("vllm", "onnxruntime"):
+        with pytest.raises(ConfigError, match=f"for --backend python or tensorrt, not {backend}"):
+            export_triton(
+                calibrations["fp8-static"],
+                tmp_path / "a",
+                backend=backend,  # type: ignore[arg-type]
+                engine=engine,
+            )
+
+
+def test_the_committed_entries_are_what_export_writes(tmp_path: Path, example_model: Path) -> None:
+    """All but what .gitignore leaves out: manifests, weights and what goes with them."""
     calibration = make_calibration(tmp_path / "calibration", example_model, Recipe.load("fp8"))
-    name = {"python": "python-lm", "vllm": "python-lm-vllm"}[backend]
-    out = tmp_path / "triton_models" / name
-    export_triton(calibration, out, backend=backend)
-    files = {"config.pbtxt", "1/model.py" if backend == "python" else "1/model.json"}
-    for file in files:
-        assert (COMMITTED / name / file).read_text() == (out / file).read_text(), file
-    left_out = {"manifest.json", "golden.json", f"1/{CONTENT[backend]}"}
-    written = {p.relative_to(out).as_posix() for p in (*out.glob("*.*"), *out.glob("1/*"))}
-    assert written == files | left_out
+    export_all(calibration, tmp_path / "models", name="python-lm")
+    committed, written = kept(COMMITTED), kept(tmp_path / "models")
+    assert committed == written
+    for file in committed:
+        assert (COMMITTED / file).read_bytes() == (tmp_path / "models" / file).read_bytes(), file
+
+
+def kept(repository: Path) -> set[Path]:
+    """Its configurations, scripts and warm-up inputs."""
+    patterns = ("config.pbtxt", "warmup/*", "1/model.py", "1/model.json")
+    paths = [path for pattern in patterns for path in repository.glob(f"*/{pattern}")]
+    return {path.relative_to(repository) for path in paths}
 
 
 def test_the_directory_has_the_name_of_the_model(
@@ -132,7 +299,9 @@ def test_the_directory_has_the_name_of_the_model(
 def test_nothing_is_left_of_an_entry_that_failed(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such directory"):
         export_triton(tmp_path / "missing", tmp_path / "models" / "a")
-    assert not list((tmp_path / "models").iterdir())
+    with pytest.raises(ArtifactError, match="no such directory"):
+        export_all(tmp_path / "missing", tmp_path / "models")
+    assert not list(tmp_path.rglob("a"))
 
 
 def test_an_entry_is_replaced_only_by_force(tmp_path: Path, calibrations: dict[str, Path]) -> None:
@@ -141,4 +310,32 @@ def test_an_entry_is_replaced_only_by_force(tmp_path: Path, calibrations: dict[s
     with pytest.raises(ArtifactError, match="add --force"):
         export_triton(calibrations["fp8"], out, backend="vllm")
     export_triton(calibrations["fp8"], out, backend="vllm", force=True)
-    assert (out / "1" / "model.json").is_file() and not (out / "1" / "model.py").exists()
+    assert (out / "1" / "model.json").is_file() and not (out / "1" / "onnx").exists()
+
+
+def test_all_touches_nothing_where_one_entry_is_in_the_way(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    (tmp_path / "tiny-onnxruntime").mkdir()
+    (tmp_path / "tiny-onnxruntime" / "mine").write_text("")
+    with pytest.raises(ArtifactError, match="tiny-onnxruntime: exists and is not an Octet artifac"):
+        export_all(calibrations["fp8"], tmp_path, name="tiny", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-onnxruntime"]
+    (tmp_path / "tiny-onnxruntime" / "mine").unlink()
+    export_all(calibrations["fp8"], tmp_path, name="tiny")
+    export_all(calibrations["fp8"], tmp_path, name="tiny", force=True)
+    assert (tmp_path / "tiny" / MANIFEST_FILE).is_file()
+
+
+def test_the_tensors_of_a_plan_are_those_of_its_graph(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    from export.engine_graph import build_engine_graph
+    from export.source import Source
+
+    source = Source.open(calibrations["fp8-static"])
+    path = build_engine_graph(source).save(tmp_path)
+    found = read_graph(path)
+    for mine, actual in zip(plan_tensors(source.spec, "e5m2"), found, strict=True):
+        assert {t.name: t for t in mine} == {t.name: t for t in actual}
+    assert np.prod(found[1][0].shape[2:]) == source.spec.vocab_size

@@ -1,4 +1,4 @@
-"""Octet's embedded engine on the ONNX export beside this file; see ../config.pbtxt.
+"""Octet's embedded engine on the export beside this file; see ../config.pbtxt.
 
 The Python that runs this needs Octet: pip install 'octet[serve]'
 """

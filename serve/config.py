@@ -43,11 +43,12 @@ class Limits(_Section):
 
 
 class EmbeddedConfig(_Section):
-    """An ONNX export, run in this process."""
+    """An ONNX export, or a TensorRT engine, run in this process."""
 
     type: Literal["embedded"]
     path: Path
-    slots: Annotated[int, Field(gt=0)] = 16  # requests decoded together
+    # Requests decoded together; 16, or what an engine was built for.
+    slots: Annotated[int, Field(gt=0)] | None = None
 
 
 class HttpConfig(_Section):

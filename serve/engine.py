@@ -62,18 +62,19 @@ class Engine:
         runner: Runner,
         deliver: Callable[[list[Delivery]], None],
         *,
-        slots: int = 16,
+        slots: int | None = None,
         context: int | None = None,
         chunk: int = CHUNK,
         max_waiting: int = 1024,
     ) -> None:
         """`deliver` is called from the engine's thread and must not block.
 
-        `context` limits prompt and answer together (default: the model's). Raises ConfigError for
+        `slots` requests are decoded together (default: the runner's). `context` limits prompt and
+        answer together (default: the model's). Raises ConfigError for
         sizes that cannot be.
         """
         self.context = context or runner.spec.max_positions
-        self.cache = runner.new_cache(slots, self.context)
+        self.cache = runner.new_cache(slots or runner.slots, self.context)
         self._runner = runner
         self._deliver = deliver
         self._chunk = chunk

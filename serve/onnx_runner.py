@@ -33,6 +33,8 @@ _ONE_TOKEN_MORE = np.array([0, 0, 1])
 class OnnxRunner:
     """A `Runner` over one ONNX Runtime session."""
 
+    slots = 16
+
     def __init__(self, directory: Path, *, threads: int = 0, rewrite: bool = True) -> None:
         """Opens and verifies `directory`.
 

@@ -39,6 +39,10 @@ class Runner(Protocol):
     @property
     def kv_dtype(self) -> CacheDtype: ...
 
+    @property
+    def slots(self) -> int:
+        """How many requests it decodes together if nobody says otherwise."""
+
     def new_cache(self, slots: int, positions: int) -> Slots:
         """A cache for `slots` requests of up to `positions` tokens.
 

@@ -143,9 +143,14 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
     if config is not None:
         return GatewayConfig.load(config)
     if target is None:
-        raise ConfigError("nothing to serve: give an ONNX export or a configuration file")
-    # Fails early on a directory that is no ONNX export; the engine verifies its hashes.
-    name = Manifest.load(target, "onnx", verify=False).model.name
+        raise ConfigError("nothing to serve: give an export or a configuration file")
+    # Fails early on a directory that is neither; the runner verifies its hashes.
+    manifest = Manifest.load(target, verify=False)
+    if manifest.kind not in ("onnx", "engine"):
+        raise ConfigError(
+            f"{target}: is a {manifest.kind}; what is served here is an ONNX export or an engine"
+        )
+    name = manifest.model.name
     embedded = EmbeddedConfig(type="embedded", path=target)
     return GatewayConfig(models={name: ModelConfig(pool=(embedded,))})
 

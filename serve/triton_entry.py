@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, OctetError, RequestError
-from serve.backends.embedded import Loaded, load_onnx
+from serve.backends.embedded import Loaded, load_export
 from serve.engine import Delivery, Engine
 from serve.generation import Generation
 from serve.runner import Runner
@@ -38,7 +38,7 @@ class TritonEntry:
     """What a `TritonPythonModel` delegates to; `pb_utils` is triton_python_backend_utils."""
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer, pb_utils: Any, *, slots: int = 16
+        self, runner: Runner, tokenizer: Tokenizer, pb_utils: Any, *, slots: int | None = None
     ) -> None:
         self._pb_utils = pb_utils
         # Deliveries of the engine; [] wakes the sender up, None ends it.
@@ -53,16 +53,20 @@ class TritonEntry:
 
     @classmethod
     def load(cls, args: Mapping[str, str], pb_utils: Any) -> Self:
-        """From what Triton gives `initialize`: the export is `onnx` in the version's directory.
+        """From what Triton gives `initialize`.
 
-        Raises ArtifactError for what is not an unaltered export, ConfigError for the parameters
-        `slots` and `threads` of config.pbtxt.
+        In the version's directory is `engine`, which runs on the GPU of this instance, or `onnx`.
+        Raises ArtifactError for what is not an unaltered export, UnsupportedError for an engine
+        that is not for this machine, ConfigError for the parameters `slots` and `threads` of
+        config.pbtxt.
         """
         version = Path(args["model_repository"]) / args["model_version"]
         parameters = json.loads(args["model_config"]).get("parameters", {})
-        slots = _whole_number(parameters, "slots", default=16, least=1)
+        slots = _whole_number(parameters, "slots", default=0, least=1) or None
         threads = _whole_number(parameters, "threads", default=0, least=0)
-        runner, tokenizer = load_onnx(version / "onnx", threads)
+        export = version / "engine" if (version / "engine").is_dir() else version / "onnx"
+        device = int(args.get("model_instance_device_id", "0"))
+        runner, tokenizer = load_export(export, threads, device)
         return cls(runner, tokenizer, pb_utils, slots=slots)
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -219,7 +223,9 @@ def _triton_error(error: Exception | None, pb_utils: Any) -> Any:
 def _whole_number(
     parameters: Mapping[str, Mapping[str, str]], name: str, *, default: int, least: int
 ) -> int:
-    text = parameters.get(name, {}).get("string_value", str(default))
+    text = parameters.get(name, {}).get("string_value")
+    if text is None:
+        return default
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(
             f"config.pbtxt: parameter '{name}' should be a whole number of at least {least},"

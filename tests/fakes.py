@@ -69,6 +69,7 @@ class FakeRunner:
     ) -> None:
         self.spec = fake_spec(context)
         self.kv_dtype: CacheDtype = "e5m2"
+        self.slots = 16
         self.delay_s = delay_s
         self.poison = poison
         self.gate = threading.Event()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octet.artifact import Manifest
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model import ModelSpec
 from serve.engine import Delivery, Engine, EngineStats
@@ -15,14 +16,14 @@ from serve.runner import Runner
 from serve.tokenizer import Tokenizer
 from serve.types import Event, Finished, GenerateRequest
 
-__all__ = ["EmbeddedBackend", "Loaded", "load_onnx"]
+__all__ = ["EmbeddedBackend", "Loaded", "load_export", "load_runner"]
 
 # A prompt of so many characters takes about 10 ms to tokenize: done beside the event loop.
 _LONG_TEXT = 20_000
 
 
 class EmbeddedBackend:
-    """Serves one ONNX export. A `Backend`."""
+    """Serves one ONNX export, or one engine. A `Backend`."""
 
     accepts_extra = False
 
@@ -31,23 +32,25 @@ class EmbeddedBackend:
         path: Path,
         *,
         model: str | None = None,
-        slots: int = 16,
+        slots: int | None = None,
         context: int | None = None,
         threads: int = 0,
         max_waiting: int = 1024,
         load: Callable[[], tuple[Runner, Tokenizer]] | None = None,
     ) -> None:
-        """`path` is opened by `start`, as an ONNX export unless `load` opens it otherwise.
+        """`path` is opened by `start`: an ONNX export, an engine, or what `load` opens.
 
-        `model` is the name it answers to (default: the directory's). `context` limits prompt and
-        answer together (default: the model's). `threads` compute one operator (0: one per core).
+        `model` is the name it answers to (default: the directory's). `slots` requests are decoded
+        together (default: 16, or what an engine was built for). `context` limits prompt and answer
+        together (default: the model's). `threads` compute one operator on the CPU (0: one per
+        core).
         """
         self.name = "embedded"
         self._model = model or path.resolve().name
         self._slots = slots
         self._context = context
         self._max_waiting = max_waiting
-        self._load = load or (lambda: load_onnx(path, threads))
+        self._load = load or (lambda: load_export(path, threads))
         self._started: Loaded | None = None
         self._streams: dict[Generation, _Stream] = {}
 
@@ -195,8 +198,21 @@ class _Stream:
         return event
 
 
-def load_onnx(path: Path, threads: int = 0) -> tuple[Runner, Tokenizer]:
-    """What runs an ONNX export. Raises ArtifactError for what is not a whole, unaltered one."""
+def load_export(path: Path, threads: int = 0, device: int = 0) -> tuple[Runner, Tokenizer]:
+    """What runs an ONNX export, or an engine on GPU `device`.
+
+    Raises ArtifactError for what is not a whole, unaltered one, and UnsupportedError for an engine
+    that is not for this machine.
+    """
+    return load_runner(path, threads, device), Tokenizer.load(path)
+
+
+def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
+    """See `load_export`."""
+    if Manifest.load(path, verify=False).kind == "engine":
+        from serve.tensorrt.runner import TensorRTRunner
+
+        return TensorRTRunner(path, device=device)
     from serve.onnx_runner import OnnxRunner  # loads ONNX Runtime
 
-    return OnnxRunner(path, threads=threads), Tokenizer.load(path)
+    return OnnxRunner(path, threads=threads)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from octet.model import ModelSpec
 from serve.cache import Slots, window
-from serve.tensorrt.gpu import Gpu, Memory
+from serve.tensorrt.gpu import Gpu, Memory, aligned
 from serve.tensorrt.kernels import Arguments, Kernels
 
 __all__ = ["DeviceCache", "Window"]
@@ -15,12 +15,14 @@ __all__ = ["DeviceCache", "Window"]
 class Window:
     """The first `live` positions of some slots, [2·layers, B, Hkv, live, D] on the GPU.
 
+    `stride` bytes lie between the addresses of two tensors.
     `held` says of which: a cache, and (slot, tenant, length) of each row; None for nothing that is
     of use.
     """
 
     memory: Memory
     live: int = 0
+    stride: int = 0
     held: "tuple[DeviceCache, tuple[tuple[int, int, int], ...]] | None" = None
 
 
@@ -52,8 +54,13 @@ class DeviceCache(Slots):
     def size_bytes(self) -> int:
         return self.slots * self._slot_bytes
 
-    def window_bytes(self, batch: int, live: int) -> int:
-        return self._tensors * batch * self._heads * live * self._dim * self._item_bytes
+    def resize(self, window: Window, batch: int, live: int) -> None:
+        """Makes room for the windows of `batch` rows; what was there is lost."""
+        window.live, window.held = live, None
+        window.stride = aligned(batch * self._heads * live * self._dim * self._item_bytes)
+        size = self._tensors * window.stride
+        if size > window.memory.nbytes:  # with room to grow: contexts get longer
+            window.memory.reserve(size * 5 // 4)
 
     def is_in(self, window: Window, slots: Sequence[int]) -> bool:
         """Whether `window` holds what `gather` would read."""
@@ -62,12 +69,20 @@ class DeviceCache(Slots):
     def gather(self, batch: int, where: int, into: Window) -> None:
         """Reads a window. `where` is the address of int64 [B, 2]: slots, and their lengths."""
         into.held = None
-        self._kernels.gather(self._arguments(batch, where, 0, 0, into))
+        self._kernels.gather(self._arguments(batch, where, into))
 
-    def append(self, slots: Sequence[int], where: int, rows: int, count: int, into: Window) -> None:
-        """Writes `rows` [2·layers, B, Hkv, T, D] behind what each slot holds, and into a window."""
+    def append(
+        self, slots: Sequence[int], where: int, rows: int, stride: int, count: int, into: Window
+    ) -> None:
+        """Writes the new rows behind what each slot holds, and into a window.
+
+        `rows` is their address, [2·layers, B, Hkv, count, D]; a tensor's are `stride` elements
+        from the next one's.
+        """
         into.held = None
-        self._kernels.append(self._arguments(len(slots), where, rows, count, into))
+        arguments = self._arguments(len(slots), where, into)
+        arguments.rows, arguments.count, arguments.rows_stride = rows, count, stride
+        self._kernels.append(arguments)
         self.lengths[slots] += count
         into.held = (self, self._rows(slots))
 
@@ -83,17 +98,16 @@ class DeviceCache(Slots):
             height=self._tensors * self._heads,
         )
 
-    def _arguments(self, batch: int, where: int, rows: int, count: int, into: Window) -> Arguments:
+    def _arguments(self, batch: int, where: int, into: Window) -> Arguments:
         return Arguments(
             slots=self._memory.address,
             window=into.memory.address if into.live else None,
-            rows=rows,
             where=where,
             tensors=self._tensors,
             batch=batch,
             heads=self._heads,
             positions=self._capacity,
             live=into.live,
-            count=count,
             dim=self._dim,
+            window_stride=into.stride // self._item_bytes,
         )

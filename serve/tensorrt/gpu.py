@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from octet.errors import BackendError, ConfigError, UnsupportedError
 
-__all__ = ["ALIGNMENT", "Event", "Gpu", "Memory", "PinnedMemory", "checked"]
+__all__ = ["Event", "Gpu", "Memory", "PinnedMemory", "aligned", "checked"]
 
-ALIGNMENT = 256  # bytes; what TensorRT asks of an address
+_ALIGNMENT = 256  # bytes; what cudaMalloc gives, and so what TensorRT may expect of an address
 _GRANULE = 2 << 20  # device memory is allocated in multiples of this
 _PAGE = 64 << 10  # and page-locked memory of these
 
@@ -149,6 +149,11 @@ class Event:
         """Seconds from `earlier` to this, once the stream has reached both; to 0.5 µs."""
         elapsed = self._gpu.runtime.cudaEventElapsedTime(earlier._handle, self._handle)
         return float(checked(elapsed)) / 1e3
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` up to where the next tensor may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def checked(result: tuple[Any, ...]) -> Any:

@@ -29,6 +29,8 @@ class Arguments(ctypes.Structure):
         ("live", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("dim", ctypes.c_int64),
+        ("window_stride", ctypes.c_int64),
+        ("rows_stride", ctypes.c_int64),
     )
 
 

@@ -16,7 +16,7 @@ from octet.model import ModelSpec
 from serve.cache import window
 from serve.runner import StepBatch
 from serve.tensorrt.cache import DeviceCache, Window
-from serve.tensorrt.gpu import ALIGNMENT, Gpu, Memory, PinnedMemory
+from serve.tensorrt.gpu import Gpu, Memory, PinnedMemory, aligned
 from serve.tensorrt.interface import Dtypes, Limits, caches_named
 
 __all__ = ["Lane"]
@@ -57,7 +57,9 @@ class Lane:
         if not cache.is_in(self.window, step.slots):
             cache.gather(batch, self._where_address, self.window)
         self.enqueue()
-        cache.append(step.slots, self._where_address, self._rows.address, count, self.window)
+        stride = self._rows_stride // self.dtypes.present_bytes
+        rows = self._rows.address
+        cache.append(step.slots, self._where_address, rows, stride, count, self.window)
         self.copy_out()
         self.gpu.synchronize()
         return self.logits
@@ -70,13 +72,10 @@ class Lane:
         batch, count, live, wanted = shape
         spec = self.spec
         self._lay_out_inputs(shape)
-        window_bytes = cache.window_bytes(batch, live)
-        if window_bytes > self.window.memory.nbytes:  # with room to grow: a context gets longer
-            self.window.memory.reserve(window_bytes * 5 // 4)
-        self.window.live, self.window.held = live, None
-        tensors = 2 * spec.layers
-        rows = batch * spec.kv_heads * count * spec.head_dim * self.dtypes.present_bytes
-        self._rows.reserve(tensors * rows)
+        cache.resize(self.window, batch, live)
+        elements = batch * spec.kv_heads * count * spec.head_dim
+        self._rows_stride = aligned(elements * self.dtypes.present_bytes)
+        self._rows.reserve(2 * spec.layers * self._rows_stride)
         self._logits_bytes = 4 * batch * wanted * spec.vocab_size
         self._logits.reserve(self._logits_bytes)
         self._out.reserve(self._logits_bytes)
@@ -85,8 +84,8 @@ class Lane:
         for index, (past, present) in enumerate(
             zip(caches_named(spec, "past_key_values"), caches_named(spec, "present"), strict=True)
         ):
-            self._bind(past, self.window.memory.address + index * (window_bytes // tensors), cached)
-            self._bind(present, self._rows.address + index * rows)
+            self._bind(past, self.window.memory.address + index * self.window.stride, cached)
+            self._bind(present, self._rows.address + index * self._rows_stride)
         self._bind("logits", self._logits.address)
         self.shape = shape
 
@@ -114,7 +113,7 @@ class Lane:
         for name, (dims, dtype) in inputs.items():
             offsets[name] = size
             nbytes = int(np.prod(dims)) * np.dtype(dtype).itemsize
-            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            size += aligned(nbytes)
         self._staged.reserve(size)
         self._in.reserve(size)
         self._in_bytes = size

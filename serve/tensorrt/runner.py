@@ -61,6 +61,7 @@ class TensorRTRunner:
             Lane(self._engine, index, limits, self.gpu, spec, dtypes)
             for index, limits in sorted(enumerate(profiles), key=lambda item: item[1].tokens)[:2]
         )
+        self.slots = self.decode.limits.batch
         longest = min(self.prefill.limits.cached, self.decode.limits.cached, spec.max_positions)
         self.spec: ModelSpec = spec.model_copy(update={"max_positions": longest})
 

@@ -1,0 +1,86 @@
+"""Engine directories for `FakeTensorRT`: the graph that build-engine compiles, in FLOAT."""
+
+from pathlib import Path
+from typing import Any
+
+import cuda.bindings
+import onnx
+import pytest
+from onnx import TensorProto
+
+from export.engine_graph import build_engine_graph
+from export.source import Source
+from octet.artifact import write_artifact
+from octet.model import ModelSpec
+from serve.tensorrt import kernels
+from tests.export.test_engine_graph import lowered
+from tests.serve.fake_gpu import FakeGpu, fake_code
+from tests.serve.fake_tensorrt import VERSION, FakeTensorRT, plan_of
+
+__all__ = ["install", "make_engine"]
+
+
+def make_engine(
+    calibration: Path,
+    out: Path,
+    *,
+    batch: int = 8,
+    prompt: int = 256,
+    context: int | None = None,
+    logits: int = 128,
+    **details: Any,
+) -> Path:
+    """Writes `out`, with a plan of these limits; `details` replace some of the manifest's."""
+    source = Source.open(calibration)
+    longest = context or source.spec.max_positions
+    profiles = {
+        "prefill": (1, prompt, longest, logits),
+        "decode": (batch, 1, longest, 1),
+    }
+    with write_artifact(out) as writer:
+        source.copy_side_files(writer.path)
+        scratch = writer.path / "onnx"
+        scratch.mkdir()
+        path = build_engine_graph(source, TensorProto.FLOAT).save(scratch)
+        model = lowered(onnx.load(path))
+        for file in scratch.iterdir():
+            file.unlink()
+        scratch.rmdir()
+        shapes = {name: _profile(source.spec, largest) for name, largest in profiles.items()}
+        (writer.path / "model.plan").write_bytes(plan_of(model, shapes))
+        described = {
+            "targets": ["sm89"],
+            "builder": {"name": "TensorRT", "version": VERSION},
+            "kv_cache": {"dtype": source.kv_cache},
+        }
+        writer.finish(source.manifest("engine", described | details))
+    return out
+
+
+def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, version: str = VERSION) -> None:
+    """Makes this machine one with `gpu` and TensorRT."""
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", FakeTensorRT(gpu, version))
+    for module in ("runtime", "driver"):
+        monkeypatch.setattr(cuda.bindings, module, gpu, raising=False)
+    monkeypatch.setattr(kernels, "compile_kernels", fake_code)
+
+
+def _profile(spec: ModelSpec, largest: tuple[int, int, int, int]) -> Any:
+    batch, tokens, cached, logits = largest
+
+    def shapes(b: int, t: int, s: int, n: int) -> dict[str, tuple[int, ...]]:
+        cache = (b, spec.kv_heads, s, spec.head_dim)
+        return {
+            "input_ids": (b, t),
+            "position_ids": (b, t),
+            "attention_mask": (b, 1, t, s + t),
+            "logit_positions": (b, n),
+            **{
+                f"past_key_values.{index}.{kind}": cache
+                for index in range(spec.layers)
+                for kind in ("key", "value")
+            },
+        }
+
+    low, high = shapes(1, 1, 0, 1), shapes(batch, tokens, cached, logits)
+    return {name: (low[name], low[name], high[name]) for name in low}

@@ -1,193 +1,193 @@
-"""calibration + checkpoint → a compressed-tensors checkpoint that vLLM loads.
+"""calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
-FP8 weights and their scales take the place of the projections' weights; every other tensor is
-copied bit for bit, shard by shard, one tensor in memory at a time. There is no `kv_cache_scheme`:
-with one, vLLM refuses an E5M2 cache; without, it takes `--kv-cache-dtype fp8_e5m2`.
+Codes and scales take the place of the linears' weights; every other tensor is copied bit for bit.
+Shards are streamed one after the other: a part of one tensor is in memory at a time, each file is
+read once and written once, and both are hashed on the way. A shard that is not the calibration's
+fails the export when its end is reached, and nothing is left behind.
 
-| recipe     | weight_scale                | input_scale |
-|------------|-----------------------------|-------------|
-| fp8        | f32 [N, 1]                  | none        |
-| fp8-static | f32 [1]                     | f32 [1]     |
-| fp8-block  | f32 [⌈N/128⌉, ⌈K/128⌉]      | none        |
+| cache (`kv_cache`) | in the checkpoint                                                          |
+|--------------------|----------------------------------------------------------------------------|
+| e5m2               | no cache scheme; scales of K and V only where they are not 1               |
+| e4m3               | a cache scheme; scales of K and V, and of queries where they were observed |
+| float16            | nothing                                                                    |
 
-Scales multiply: real = stored * scale. Tensor names and the configuration are those of
-compressed-tensors' `float-quantized` format.
+Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compressed-tensors.
 """
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from export.compressed_tensors import CompressedTensors
+from export.fp8_format import Fp8
+from export.fused import check_fused
+from export.layout import CacheScale, Layout, Tensors, float32
+from export.modelopt_format import ModelOpt
 from export.source import Source, require_space
+from export.tensor_parallel import check_tensor_parallel
 from octet.artifact import Manifest, check_destination, write_artifact
 from octet.chat import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
-from octet.errors import UnsupportedError
-from octet.model import Linear
-from octet.recipe import TensorScheme
-from octet.tensors import PendingTensor, Tensor, TensorFile, write_tensors
+from octet.checkpoint import sha256_file
+from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
+from octet.recipe import KvCacheDtype
+from octet.tensors import TensorFile, tensors_nbytes, write_tensors
 
-__all__ = ["export_checkpoint", "write_checkpoint"]
+__all__ = ["CheckpointFormat", "export_checkpoint"]
 
+CheckpointFormat = Literal["compressed-tensors", "modelopt", "fp8"]
 INDEX_FILE = "model.safetensors.index.json"
-Tensors = dict[str, Tensor | PendingTensor]
+_LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "compressed-tensors": CompressedTensors,
+    "modelopt": ModelOpt,
+    "fp8": Fp8,
+}
+_METADATA = {"format": "pt"}
 
 
 def export_checkpoint(
-    calibration: Path, out: Path, *, model: Path | None = None, force: bool = False
+    calibration: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    format: CheckpointFormat = "compressed-tensors",
+    kv_cache: KvCacheDtype | None = None,
+    tensor_parallel: int = 1,
+    force: bool = False,
+    console: Console | None = None,
 ) -> Manifest:
     """Writes the checkpoint directory `out`; `model` overrides where the original is.
 
-    Raises UnsupportedError for a recipe that vLLM would refuse, naming the layer, and ArtifactError
-    or ExportError before the first byte for all else that stands in the way.
+    `kv_cache` overrides the recipe's; `tensor_parallel` is over how many GPUs it must be possible
+    to split it. Raises UnsupportedError for what engines would refuse or get wrong, naming the
+    layer, and ArtifactError or ExportError for all else that stands in the way: before the first
+    byte, but for a shard altered since calibration.
     """
+    if format not in _LAYOUTS:
+        raise ConfigError(f"unknown checkpoint format '{format}'{nearest(format, _LAYOUTS)}")
     check_destination(out, force=force, inputs=[calibration])
-    source = Source.open(calibration, model)
-    check_supported(source)
-    require_space(out, sum(shard.path.stat().st_size for shard in source.checkpoint.shards))
+    source = Source.open(calibration, model, kv_cache=kv_cache, shards=False)
+    layout = _LAYOUTS[format]()
+    if not source.quantized_linears():
+        raise UnsupportedError(f"recipe {source.recipe.name} leaves every linear in full precision")
+    layout.check(source)
+    check_fused(source)
+    check_tensor_parallel(source, tensor_parallel)
+    shards = {shard.path.name: _shard(source, layout, shard) for shard in source.checkpoint.shards}
+    sizes = {name: tensors_nbytes(tensors, _METADATA) for name, tensors in shards.items()}
+    require_space(out, sum(sizes.values()))
     with write_artifact(out, force=force) as writer:
-        details = write_checkpoint(source, writer.path)
-        return writer.finish(source.manifest("checkpoint", details))
+        _write_side_files(source, layout, writer.path)
+        if (source.checkpoint.path / INDEX_FILE).exists():
+            _write_index(writer.path, shards)
+        hashes = _write_shards(source, writer.path, shards, console)
+        details = _details(source, layout, tensor_parallel)
+        return writer.finish(source.manifest("checkpoint", details, "numba"), hashes)
 
 
-def write_checkpoint(source: Source, directory: Path) -> dict[str, Any]:
-    """Fills `directory` with what an engine loads; returns the facts for a manifest."""
-    source.copy_side_files(directory, config=False)
-    config = source.checkpoint.config | {"quantization_config": quantization_config(source)}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weight_map: dict[str, str] = {}
-    for shard in source.checkpoint.shards:
-        tensors = _quantized_shard(source, shard)
-        write_tensors(directory / shard.path.name, tensors, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, shard.path.name)
-    if (source.checkpoint.path / INDEX_FILE).exists():
-        _write_index(directory, weight_map)
-    details: dict[str, Any] = {"format": "compressed-tensors float-quantized"}
-    if source.recipe.kv_cache == "e5m2":
-        details["serve_with"] = "--kv-cache-dtype fp8_e5m2"
-    if template_of(source.checkpoint.path) is None:
-        # vLLM answers no chat without a template, and takes none from a request.
-        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
-        details["chat_template"] = "plain default: the model brings none"
-    return details
+def _write_shards(
+    source: Source, directory: Path, shards: dict[str, Tensors], console: Console | None
+) -> dict[str, str]:
+    """Writes every shard, and makes sure of the one it comes from; SHA-256 by file name."""
+    hashes = {}
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    progress = Progress(*columns, console=console, transient=True, disable=console is None)
+    total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
+    with progress, ThreadPoolExecutor(1) as reading:
+        task = progress.add_task("export", total=total)
+        for shard in source.checkpoint.shards:
+            digest = reading.submit(sha256_file, shard.path)
+            target = directory / shard.path.name
+            release = source.checkpoint.release
+            try:
+                hashes[target.name] = write_tensors(
+                    target, shards[target.name], _METADATA, release=release
+                )
+            except OctetError:  # such as a NaN, which may come of the very alteration
+                source.require_shard(shard.path, digest.result())
+                raise
+            source.require_shard(shard.path, digest.result())
+            progress.advance(task, shard.path.stat().st_size)
+    return hashes
 
 
-def check_supported(source: Source) -> None:
-    """Raises UnsupportedError for what vLLM would refuse or get wrong."""
-    recipe = source.recipe
-    if recipe.kv_cache == "e4m3":
-        raise UnsupportedError(
-            f"recipe {recipe.name}: no export writes an e4m3 cache; derive another calibration with"
-            " `octet rescale --recipe ... --kv-cache e5m2`"
-        )
-    quantized = source.quantized_linears()
-    pair = (recipe.weights.granularity, recipe.activations.granularity)
-    if pair not in (("channel", "token"), ("tensor", "tensor"), ("block", "group")):
-        raise UnsupportedError(
-            f"recipe {recipe.name}: {pair[0]} weights with {pair[1]} activations is no combination"
-            " that vLLM serves in FP8; use those of fp8, fp8-static or fp8-block"
-        )
-    fused: dict[str, list[Linear]] = {}
-    for linear in source.spec.linears():
-        fused.setdefault(linear.input, []).append(linear)
-    for group in fused.values():
-        inside = [linear for linear in group if linear.name in quantized]
-        if inside and len(inside) < len(group):
-            outside = next(linear for linear in group if linear.name not in quantized)
-            raise UnsupportedError(
-                f"recipe {recipe.name} excludes {outside.name} but not {inside[0].name}: vLLM"
-                " fuses them; exclude both or neither"
-            )
-    size = recipe.weights.group_size or 1
-    for linear in quantized.values():
-        if linear.out_features % size or linear.in_features % size:
-            raise UnsupportedError(
-                f"recipe {recipe.name}: {linear.name} is {linear.out_features}x"
-                f"{linear.in_features}, and vLLM needs multiples of {size}; use recipe fp8"
-            )
-
-
-def quantization_config(source: Source) -> dict[str, Any]:
-    """config.json's `quantization_config`, as compressed-tensors defines it."""
-    recipe = source.recipe
-    excluded = [item.name for item in source.spec.linears() if not source.quantizes(item)]
-    group = {
-        "targets": ["Linear"],
-        "format": "float-quantized",
-        "weights": _scheme(recipe.weights),
-        "input_activations": _scheme(recipe.activations),
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", *excluded],
-        "kv_cache_scheme": None,
-        "config_groups": {"group_0": group},
-    }
-
-
-def _scheme(scheme: TensorScheme) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": scheme.granularity,
-        "symmetric": True,
-        "dynamic": scheme.dynamic,
-    }
-    if scheme.granularity == "block":
-        described["block_structure"] = [scheme.group_size, scheme.group_size]
-    elif scheme.granularity == "group":
-        described["group_size"] = scheme.group_size
-    return described
-
-
-def _quantized_shard(source: Source, shard: TensorFile) -> Tensors:
+def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
     """The tensors of `shard` as they will be written, in their order; nothing is computed yet."""
     quantized = {f"{name}.weight": item for name, item in source.quantized_linears().items()}
+    cache_scales = _cache_scales(source, layout)
     tensors: Tensors = {}
     for name in shard.names:
         if name in quantized:
-            tensors |= _quantized_linear(source, quantized[name])
+            tensors |= layout.linear(source, quantized[name])
         else:
             tensors[name] = source.checkpoint.read(name)
-        tensors |= _cache_scales(source, name)
+        tensors |= cache_scales.get(name, {})
     return tensors
 
 
-def _quantized_linear(source: Source, linear: Linear) -> Tensors:
-    shape = (linear.out_features, linear.in_features)
-    tensors: Tensors = {
-        f"{linear.name}.weight": PendingTensor(
-            "F8_E4M3", shape, lambda: source.weight_codes(linear)
-        ),
-        f"{linear.name}.weight_scale": _at_least_1d(source.weight_scale(linear)),
-    }
-    if not source.recipe.activations.dynamic:
-        tensors[f"{linear.name}.input_scale"] = _at_least_1d(source.input_scale(linear))
-    return tensors
+def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
+    """Scales of queries, keys and values, by the weight that they come after."""
+    found: dict[str, Tensors] = {}
+    for index in range(source.spec.layers):
+        attention = f"{source.spec.layer(index)}.self_attn"
+        scales: dict[CacheScale, float | None] = {"q": source.query_scale(index)}
+        scales["k"], scales["v"] = source.cache_scales(index)
+        if source.kv_cache == "e5m2":
+            scales = {
+                which: scale for which, scale in scales.items() if scale != 1 and which != "q"
+            }
+        elif source.kv_cache == "float16":
+            scales = {}
+        inside = [x.name for x in source.spec.linears(index) if x.name.startswith(f"{attention}.")]
+        for which, scale in scales.items():
+            if scale is not None:
+                projection = f"{attention}.{which}_proj"
+                anchor = projection if projection in inside else inside[0]
+                name = layout.cache_scale_name(attention, which, anchor != projection)
+                tensor = float32(np.asarray(scale, np.float32), (1,))
+                found.setdefault(f"{anchor}.weight", {})[name] = tensor
+    return found
 
 
-def _cache_scales(source: Source, name: str) -> Tensors:
-    """`k_scale` after a k_proj's weight and `v_scale` after a v_proj's, where they are not 1."""
-    attention, _, projection = name.removesuffix(".weight").rpartition(".")
-    if projection not in ("k_proj", "v_proj"):
-        return {}
-    scale_name = f"{attention}.{projection[0]}_scale"
-    scale = source.calibration.scales.get(scale_name)
-    return {} if scale is None or scale == 1 else {scale_name: _at_least_1d(scale)}
+def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
+    source.copy_side_files(directory, config=False)
+    config = source.checkpoint.config | {"quantization_config": layout.config(source)}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name, text in layout.side_files(source).items():
+        (directory / name).write_text(text)
+    if template_of(source.checkpoint.path) is None:
+        # vLLM answers no chat without a template, and takes none from a request.
+        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
 
 
-def _at_least_1d(scale: Any) -> Tensor:
-    return Tensor.of(np.atleast_1d(np.asarray(scale, np.float32)))
-
-
-def _write_index(directory: Path, weight_map: dict[str, str]) -> None:
-    files = {directory / name for name in weight_map.values()}
+def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     index = {
-        "metadata": {"total_size": sum(path.stat().st_size for path in files)},
+        "metadata": {"total_size": sum(tensors_nbytes(x, header=False) for x in shards.values())},
         "weight_map": dict(sorted(weight_map.items())),
     }
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, Any]:
+    """The facts for the manifest."""
+    details: dict[str, Any] = {
+        "format": layout.label(source),
+        "kv_cache": source.kv_cache,
+        "tensor_parallel": tensor_parallel,
+    }
+    if source.kv_cache != "float16":
+        details["serve_with"] = f"--kv-cache-dtype fp8_{source.kv_cache}"
+    if source.kv_cache == "e4m3":
+        known = [source.query_scale(index) is not None for index in range(source.spec.layers)]
+        details["query_scale"] = (
+            "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
+        )
+    if template_of(source.checkpoint.path) is None:
+        details["chat_template"] = "plain default: the model brings none"
+    return details

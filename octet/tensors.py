@@ -217,11 +217,15 @@ def write_tensors(
 
 
 def tensors_nbytes(
-    tensors: Mapping[str, Tensor | PendingTensor], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor | PendingTensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    header: bool = True,
 ) -> int:
-    """The size of the file that `write_tensors` would write; nothing is computed."""
+    """The size of the file that `write_tensors` would write, or of its data alone."""
     pending = {name: _pending(tensor) for name, tensor in tensors.items()}
-    return len(_header(pending, metadata)) + sum(tensor.nbytes for tensor in pending.values())
+    nbytes = sum(tensor.nbytes for tensor in pending.values())
+    return nbytes + (len(_header(pending, metadata)) if header else 0)
 
 
 def _contents(

@@ -112,7 +112,7 @@ def test_a_combination_that_vllm_does_not_serve(tmp_path: Path, tiny_model: Path
         activations=TensorScheme(granularity="tensor"),
     )
     make_calibration(tmp_path / "cal", tiny_model, recipe)
-    match = "recipe odd: block weights with tensor activations"
+    match = rf"recipe odd: {Q_PROJ} has fp8 block weights with tensor activations"
     assert_refused(UnsupportedError, match, tmp_path / "cal", tmp_path, (export_checkpoint,))
 
 
@@ -136,7 +136,7 @@ def test_an_existing_export_is_replaced_only_with_force(
 def test_an_export_interrupted_between_shards_leaves_nothing(
     tmp_path: Path, calibrations: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(path: Path, tensors: dict[str, Tensor], metadata: object) -> None:
+    def interrupt(path: Path, tensors: dict[str, Tensor], *_: object, **__: object) -> None:
         write_tensors(path, dict(list(tensors.items())[:1]))
         raise KeyboardInterrupt
 

@@ -1,0 +1,91 @@
+"""Linears that an engine runs as one: q/k/v, gate/up, and all experts of a layer.
+
+They must have one scheme, and where a scale is of a whole tensor, one scale: vLLM takes the largest
+of a group's NVFP4 global scales for all of it and does not quantize again.
+"""
+
+from collections.abc import Iterable
+
+from export.source import Source
+from octet.errors import ArtifactError, UnsupportedError
+from octet.model import Linear
+from octet.recipe import TensorScheme
+
+__all__ = ["check_fused", "describe", "groups_by_input", "groups_by_kernel"]
+
+Schemes = tuple[TensorScheme, TensorScheme] | None
+
+
+def groups_by_input(linears: Iterable[Linear]) -> list[list[Linear]]:
+    """q/k/v, gate/up, and each other linear alone."""
+    found: dict[str, list[Linear]] = {}
+    for linear in linears:
+        found.setdefault(linear.input, []).append(linear)
+    return list(found.values())
+
+
+def groups_by_kernel(linears: Iterable[Linear]) -> list[list[Linear]]:
+    """As `groups_by_input`, but all gates, ups and downs of a layer's experts are one group."""
+    found: dict[str, list[Linear]] = {}
+    for linear in linears:
+        experts, inside, _ = linear.name.partition(".experts.")
+        found.setdefault(experts if inside else linear.input, []).append(linear)
+    return list(found.values())
+
+
+def check_fused(source: Source) -> None:
+    """Raises UnsupportedError naming two linears of one kernel whose schemes differ, ArtifactError
+    naming two that should share a scale and do not."""
+    for group in groups_by_kernel(source.spec.linears()):
+        first = group[0]
+        for other in group[1:]:
+            if _stored(source.schemes(other)) != _stored(source.schemes(first)):
+                raise UnsupportedError(
+                    f"recipe {source.recipe.name} gives {first.name} {describe(source, first)} and"
+                    f" {other.name} {describe(source, other)}: engines run them as one; give both"
+                    " the same"
+                )
+    for group in groups_by_input(source.spec.linears()):
+        for other in group[1:]:
+            for kind in _shared(source.schemes(other)):
+                _check_equal(source, kind, group[0], other)
+
+
+def describe(source: Source, linear: Linear) -> str:
+    """Such as "fp8 channel weights with token inputs", or "full precision"."""
+    schemes = source.schemes(linear)
+    if schemes is None:
+        return "full precision"
+    weights, inputs = schemes
+    told = f"{weights.kind} {weights.granularity} weights"
+    other = "" if inputs.kind == weights.kind else f"{inputs.kind} "
+    return f"{told} with {other}{inputs.granularity} inputs"
+
+
+def _stored(schemes: Schemes) -> tuple[object, ...] | None:
+    """What of the schemes shows in a checkpoint: not how the scales were chosen."""
+    if schemes is None:
+        return None
+    return tuple((x.kind, x.granularity, x.dynamic, x.group_size) for x in schemes)
+
+
+def _shared(schemes: Schemes) -> list[str]:
+    """The scales of which a fused kernel has one."""
+    if schemes is None:
+        return []
+    weights, inputs = schemes
+    kinds = ["weight_scale"] if weights.granularity == "tensor" else []
+    kinds += ["weight_global_scale"] if weights.two_level else []
+    kinds += [] if inputs.dynamic else ["input_scale"]
+    return kinds + (["input_global_scale"] if inputs.dynamic and inputs.two_level else [])
+
+
+def _check_equal(source: Source, kind: str, first: Linear, other: Linear) -> None:
+    scales = source.calibration.scales
+    one, two = (scales[f"{linear.name}.{kind}"] for linear in (first, other))
+    if one != two:
+        raise ArtifactError(
+            f"{source.calibration.path / 'scales.safetensors'}: {kind} is {float(one):.6g} of"
+            f" {first.name} and {float(two):.6g} of {other.name}, which engines run as one;"
+            " calibrate again"
+        )

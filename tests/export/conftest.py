@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from export.onnx import export_onnx
-from octet import scaling
+from octet import microscaling, scaling
 from octet.artifact import Manifest, ModelIdentity, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.formats import E4M3
+from octet.formats import E4M3, FORMATS, Float32Array, round_to
 from octet.golden import GoldenRecord, GoldenSet
-from octet.recipe import Recipe
+from octet.model import Linear
+from octet.recipe import Recipe, TensorScheme
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
+GROUPED = ("mxfp8", "mxfp4", "nvfp4")
 
 
 def make_calibration(
@@ -31,14 +33,11 @@ def make_calibration(
     `scales` replaces some, `drop` leaves one out.
     """
     checkpoint = Checkpoint.open(model)
-    granularity = scaling.Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
     found: dict[str, np.ndarray] = {}
     for linear in checkpoint.spec.linears():
-        weight = checkpoint.read(f"{linear.name}.weight").float32()
-        amax = scaling.absmax(weight, granularity)
-        found[f"{linear.name}.weight_scale"] = scaling.scale_from_absmax(amax, E4M3)
-        if not recipe.activations.dynamic:
-            found[f"{linear.name}.input_scale"] = np.array(8.0 / 448, np.float32)
+        schemes = recipe.scheme_of(linear.name)
+        if schemes is not None:
+            found |= plausible_scales(checkpoint, linear, *schemes)
     for index in range(checkpoint.spec.layers):
         for kind in "kv":
             found[f"model.layers.{index}.self_attn.{kind}_scale"] = np.array(1, np.float32)
@@ -64,11 +63,45 @@ def make_calibration(
     return path
 
 
+def plausible_scales(
+    checkpoint: Checkpoint, linear: Linear, weights: TensorScheme, inputs: TensorScheme
+) -> dict[str, Float32Array]:
+    """Those of one linear, as if inputs were up to 8."""
+    name, fmt = linear.name, FORMATS[weights.format]
+    shared = [  # linears that share an input share scales of whole tensors
+        checkpoint.read(f"{item.name}.weight").float32()
+        for item in checkpoint.spec.linears()
+        if item.input == linear.input
+    ]
+    weight = checkpoint.read(f"{name}.weight").float32()
+    granularity = scaling.Granularity.of(weights.granularity, weights.group_size)
+    amax = scaling.absmax(weight, granularity)
+    if weights.granularity == "tensor":
+        amax = np.max([scaling.absmax(item, granularity) for item in shared])
+    found: dict[str, Float32Array] = {}
+    if weights.two_level:
+        factor = microscaling.global_scale(max(float(abs(x).max()) for x in shared), fmt)
+        found[f"{name}.weight_global_scale"] = factor
+        found[f"{name}.weight_scale"] = round_to(amax / np.float32(fmt.max) / factor, E4M3)
+    elif weights.scale_format == "e8m0":
+        found[f"{name}.weight_scale"] = microscaling.power_of_two_scales(amax, fmt)
+    else:
+        found[f"{name}.weight_scale"] = scaling.scale_from_absmax(amax, fmt)
+    if not inputs.dynamic:
+        found[f"{name}.input_scale"] = np.array(8.0 / 448, np.float32)
+    elif inputs.two_level:
+        found[f"{name}.input_global_scale"] = microscaling.global_scale(8.0, FORMATS[inputs.format])
+    return found
+
+
 @pytest.fixture(scope="session")
 def calibrations(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
     """A calibration of the tiny model for each preset recipe."""
     root = tmp_path_factory.mktemp("calibrations")
-    return {name: make_calibration(root / name, tiny_model, Recipe.load(name)) for name in RECIPES}
+    return {
+        name: make_calibration(root / name, tiny_model, Recipe.load(name))
+        for name in (*RECIPES, *GROUPED)
+    }
 
 
 @pytest.fixture(scope="session")

@@ -55,10 +55,10 @@ def round_dynamic(
         return _Rounding(graph, scheme, global_scale, name).apply(x, name)
     size = scheme.group_size or 0
     groups = features // size
-    split = graph.array(f"groups.{groups}", np.array([0, 0, groups, size], np.int64))
+    split = graph.array(f"shape.groups.{groups}x{size}", np.array([0, 0, groups, size], np.int64))
     grouped = graph.node("Reshape", [x, split], f"{name}.grouped")  # [B, T, K/g, g]
     values = _Rounding(graph, scheme, global_scale, name).apply(grouped, f"{name}.group")
-    whole = graph.array(f"ungrouped.{features}", np.array([0, 0, features], np.int64))
+    whole = graph.array(f"shape.ungrouped.{features}", np.array([0, 0, features], np.int64))
     return graph.node("Reshape", [values, whole], f"{name}.dequantized")
 
 

@@ -2,8 +2,9 @@
 
 export/onnx_decoder.py lists the graph's inputs and outputs. What makes a step lean:
 
-- FP8 casts, slow in ONNX Runtime 1.31, are replaced in memory (serve/onnx_rewrite.py). The cache
-  stays E5M2 codes: a window is read as FP16, whose top bytes they are.
+- FP8 casts, slow in ONNX Runtime 1.31, and FP4, which it lacks, are replaced in memory
+  (serve/onnx_rewrite.py, serve/onnx_weights.py). The cache stays E5M2 codes: a window is read as
+  FP16, whose top bytes they are. An E4M3 cache is read as it is.
 - All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
 - While the same requests go on decoding, the windows held there need only their newest row.
 """
@@ -18,16 +19,22 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from octet.artifact import Manifest
-from octet.errors import ArtifactError, BackendError
+from octet.errors import ArtifactError, BackendError, OctetError, UnsupportedError
 from octet.model import ModelSpec
 from serve.cache import CacheDtype, SlotCache, window
-from serve.onnx_rewrite import read_past_as_float16, round_to_e4m3_in_float32
+from serve.onnx_rewrite import read_past_as_float16, round_in_float32
+from serve.onnx_weights import store_e2m1_as_e4m3
 from serve.runner import StepBatch
 
 __all__ = ["OnnxRunner"]
 
 MODEL_FILE = "model.onnx"
 _ONE_TOKEN_MORE = np.array([0, 0, 1])
+_STORED_TYPES: dict[CacheDtype, int] = {
+    "e5m2": TensorProto.FLOAT8E5M2,
+    "e4m3": TensorProto.FLOAT8E4M3FN,
+    "float16": TensorProto.FLOAT16,
+}
 
 
 class OnnxRunner:
@@ -39,26 +46,31 @@ class OnnxRunner:
         """Opens and verifies `directory`.
 
         `threads` computes one operator (0: one per core). `rewrite=False` runs the graph as it is
-        on disk. Raises ArtifactError for what is not an unaltered ONNX export, or does not load.
+        on disk. Raises ArtifactError for what is not an unaltered ONNX export, or does not load,
+        and UnsupportedError for a graph that was exported for TensorRT.
         """
         self.manifest = Manifest.load(directory, "onnx")
+        if self.manifest.details.get("target", "onnxruntime") != "onnxruntime":
+            raise UnsupportedError(
+                f"{directory}: this graph is for TensorRT: compile it with `octet build-engine`,"
+                " or serve an export made with `octet export onnx`"
+            )
         self.spec: ModelSpec = self.manifest.model.spec
         self.kv_dtype: CacheDtype = self.manifest.details["kv_cache"]
-        self._past_type = TensorProto.FLOAT16
-        if self.kv_dtype == "e5m2" and not rewrite:
-            self._past_type = TensorProto.FLOAT8E5M2
+        self._past_type = _STORED_TYPES[self.kv_dtype]
         path = directory / MODEL_FILE
+        options = _session_options(directory, threads)
         try:
             model = onnx.load(path, load_external_data=False)
             if rewrite:
-                read_past_as_float16(model)
-                round_to_e4m3_in_float32(model)
+                self._past_type = read_past_as_float16(model) or self._past_type
+                round_in_float32(model)
+                outside = store_e2m1_as_e4m3(model, directory)
+                options.add_external_initializers(list(outside), list(outside.values()))
             self._session = onnxruntime.InferenceSession(
-                model.SerializeToString(),
-                _session_options(directory, threads),
-                providers=["CPUExecutionProvider"],
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
-        except ArtifactError:
+        except OctetError:
             raise
         except Exception as error:  # protobuf's and ONNX Runtime's own classes, of no common base
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -102,8 +114,8 @@ class _Plan:
         batch, count, past, wanted = shape
         tensors, heads, dim = 2 * spec.layers, spec.kv_heads, spec.head_dim
         past_dtype = np.float16 if past_type == TensorProto.FLOAT16 else np.uint8
-        code_dtype = np.uint8 if kv_dtype == "e5m2" else np.uint16
-        code_type = TensorProto.FLOAT8E5M2 if kv_dtype == "e5m2" else TensorProto.FLOAT16
+        code_dtype = np.uint16 if kv_dtype == "float16" else np.uint8
+        code_type = _STORED_TYPES[kv_dtype]
         self.ids = np.empty((batch, count), np.int64)
         self.positions = np.empty((batch, count), np.int64)
         self.offsets = np.arange(count)

@@ -11,10 +11,11 @@ the codes that it chose at every rounding. Those the reference checks, each must
 value rounds to within a few units of float32 noise, and then computes on with them.
 """
 
+import fnmatch
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
@@ -26,7 +27,9 @@ from torch.nn.functional import silu
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 NOISE = 1e-5  # of a row's absolute maximum: what float32 sums in another order differ by
-KvCache = Literal["e5m2", "float16", "none"]
+KvCache = Literal["e5m2", "e4m3", "float16", "none"]
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -42,19 +45,50 @@ def to_float16(x: Tensor) -> Tensor:
     return x.clamp(-65504.0, 65504.0).half().float()
 
 
-def round_weight(weight: Tensor, scale: Tensor, granularity: str) -> Tensor:
-    """[N, K] with a scale [], [N, 1] or, in blocks of 128, [⌈N/128⌉, ⌈K/128⌉]."""
-    if granularity == "block":
-        n, k = weight.shape
-        scale = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-    return to_e4m3(weight / scale) * scale
+def to_e2m1(x: Tensor) -> Tensor:
+    """Rounded to the nearest of 15 values, ties to the even code, saturating."""
+    magnitude, middles = x.abs(), torch.tensor(E2M1_MIDDLES)
+    code = torch.bucketize(magnitude, middles)  # a tie gets the code below
+    tie = magnitude == middles[code.clamp(max=6)]
+    return torch.tensor(E2M1_VALUES)[code + (tie & (code % 2 == 1))] * x.sign()
+
+
+def to_mxfp8_scale(amax: Tensor) -> Tensor:
+    """2^ceil(log2(amax / 448))."""
+    fraction, exponent = torch.frexp(amax.double() / E4M3_MAX)  # fraction in [0.5, 1)
+    power = exponent - (fraction == 0.5).int()
+    return torch.exp2(power.clamp(-127, 127).double()).float()
+
+
+def to_mxfp4_scale(amax: Tensor) -> Tensor:
+    """A quarter of amax rounded to a power of two, up from 1.75 on and down below."""
+    fraction, exponent = torch.frexp(amax.double())
+    power = exponent - 1 + (fraction >= 0.875).int() - 2
+    return torch.exp2(power.clamp(-127, 127).double()).float()
+
+
+def round_weight(
+    weight: Tensor, scale: Tensor, scheme: dict[str, Any], global_scale: Tensor | None
+) -> Tensor:
+    """[N, K] with a scale [], [N, 1]; in blocks of g [⌈N/g⌉, ⌈K/g⌉]; in groups [N, ⌈K/g⌉]."""
+    n, k = weight.shape
+    size = scheme["group_size"]
+    if scheme["granularity"] == "block":
+        scale = scale.repeat_interleave(size, 0)[:n]
+    if size is not None:
+        scale = scale.repeat_interleave(size, 1)[:, :k]
+    if global_scale is not None:
+        scale = scale * global_scale
+    rounding = to_e4m3 if scheme["format"] == "e4m3" else to_e2m1
+    return rounding(weight / scale) * scale
 
 
 class Reference:
     """A Llama in float32: as stored if `calibration` is None, quantized as it says otherwise.
 
-    `decisions` maps `<first linear>.input` and `present.{i}.key|value` to the values of the codes
-    that an engine chose; `differing` counts those other than the reference's own, of `rounded`.
+    `decisions` maps `<first linear>.input`, `<first linear>.input.scale` (of groups, as its codes
+    are, without a global scale) and `present.{i}.key|value` to the values of the codes that an
+    engine chose; `differing` counts those other than the reference's own, of `rounded`.
     """
 
     def __init__(
@@ -73,54 +107,97 @@ class Reference:
         self.kv_cache = kv_cache
         self.reorder = reorder  # sum the contractions backwards
         self.scales: dict[str, Tensor] = {}
-        self.activations: str | None = None
+        self.recipe: dict[str, Any] = {}
         self.decisions: dict[str, Tensor] | None = None
         self.differing = self.rounded = 0
         if calibration is not None:
             self._quantize(calibration)
 
     def _quantize(self, calibration: Path) -> None:
-        recipe = json.loads((calibration / "manifest.json").read_text())["recipe"]
-        self.activations = recipe["activations"]["granularity"]
+        self.recipe = json.loads((calibration / "manifest.json").read_text())["recipe"]
         self.scales = safetensors.torch.load_file(calibration / "scales.safetensors")
         for name, scale in self.scales.items():
-            if name.endswith(".weight_scale"):
-                weight = name.removesuffix("_scale")
-                self.weights[weight] = round_weight(
-                    self.weights[weight], scale, recipe["weights"]["granularity"]
+            module = name.removesuffix(".weight_scale")
+            scheme = self.scheme(module)
+            if module != name and scheme is not None:
+                weight, shared = (
+                    f"{module}.weight",
+                    self.scales.get(f"{module}.weight_global_scale"),
                 )
+                rounded = round_weight(self.weights[weight], scale, scheme["weights"], shared)
+                self.weights[weight] = rounded
+
+    def scheme(self, module: str) -> dict[str, Any] | None:
+        """The `weights` and `activations` of a linear that is quantized."""
+        if not self.recipe or any(fnmatch.fnmatchcase(module, p) for p in self.recipe["exclude"]):
+            return None
+        for override in self.recipe["overrides"]:
+            if fnmatch.fnmatchcase(module, override["match"]):
+                return override
+        return self.recipe
 
     def linear(self, module: str, x: Tensor) -> Tensor:
-        if f"{module}.weight_scale" in self.scales:
-            x = self.round_input(module, x)
+        scheme = self.scheme(module)
+        if scheme is not None:
+            x = self.round_input(module, x, scheme["activations"])
         return self.product(x, self.weights[f"{module}.weight"])
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """[..., K] and [N, K] → [..., N]."""
         return x.flip(-1) @ weight.flip(-1).T if self.reorder else x @ weight.T
 
-    def round_input(self, module: str, x: Tensor) -> Tensor:
-        if self.activations == "group":
-            x = x.unflatten(-1, (-1, 128))
-        if self.activations == "tensor":
+    def round_input(self, module: str, x: Tensor, scheme: dict[str, Any]) -> Tensor:
+        name = f"{self.first_reader(module)}.input"
+        rounding = to_e4m3 if scheme["format"] == "e4m3" else to_e2m1
+        noise = NOISE * x.abs().amax(-1, keepdim=True)
+        if scheme["group_size"] is not None:
+            x, noise = x.unflatten(-1, (-1, scheme["group_size"])), noise.unsqueeze(-1)
+        amax = x.abs().amax(-1, keepdim=True)
+        if not scheme["dynamic"]:
             scale = self.scales[f"{module}.input_scale"]
-        else:  # one scale for each slice along the last axis, from its absolute maximum
-            scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=2.0**-126)
-        first = module.replace("k_proj", "q_proj").replace("v_proj", "q_proj")
-        name = first.replace("up_proj", "gate_proj") + ".input"
-        rounded = self.choose(name, x / scale, to_e4m3) * scale
-        return rounded.flatten(-2) if self.activations == "group" else rounded
+        elif scheme["scale_format"] == "e8m0":
+            power = to_mxfp8_scale if scheme["format"] == "e4m3" else to_mxfp4_scale
+            scale = self.choose(f"{name}.scale", amax, power, noise)
+        elif scheme["scale_format"] == "e4m3":
+            shared = self.scales[f"{module}.input_global_scale"]
+            wanted = amax * (torch.tensor(1.0) / 6) * shared.reciprocal()
+            chosen = self.choose(f"{name}.scale", wanted, to_e4m3, noise / (6 * shared))
+            scale = torch.where(chosen == 0, torch.finfo(torch.float32).max, chosen * shared)
+        else:
+            scale = (amax / E4M3_MAX).clamp(min=2.0**-126)
+        rounded = self.choose(name, x / scale, rounding, noise / scale) * scale
+        return rounded if scheme["group_size"] is None else rounded.flatten(-2)
 
-    def choose(self, name: str, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-        """x on the format's grid: the nearest value, or an engine's decision if it is as near."""
+    def first_reader(self, module: str) -> str:
+        """The first of the linears with the same input that rounds it in the same way."""
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            stem, _, last = module.rpartition(".")
+            for name in (first, *others) if last in others else ():
+                candidate = f"{stem}.{name}"
+                same = all(
+                    torch.equal(self.scales[f"{module}.{kind}"], self.scales[f"{candidate}.{kind}"])
+                    for kind in ("input_scale", "input_global_scale")
+                    if f"{module}.{kind}" in self.scales and f"{candidate}.{kind}" in self.scales
+                )
+                theirs, own = self.scheme(candidate), self.scheme(module)
+                if same and theirs and own and theirs["activations"] == own["activations"]:
+                    return candidate
+        return module
+
+    def choose(
+        self, name: str, x: Tensor, rounding: Callable[[Tensor], Tensor], noise: Tensor
+    ) -> Tensor:
+        """x on the format's grid: the nearest value, or an engine's decision if it is as near.
+
+        `noise` is what an engine's x may differ by.
+        """
         own = rounding(x)
         if self.decisions is None:
             return own
         theirs = self.decisions[name].float().view_as(x)
         other = (theirs != own).nonzero(as_tuple=True)
-        value, choice = x[other], theirs[other]
-        noise = NOISE * x.abs().amax(-1, keepdim=True).expand_as(x)[other]
-        wrong = (choice < rounding(value - noise)) | (choice > rounding(value + noise))
+        value, choice, slack = x[other], theirs[other], noise.expand_as(x)[other]
+        wrong = (choice < rounding(value - slack)) | (choice > rounding(value + slack))
         if wrong.any():
             at = tuple(int(axis[wrong][0]) for axis in other)
             raise AssertionError(
@@ -142,8 +219,10 @@ class Reference:
             return rows
         scale_name = f"model.layers.{layer}.self_attn.{kind[0]}_scale"
         scale = self.scales.get(scale_name, torch.tensor(1.0))
-        rounding = to_e5m2 if self.kv_cache == "e5m2" else to_float16
-        return self.choose(f"present.{layer}.{kind}", rows / scale, rounding) * scale
+        rounding = {"e5m2": to_e5m2, "e4m3": to_e4m3, "float16": to_float16}[self.kv_cache]
+        stored = rows / scale
+        noise = NOISE * stored.abs().amax(-1, keepdim=True)
+        return self.choose(f"present.{layer}.{kind}", stored, rounding, noise) * scale
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
         module = f"model.layers.{layer}.self_attn"
@@ -202,7 +281,6 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_VALUES = tuple(  # subnormals, then normals below the NaN
     [m / 8 * 2.0**-6 for m in range(8)]
     + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)]

@@ -1,28 +1,99 @@
-"""Runs an exported decoder with ONNX Runtime, as a serving engine would, but plainly."""
+"""Runs an exported decoder, as a serving engine would, but plainly: with ONNX Runtime, or, where
+it lacks a kernel, with ONNX's own reference evaluator."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
 from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 
 from octet import formats
 
-E5M2, FLOAT16 = TensorProto.FLOAT8E5M2, TensorProto.FLOAT16
+FLOAT16 = TensorProto.FLOAT16
+FLOAT8 = {
+    "tensor(float8e5m2)": (TensorProto.FLOAT8E5M2, formats.E5M2),
+    "tensor(float8e4m3fn)": (TensorProto.FLOAT8E4M3FN, formats.E4M3),
+    "tensor(float8e8m0)": (TensorProto.FLOAT8E8M0, formats.E8M0),
+}
+Rewrite: TypeAlias = Callable[[onnx.ModelProto], object]
 WINDOW = 64  # cached slots are given in multiples of this
+
+
+def roundings(model: onnx.ModelProto) -> dict[str, str]:
+    """Values that hold what inputs and their groups' scales were rounded to → `Reference`'s names.
+
+    They are there whether or not the casts were rewritten.
+    """
+    found = {}
+    for node in model.graph.node:
+        stem, _, last = node.output[0].rpartition(".")
+        name = stem.removesuffix(".group")
+        if not name.endswith(".input"):
+            continue
+        if last == "values" or node.op_type == "QuantizeLinear":
+            found[node.output[0]] = name
+        elif last in ("power", "scale_quantized"):
+            found[node.output[0]] = f"{name}.scale"
+    return found
+
+
+def full_pass(ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray]:
+    """The inputs, apart from the cache, that give the logits of every position of `ids` [B, T]."""
+    batch, length = ids.shape
+    positions = np.tile(np.arange(length), (batch, 1))
+    mask = np.tile(np.tril(np.ones((length, length), bool)), (batch, 1, 1, 1))
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "attention_mask": mask,
+        "logit_positions": positions,
+    }
+
+
+class EvaluatedModel:
+    """The file as it is, by onnx.reference; `decisions` as `OnnxModel` has them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = onnx.load(directory / "model.onnx")
+        self.roundings = roundings(self.model)
+        self.presents = [o.name for o in self.model.graph.output if o.name != "logits"]
+        self.evaluator = ReferenceEvaluator(self.model)
+        self.values: dict[str, npt.NDArray] = {}
+
+    def forward(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Every position at once, without a cache: [B, T] → [B, T, V]; `values` has all values."""
+        feeds = full_pass(ids)
+        for item in self.model.graph.input:
+            kind, shape = item.type.tensor_type.elem_type, item.type.tensor_type.shape.dim
+            if item.name.startswith("past_key_values."):
+                empty = (len(ids), shape[1].dim_value, 0, shape[3].dim_value)
+                feeds[item.name] = np.zeros(empty, onnx.helper.tensor_dtype_to_np_dtype(kind))
+        self.values = self.evaluator.run(None, feeds, intermediate=True)
+        return np.asarray(self.values["logits"])
+
+    @property
+    def decisions(self) -> dict[str, npt.NDArray[np.float32]]:
+        names = {name: name for name in self.presents} | self.roundings
+        return {to: self.values[name].astype(np.float32) for name, to in names.items()}
 
 
 class OnnxModel:
     """`step` runs the graph; caches are lists of codes (uint8 or float16) [B, Hkv, S, D].
 
     With `observe`, `decisions` holds what the last step's roundings gave, as float32: the inputs of
-    the linears by `<first linear>.input`, and the new rows by `present.{i}.key|value`.
+    the linears by `<first linear>.input`, the scales of their groups by that and `.scale`, and the
+    new rows by `present.{i}.key|value`. `rewrite` changes the graph in memory before.
     """
 
-    def __init__(self, directory: Path, *, observe: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, observe: bool = False, rewrite: Rewrite | None = None
+    ) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 2
         # Idle threads must not spin: torch computes the reference on the same cores.
@@ -30,10 +101,12 @@ class OnnxModel:
         # ONNX Runtime fuses FP8 Q/DQ of a float32 graph into integer kernels that refuse it.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         model = onnx.load(directory / "model.onnx")
-        rounded = [node.name for node in model.graph.node if node.name.endswith(".quantized")]
-        self.observed = rounded if observe else []
+        if rewrite is not None:
+            rewrite(model)
+        self.observed = roundings(model) if observe else {}
         for name in self.observed:
-            kind = TensorProto.FLOAT8E4M3FN
+            kind = TensorProto.FLOAT8E8M0 if name.endswith(".power") else TensorProto.FLOAT8E4M3FN
+            kind = TensorProto.FLOAT if name.endswith(".values") else kind
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
         self.decisions: dict[str, npt.NDArray[np.float32]] = {}
         self.session = onnxruntime.InferenceSession(
@@ -43,10 +116,10 @@ class OnnxModel:
         self.pasts = [item.name for item in pasts]
         self.presents = [name.replace("past_key_values", "present") for name in self.pasts]
         self.heads, self.head_dim = pasts[0].shape[1], pasts[0].shape[3]
-        self.kind = E5M2 if "float8e5m2" in pasts[0].type else FLOAT16
+        self.kind = FLOAT8[pasts[0].type][0] if pasts[0].type in FLOAT8 else FLOAT16
 
     def empty(self, batch: int, slots: int = 0) -> list[npt.NDArray]:
-        dtype = np.uint8 if self.kind == E5M2 else np.float16
+        dtype = np.float16 if self.kind == FLOAT16 else np.uint8
         return [np.zeros((batch, self.heads, slots, self.head_dim), dtype) for _ in self.pasts]
 
     def step(
@@ -77,30 +150,28 @@ class OnnxModel:
             binding.bind_output(name)
         self.session.run_with_iobinding(binding)
         logits, *rest = binding.get_outputs()
-        codes = [self._codes(item) for item in rest]
-        new = codes[: len(self.presents)]
+        count = len(self.presents)
         if self.observed:
-            kv = [formats.decode(x, formats.E5M2) if self.kind == E5M2 else x for x in new]
-            inputs = [formats.decode(x, formats.E4M3) for x in codes[len(new) :]]
-            names = [
-                name.removesuffix(".quantized").removesuffix(".group") for name in self.observed
-            ]
-            self.decisions = dict(zip((*self.presents, *names), (*kv, *inputs), strict=True))
-        return logits.numpy(), new
+            names = (*self.presents, *self.observed.values())
+            decoded = [self._decoded(item) for item in rest]
+            self.decisions = dict(zip(names, decoded, strict=True))
+        return logits.numpy(), [self._codes(item) for item in rest[:count]]
 
     def _codes(self, item: onnxruntime.OrtValue) -> npt.NDArray:
-        if "float16" in item.data_type():
+        if item.data_type() not in FLOAT8:
             return item.numpy()
         size = int(np.prod(item.shape()))
         buffer = (ctypes.c_uint8 * size).from_address(item.data_ptr())
         return np.frombuffer(buffer, np.uint8).reshape(item.shape()).copy()
 
+    def _decoded(self, item: onnxruntime.OrtValue) -> npt.NDArray[np.float32]:
+        codes = self._codes(item)
+        known = FLOAT8.get(item.data_type())
+        return codes.astype(np.float32) if known is None else formats.decode(codes, known[1])
+
     def forward(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Every position at once, without a cache: [B, T] → [B, T, V]."""
-        batch, length = ids.shape
-        positions = np.tile(np.arange(length), (batch, 1))
-        mask = np.tile(np.tril(np.ones((length, length), bool)), (batch, 1, 1, 1))
-        return self.step(ids, positions, mask, positions, self.empty(batch))[0]
+        return self.step(*full_pass(ids).values(), self.empty(len(ids)))[0]
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:

@@ -14,12 +14,13 @@ from onnx import TensorProto
 from export.onnx import export_onnx
 from octet import scaling
 from octet.artifact import Manifest
+from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, OctetError
 from octet.formats import E4M3
 from octet.recipe import Recipe
 from tests.export.conftest import RECIPES, make_calibration
-from tests.export.runner import OnnxModel, prefill_and_decode, random_ids
+from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, random_ids
 from tests.references import Reference, divergence
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -34,11 +35,18 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def settled(model: OnnxModel, reference: Reference, ids: npt.NDArray[np.int64]) -> torch.Tensor:
-    """KL of each position, where the reference rounds as the graph did wherever it may."""
+def settled(
+    model: OnnxModel | EvaluatedModel, reference: Reference, ids: npt.NDArray[np.int64]
+) -> torch.Tensor:
+    """KL of each position, where the reference rounds as the graph did wherever it may.
+
+    No logit may be further from the reference's than 1e-3.
+    """
     logits = torch.from_numpy(model.forward(ids))
     reference.decisions = {k: torch.from_numpy(v.copy()) for k, v in model.decisions.items()}
-    return divergence(reference.logits(torch.from_numpy(ids)), logits)
+    expected = reference.logits(torch.from_numpy(ids))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+    return divergence(expected, logits)
 
 
 # What is in the file
@@ -49,13 +57,13 @@ def test_weights_are_fp8_in_the_file_and_equal_the_checkpoints_quantized(
     recipe: str, decoders: dict[str, Path], calibrations: dict[str, Path], tiny_model: Path
 ) -> None:
     stored = {t.name: t for t in onnx.load(decoders[recipe] / "model.onnx").graph.initializer}
-    checkpoint = Checkpoint.open(tiny_model)
+    checkpoint, scales = Checkpoint.open(tiny_model), Calibration.load(calibrations[recipe]).scales
     scheme = Recipe.load(recipe).weights
     granularity = scaling.Granularity.of(scheme.granularity, scheme.group_size)
     for linear in checkpoint.spec.linears():
         name = f"{linear.name}.weight"
         weight = checkpoint.read(name).float32()
-        scale = scaling.scale_from_absmax(scaling.absmax(weight, granularity), E4M3)
+        scale = scales[f"{name}_scale"]
         assert stored[name].data_type == TensorProto.FLOAT8E4M3FN
         codes = np.frombuffer(stored[name].raw_data, np.uint8).reshape(weight.shape)
         np.testing.assert_array_equal(codes, scaling.quantize(weight, scale, E4M3, granularity))

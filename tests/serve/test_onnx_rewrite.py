@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from octet.errors import ArtifactError
 from octet.formats import E4M3, bf16_to_float32, round_to
-from serve.onnx_rewrite import read_past_as_float16, round_to_e4m3_in_float32
+from serve.onnx_rewrite import read_past_as_float16, round_in_float32
 
 ALL_BF16 = bf16_to_float32(np.arange(1 << 16, dtype=np.uint16))
 
@@ -61,7 +61,7 @@ def test_ties_and_their_neighbours() -> None:
     x = np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9), grid])
     x = np.concatenate([x, -x]).astype(np.float32)[None]  # the largest is 448: the scale is 1
     rewritten = dynamic_model()
-    round_to_e4m3_in_float32(rewritten)
+    round_in_float32(rewritten)
     np.testing.assert_array_equal(run(rewritten, x), round_to(x, E4M3))
 
 
@@ -74,7 +74,7 @@ def test_dynamic_scales_of_rows_of_every_size() -> None:
     x[6, 9] = np.inf
     x[7] = random.standard_t(2, 256)
     original, rewritten = dynamic_model(), dynamic_model()
-    assert round_to_e4m3_in_float32(rewritten) == 1
+    assert round_in_float32(rewritten) == 1
     assert sum(node.op_type == "Cast" for node in rewritten.graph.node) == 0
     np.testing.assert_array_equal(run(rewritten, x), run(original, x))
 
@@ -86,7 +86,7 @@ def test_a_cast_without_a_scale_that_bounds_it_is_left_alone() -> None:
     ]
     model = model_of(nodes)
     before = model.SerializeToString()
-    assert round_to_e4m3_in_float32(model) == 0
+    assert round_in_float32(model) == 0
     assert model.SerializeToString() == before
 
 

@@ -1,0 +1,237 @@
+"""Whether an export answers as its recipe should: the golden records, through its own runner.
+
+golden.json has the unquantized model's next-token distribution after each golden prompt. Here the
+prompts are read twice: in one piece, which tests the step that reads prompts; and but for their
+last tokens, which are then decoded, all prompts in one batch: that goes through every part of
+decoding, the cache that is read back above all. Both mean divergences must be what the recipe
+costs. Then the golden continuations are generated, nothing given but the prompt; how far they agree
+is reported and not judged, since a close call, decided otherwise, changes all that follows.
+
+What the recipe costs is in expected.json, simulated on the same prompts, as a 95 % range. An honest
+runner leaves it once in twenty times, so what is refused lies outside twice that range, in
+logarithms (if they are normally distributed, once in 10,000 times). Without a prediction, the
+bounds below hold: they catch an export that is broken, not one that is a little off.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.artifact import Manifest
+from octet.errors import ExportError, UnsupportedError
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.recipe import Recipe
+from serve.backends.embedded import load_runner
+from serve.cache import Slots
+from serve.engine import CHUNK
+from serve.runner import Runner, StepBatch
+from serve.sampler import log_softmax
+
+__all__ = ["DECODED", "Range", "expected_range", "prove", "prove_runner"]
+
+DECODED = 8  # last tokens of each prompt that are decoded, one a step
+# Nats, where nobody predicted: 10 to 20 times what the recipes cost on the example model.
+_BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0}
+_BOUND_UNQUANTIZED = 0.01
+
+
+@dataclass(frozen=True)
+class Range:
+    """The mean divergences, in nats, that are accepted, and where they come from."""
+
+    low: float
+    high: float
+    source: str
+    expectation: Expectation | None = None
+
+
+def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, Any]:
+    """Facts for a manifest: `status` "proven", with figures, or "unproven", with a `reason`.
+
+    The second is for an engine that cannot be executed on this machine. Raises ExportError for one
+    that can, and whose numbers are off, ArtifactError for what is not a whole, unaltered export.
+    """
+    manifest = Manifest.load(directory, verify=False)
+    golden = GoldenSet.load(directory)
+    try:
+        runner = load_runner(directory, threads, device)
+    except UnsupportedError as error:
+        return {"status": "unproven", "reason": str(error)}
+    return prove_runner(runner, golden, expected_range(directory, manifest, runner), directory)
+
+
+def prove_runner(
+    runner: Runner, golden: GoldenSet, accepted: Range, directory: Path
+) -> dict[str, Any]:
+    """`prove` for what is loaded already; `directory` is what an error names."""
+    records = [r for r in golden.records if len(r.prompt_token_ids) < runner.spec.max_positions]
+    if not records:
+        raise ExportError(f"{directory}: none of its golden prompts fits into its context")
+    read, decoded, agree, tokens, same = _Golden(runner, records).run()
+    for way, found in (("reading prompts", read), ("decoding", decoded)):
+        _judge(float(np.mean(found)), way, accepted, directory)
+    facts: dict[str, Any] = {
+        "status": "proven",
+        "prompts": len(records),
+        "kl": float(np.mean(read)),
+        "kl_max": float(np.max(read)),
+        "kl_decoding": float(np.mean(decoded)),
+        "accepted": {"low": accepted.low, "high": accepted.high, "from": accepted.source},
+        "tokens": tokens,
+        "tokens_agree": agree,
+        "rows_independent": same,
+    }
+    if accepted.expectation is not None:
+        facts["in_predicted_range"] = accepted.expectation.holds(float(np.mean(read)))
+    return facts
+
+
+def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:
+    """What the recipe costs with this cache, computed in FP16 or better."""
+    quantized = bool(manifest.details.get("quantized", True))
+    if quantized and (directory / EXPECTED_FILE).is_file():
+        expected = ExpectedSet.load(directory)
+        for compute in ("float32", "bfloat16"):
+            path = ServingPath(kv_cache=runner.kv_dtype, compute=compute)
+            found = expected.find(path)
+            if found is not None:
+                # FP16 rounds eight times finer than bfloat16: it may well cost less.
+                low = found.low**2 / found.mean if found.mean and compute == "float32" else 0.0
+                high = found.high**2 / found.mean if found.mean else found.high
+                return Range(low, high, f"{EXPECTED_FILE}: {path.label}", found)
+    if not quantized:
+        return Range(0.0, _BOUND_UNQUANTIZED, "the bound of what is not quantized")
+    kind = _coarsest(manifest.recipe)
+    return Range(0.0, _BOUNDS[kind], f"the bound of {kind}: no prediction for this cache")
+
+
+def _coarsest(recipe: Recipe) -> str:
+    """The kind of weights with the largest bound, among those that the recipe uses."""
+    kinds = [recipe.weights.kind, *(override.weights.kind for override in recipe.overrides)]
+    return max(kinds, key=lambda kind: _BOUNDS[kind])
+
+
+def _judge(found: float, way: str, accepted: Range, directory: Path) -> None:
+    if accepted.low <= found <= accepted.high:  # never, if it is NaN
+        return
+    side = "below" if found < accepted.low else "outside"
+    raise ExportError(
+        f"{directory}: {way}, its divergence from the golden records is {found:.3g} nats, {side}"
+        f" {accepted.low:.3g} to {accepted.high:.3g} ({accepted.source}): this export does not"
+        " compute what its recipe says"
+    )
+
+
+class _Golden:
+    """The golden records, through one runner."""
+
+    def __init__(self, runner: Runner, records: Sequence[GoldenRecord]) -> None:
+        self._runner, self._records = runner, records
+        limit = runner.spec.max_positions
+        longest = max(len(r.prompt_token_ids) + len(r.continuation_token_ids) for r in records)
+        self._together = min(runner.slots, len(records))
+        self._cache: Slots = runner.new_cache(self._together, min(longest, limit))
+
+    def run(self) -> tuple[list[float], list[float], int, int, bool]:
+        """Divergence of each prompt when read and when decoded; tokens that agree, of how many.
+
+        Last, whether the logits of a row were the same, in every bit, alone and in a batch.
+        """
+        read: list[float] = []
+        decoded: list[float] = []
+        agree = tokens = 0
+        same = True
+        for start in range(0, len(self._records), self._together):
+            group = self._records[start : start + self._together]
+            found, generated = self._answers(group)
+            read += found
+            for record, ids in zip(group, generated, strict=True):
+                agree += _common(ids, record.continuation_token_ids)
+                tokens += len(record.continuation_token_ids)
+            rows = self._decoded([record.prompt_token_ids for record in group])
+            decoded += [_divergence(r, row) for r, row in zip(group, rows, strict=True)]
+            if start == 0 and len(group) > 1:
+                alone = [self._decoded([record.prompt_token_ids])[0] for record in group]
+                same = all(map(np.array_equal, alone, rows))
+        return read, decoded, agree, tokens, same
+
+    def _answers(self, group: Sequence[GoldenRecord]) -> tuple[list[float], list[list[int]]]:
+        """Each prompt read by itself; then all continued together, greedily."""
+        slots = [self._acquire() for _ in group]
+        found, generated = [], []
+        for record, slot in zip(group, slots, strict=True):
+            logits = self._read(record.prompt_token_ids, slot)
+            found.append(_divergence(record, logits))
+            generated.append([int(logits.argmax())])
+        going = list(range(len(group)))
+        while going := [i for i in going if self._goes_on(group[i], generated[i])]:
+            last = np.array([[generated[i][-1]] for i in going], np.int64)
+            for i, row in zip(going, self._step(last, [slots[i] for i in going]), strict=True):
+                generated[i].append(int(row.argmax()))
+        self._release(slots)
+        return found, generated
+
+    def _goes_on(self, record: GoldenRecord, generated: Sequence[int]) -> bool:
+        held = len(record.prompt_token_ids) + len(generated)
+        return len(generated) < len(record.continuation_token_ids) and held <= self._cache.positions
+
+    def _decoded(self, prompts: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        """Logits [V] after each prompt, whose last tokens are decoded, all rows together."""
+        slots = [self._acquire() for _ in prompts]
+        heads = [max(1, len(prompt) - DECODED) for prompt in prompts]
+        rows = [
+            self._read(prompt[:head], slot)
+            for prompt, head, slot in zip(prompts, heads, slots, strict=True)
+        ]
+        for left in range(DECODED, 0, -1):  # they end together
+            going = [i for i, prompt in enumerate(prompts) if len(prompt) - heads[i] >= left]
+            if not going:
+                continue
+            tokens = np.array([[prompts[i][-left]] for i in going], np.int64)
+            for i, row in zip(going, self._step(tokens, [slots[i] for i in going]), strict=True):
+                rows[i] = row.copy()
+        self._release(slots)
+        return rows
+
+    def _read(self, tokens: Sequence[int], slot: int) -> NDArray[np.float32]:
+        """Logits [V] after `tokens`, read in the embedded engine's chunks."""
+        for start in range(0, len(tokens), CHUNK):
+            ids = np.array([tokens[start : start + CHUNK]], np.int64)
+            step = StepBatch(ids, [slot], np.array([[ids.shape[1] - 1]], np.int64))
+            logits = self._runner.forward(step, self._cache)
+        return logits[0, 0].copy()
+
+    def _step(self, tokens: NDArray[np.int64], slots: list[int]) -> NDArray[np.float32]:
+        """Logits [B, V] after one more token [B, 1] in each of `slots`."""
+        step = StepBatch(tokens, slots, np.zeros((len(slots), 1), np.int64))
+        rows: NDArray[np.float32] = self._runner.forward(step, self._cache)[:, 0]
+        return rows
+
+    def _acquire(self) -> int:
+        slot = self._cache.acquire()
+        assert slot is not None
+        return slot
+
+    def _release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._cache.release(slot)
+
+
+def _divergence(record: GoldenRecord, logits: NDArray[np.float32]) -> float:
+    """What an API that returns as many log-probabilities as the record holds would show."""
+    logprobs = log_softmax(logits[None])[0]
+    top = np.argsort(-logprobs, kind="stable")[: len(record.top_token_ids)]
+    return top_k_divergence(
+        record.top, dict(zip(top.tolist(), logprobs[top].tolist(), strict=True))
+    )
+
+
+def _common(generated: Sequence[int], golden: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(generated, golden, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(generated), len(golden)))

@@ -116,10 +116,8 @@ def main() -> None:
         *("--held-out", samples / "heldout.jsonl", "--recipe", "fp8"),
         *("--name", "python-lm", "--out", out / "calibration", "--force"),
     )
-    octet(
-        "export", out / "calibration", "--to", "checkpoint", "--out", out / "checkpoint", "--force"
-    )
-    octet("export", out / "calibration", "--to", "onnx", "--out", out / "onnx", "--force")
+    for target in ("checkpoint", "onnx"):
+        octet("export", target, out / "calibration", "--out", out / target, "--force")
     with server(out / "onnx") as url:
         complete(url)
     original, quantized = perplexity(MODEL), perplexity(out / "onnx")

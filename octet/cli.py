@@ -12,6 +12,7 @@ from octet import __version__
 from octet.commands.calibrate import calibrate, rescale
 from octet.commands.export import build_engine, export
 from octet.commands.serve import evaluate, serve
+from octet.commands.verify import verify
 from octet.errors import OctetError
 
 __all__ = ["app", "build_engine_main", "calibrate_main", "main"]
@@ -24,8 +25,9 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command()(rescale)
-app.command()(export)
+app.add_typer(export, name="export")
 app.command("build-engine")(build_engine)
+app.command()(verify)
 app.command()(evaluate)
 app.command()(serve)
 

@@ -1,58 +1,143 @@
 """`octet export` and `octet build-engine`: a calibration becomes what an engine loads."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from octet.commands.options import Force, Json, ModelOption, Out, Source, console_for, only, wrote
+from octet.commands.options import (
+    Force,
+    Json,
+    ModelOption,
+    Out,
+    Source,
+    console_for,
+    wrote,
+)
+from octet.errors import ConfigError
 
 __all__ = ["build_engine", "export"]
 
-ExportTarget = Literal["checkpoint", "onnx", "triton-python", "triton-vllm"]
-KvCache = Literal["e5m2", "float16"]
+export = typer.Typer(
+    help="Write a calibrated model for an engine: checkpoint, ONNX or Triton entry.",
+    no_args_is_help=True,
+)
+
+Format = Literal["compressed-tensors", "modelopt", "fp8"]
+Kv = Annotated[
+    Literal["e5m2", "e4m3", "float16"] | None,
+    typer.Option("--kv", "--kv-cache", help="The cache to export for, if not the recipe's."),
+]
+TritonBackend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 
 
-def export(
+@export.command("checkpoint")
+def export_checkpoint(
     calibration: Source,
     out: Out,
-    to: Annotated[ExportTarget, typer.Option(help="What to write.")] = "checkpoint",
+    format: Annotated[
+        Format, typer.Option(help="compressed-tensors is what vLLM serves with an E5M2 cache.")
+    ] = "compressed-tensors",
+    kv: Kv = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "--tp", min=1, help="GPUs that will share it.")
+    ] = 1,
     model: ModelOption = None,
-    kv_cache: Annotated[
-        KvCache | None, typer.Option(help="onnx: the cache's type, if not the recipe's.")
-    ] = None,
-    full_precision: Annotated[
-        bool, typer.Option("--full-precision", help="onnx: the same graph without quantization.")
-    ] = False,
-    name: Annotated[str | None, typer.Option(help="triton: the name of the model.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write a calibrated model for an engine: checkpoint, ONNX or a Triton repository entry."""
-    only(to, "onnx", "--kv-cache", kv_cache is not None)
-    only(to, "onnx", "--full-precision", full_precision)
-    only(to, "triton", "--name", name is not None)
-    if to == "checkpoint":
-        from export.checkpoint import export_checkpoint
+    """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
+    from export.checkpoint import export_checkpoint as write
 
-        manifest = export_checkpoint(calibration, out, model=model, force=force)
-    elif to == "onnx":
-        from export.onnx import export_onnx
+    manifest = write(
+        calibration,
+        out,
+        model=model,
+        format=format,
+        kv_cache=kv,
+        tensor_parallel=tensor_parallel,
+        force=force,
+        console=console_for(as_json),
+    )
+    wrote(out, manifest, as_json)
 
-        manifest = export_onnx(
-            calibration,
-            out,
-            model=model,
-            kv_cache=kv_cache,
-            quantize=not full_precision,
-            force=force,
+
+@export.command("onnx")
+def export_onnx(
+    calibration: Source,
+    out: Out,
+    target: Annotated[
+        Literal["onnxruntime", "tensorrt"],
+        typer.Option("--for", help="tensorrt: the graph that build-engine compiles."),
+    ] = "onnxruntime",
+    kv: Kv = None,
+    full_precision: Annotated[
+        bool, typer.Option("--full-precision", help="The same graph without quantization.")
+    ] = False,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The decoder as an ONNX graph."""
+    from export.onnx import export_onnx as write
+
+    manifest = write(
+        calibration,
+        out,
+        model=model,
+        target=target,
+        kv_cache=kv,
+        quantize=not full_precision,
+        force=force,
+    )
+    wrote(out, manifest, as_json)
+
+
+@export.command("triton")
+def export_triton(
+    calibration: Source,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The entry; with --all, the repository [triton_models]."),
+    ] = None,
+    backend: Annotated[TritonBackend, typer.Option(help="What runs it inside Triton.")] = "python",
+    engine: Annotated[
+        Path | None, typer.Option(help="What `build-engine` wrote, for an entry that runs it.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every entry that can be written here.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="The name of the model.")] = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """An entry of a Triton model repository, or all of them."""
+    from export import triton
+
+    if every:
+        repository = out or Path("triton_models")
+        written = triton.export_all(
+            calibration, repository, engine=engine, name=name, model=model, force=force
         )
-    else:
-        from export.triton import export_triton
-
-        backend: Literal["python", "vllm"] = "vllm" if to == "triton-vllm" else "python"
-        manifest = export_triton(
-            calibration, out, backend=backend, model=model, name=name, force=force
-        )
+        entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
+        if as_json:
+            facts = {"path": str(repository), "entries": entries, "left_out": written.left_out}
+            print(json.dumps(facts))
+            return
+        console = Console()
+        for entry in entries:
+            console.print(f"wrote [bold]{repository / entry}[/bold]", highlight=False)
+        for entry, reason in written.left_out.items():
+            console.print(f"left out {entry}: {reason}", highlight=False, markup=False)
+        return
+    if out is None:
+        raise ConfigError("say where to with --out, or write all entries with --all")
+    manifest = triton.export_triton(
+        calibration, out, backend=backend, engine=engine, model=model, name=name, force=force
+    )
     wrote(out, manifest, as_json)
 
 

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octet.errors import ConfigError
 from octet.recipe import PRESETS
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "Source",
     "TextField",
     "console_for",
-    "only",
     "wrote",
 ]
 
@@ -43,12 +41,6 @@ def console_for(as_json: bool) -> Console | None:
     return None if as_json else Console(stderr=True)
 
 
-def only(to: str, target: str, flag: str, given: bool) -> None:
-    """ConfigError for a flag of another target."""
-    if given and not to.startswith(target):
-        raise ConfigError(f"{flag} applies to --to {target} only, not to {to}")
-
-
 def wrote(out: Path, manifest: Any, as_json: bool) -> None:
     """Says what was written where, and every choice that was made."""
     if as_json:
@@ -65,3 +57,6 @@ def wrote(out: Path, manifest: Any, as_json: bool) -> None:
     for key, value in manifest.details.items():  # every choice is said, none made in silence
         if isinstance(value, str | bool | int):
             console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
+    for path, nats in manifest.details.get("expected_divergence", {}).items():
+        told = f"{nats['mean']:.2e} nats [{nats['low']:.2e}, {nats['high']:.2e}]"
+        console.print(f"  expected, {path}: {told}", highlight=False, markup=False)

@@ -52,9 +52,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *("-o", out / f"calibration-{recipe}"),
         )
     for target in ("checkpoint", "onnx"):
-        octet("export", out / "calibration-fp8", "--to", target, "-o", out / target)
+        octet("export", target, out / "calibration-fp8", "-o", out / target)
     octet(
-        *("export", out / "calibration-fp8", "--to", "triton-python"),
+        *("export", "triton", out / "calibration-fp8", "--backend", "python"),
         *("--name", "python-lm", "-o", out / "triton_models" / "python-lm"),
     )
     return out

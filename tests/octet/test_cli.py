@@ -126,7 +126,7 @@ def test_a_preset_with_changes_has_a_name_of_its_own(calibration: Path, tmp_path
     assert f"derived {name} from" in done.stderr
     assert Manifest.load(out, "calibration").recipe.name == name
     assert json.loads((out / "report.json").read_text())["recipe"]["name"] == name
-    assert run("export", out, "-o", exported).returncode == 0
+    assert run("export", "checkpoint", out, "-o", exported).returncode == 0
     assert Manifest.load(exported, "checkpoint").recipe.name == name
 
 
@@ -147,37 +147,39 @@ def test_the_name_says_what_was_changed(
     assert (recipe == PRESETS["fp8"]) == (name == "fp8")
 
 
-def test_options_of_another_target_are_refused(calibration: Path, tmp_path: Path) -> None:
-    line = refused(
-        "export", calibration, "--to", "checkpoint", "--kv-cache", "e5m2", "-o", tmp_path
-    )
-    assert "--kv-cache applies to --to onnx only" in line
+def test_options_of_another_target_and_unknown_choices_are_refused(
+    calibration: Path, tmp_path: Path
+) -> None:
+    line = refused("export", "checkpoint", calibration, "--full-precision", "-o", tmp_path)
+    assert "--full-precision" in line
+    line = refused("export", "onnx", calibration, "--kv", "e4m", "-o", tmp_path)
+    assert "'e5m2', 'e4m3'" in line
 
 
 def test_export_refuses_what_is_no_calibration_or_has_changed(
     calibration: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert "no such directory" in refused("export", tmp_path / "absent", "-o", out)
-    assert "not an Octet artifact" in refused("export", tiny_model, "-o", out)
+    assert "no such directory" in refused("export", "onnx", tmp_path / "absent", "-o", out)
+    assert "not an Octet artifact" in refused("export", "checkpoint", tiny_model, "-o", out)
     damaged = Path(shutil.copytree(calibration, tmp_path / "calibration"))
     scales = damaged / "scales.safetensors"
     scales.write_bytes(scales.read_bytes()[:-4] + b"\0\0\0\0")
-    assert "scales.safetensors: altered" in refused("export", damaged, "-o", out)
+    assert "scales.safetensors: altered" in refused("export", "checkpoint", damaged, "-o", out)
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-2] + b"\1\1")
-    line = refused("export", calibration, "--model", model, "-o", out)
+    line = refused("export", "checkpoint", calibration, "--model", model, "-o", out)
     assert "model.safetensors has changed since calibration" in line
     assert not out.exists()
 
 
 def test_an_existing_artifact_is_kept_unless_forced(calibration: Path, tmp_path: Path) -> None:
     out = tmp_path / "checkpoint"
-    assert run("export", calibration, "-o", out).returncode == 0
+    assert run("export", "checkpoint", calibration, "-o", out).returncode == 0
     before = Manifest.load(out, "checkpoint")
-    assert "exists already; add --force" in refused("export", calibration, "-o", out)
-    assert run("export", calibration, "-o", out, "--force").returncode == 0
+    assert "exists already; add --force" in refused("export", "checkpoint", calibration, "-o", out)
+    assert run("export", "checkpoint", calibration, "-o", out, "--force").returncode == 0
     assert Manifest.load(out, "checkpoint") == before
 
 

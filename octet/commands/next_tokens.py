@@ -1,0 +1,217 @@
+"""What an export answers to its golden prompts: here two stages meet, which may not import another.
+
+| what                     | how its next tokens are computed                                     |
+|--------------------------|----------------------------------------------------------------------|
+| checkpoint of Octet      | `calibrate.predict` with the weights and scales read from its files  |
+| ONNX for ONNX Runtime    | the graph itself, in ONNX Runtime, through its own cache             |
+| engine                   | the plan itself, where this machine can run it                       |
+| Triton entry             | as the model that it holds                                           |
+"""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from export.verification import Divergence, Verification
+from export.verify_cache import cache_of
+from export.verify_original import Original, find_original
+from export.verify_triton import held_models
+from export.written import Written
+from octet.artifact import MANIFEST_FILE, Manifest
+from octet.errors import OctetError
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.golden import GOLDEN_FILE, GoldenSet, top_k_divergence
+from octet.recipe import KvCacheDtype
+
+__all__ = ["add_divergence"]
+
+_BLOCKING = ("files", "names", "configuration")  # problems that leave nothing to run
+
+
+def add_divergence(
+    found: Verification, *, model: Path | None, calibration: Path | None, console: Console | None
+) -> None:
+    """Adds to `found` how far the next token is from the original's, or why that is left out."""
+    if found.kind == "calibration" or not (found.path / MANIFEST_FILE).is_file():
+        return
+    if blocking := {problem.check for problem in found.problems} & {*_BLOCKING}:
+        found.notes.append(
+            f"next tokens are left out: problems of {' and '.join(sorted(blocking))} come first"
+        )
+        return
+    manifest = Manifest.load(found.path, verify=False)
+    directory = found.path
+    if manifest.kind == "triton":
+        held = next((d for d in held_models(found.path) if (d / MANIFEST_FILE).is_file()), None)
+        if held is None:
+            found.notes.append("next tokens are left out: a bare step is driven by its client")
+            return
+        directory, manifest = held, Manifest.load(held, verify=False)
+    if not (directory / GOLDEN_FILE).is_file():
+        found.notes.append("next tokens are left out: it holds no golden records")
+        return
+    if manifest.kind == "onnx":
+        _of_graph(directory, manifest, found)
+    elif manifest.kind == "engine":
+        _of_engine(directory, found)
+    elif found.unchecked:
+        return  # without the original; that has been said
+    else:
+        original = find_original(manifest, model, calibration)
+        assert original is not None, "numbers were compared"
+        _of_checkpoint(directory, manifest, original, found, console)
+
+
+def _of_checkpoint(
+    directory: Path,
+    manifest: Manifest,
+    original: Original,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    from calibrate.predict import predict
+
+    written = Written.open(directory)
+    asked = manifest.details.get("kv_cache")
+    cache: KvCacheDtype = cache_of(written, manifest.recipe.kv_cache, asked)
+    wanted = _expectation(directory, ServingPath(kv_cache=cache))
+    golden = GoldenSet.load(directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    progress.disable = console is None
+    with progress:
+        total = sum(len(record.prompt_token_ids) for record in golden.records)
+        task = progress.add_task("Predicting next tokens", total=total)
+        predicted = predict(
+            original.checkpoint,
+            manifest.recipe,
+            _scales(written, manifest),
+            golden,
+            [wanted.path if isinstance(wanted, Expectation) else wanted],
+            weights=lambda name: _weight(written, name),
+            advance=lambda tokens: progress.advance(task, tokens),
+        )
+    measured = predicted.expectations[0]
+    _add(found, measured.mean, wanted, len(golden.records), f"simulated: {measured.path.label}")
+
+
+def _weight(written: Written, module: str) -> NDArray[np.float32]:
+    """As stored: decoded, or as it is where it is stored in full precision."""
+    weight = written.dequantized(module)
+    weight = written.values(f"{module}.weight") if weight is None else weight
+    written.release()
+    return weight
+
+
+def _scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+    """The scales in the files of inputs and of the cache, named as a calibration names them."""
+    found: dict[str, NDArray[np.float32]] = {}
+    spec = manifest.model.spec
+    for linear in spec.linears():
+        group = written.quantization.group_of(linear.name) if written.quantization else None
+        if group is None or group.stored.input_scale is None:
+            continue
+        value = written.values(f"{linear.name}.{group.stored.input_scale}").reshape(-1)[0]
+        key = "input_global_scale" if group.stored.global_scale else "input_scale"
+        scale = np.float32(1) / value if group.stored.divides else value
+        found[f"{linear.name}.{key}"] = np.asarray(scale, np.float32)
+    for index in range(spec.layers):
+        attention = f"{spec.layer(index)}.self_attn"
+        for kind in "kvq":
+            names = (f"{attention}.{kind}_scale", f"{attention}.{kind}_proj.{kind}_scale")
+            name = next((name for name in names if name in written), None)
+            if name is None and kind == "q":
+                continue
+            scale = np.float32(1) if name is None else written.values(name).reshape(-1)[0]
+            for suffix in ("", "_e4m3", "_e5m2"):
+                found[f"{attention}.{kind}_scale{suffix}"] = np.asarray(scale, np.float32)
+    return found
+
+
+def _of_graph(directory: Path, manifest: Manifest, found: Verification) -> None:
+    target = manifest.details.get("target", "onnxruntime")
+    if target != "onnxruntime":
+        found.notes.append(
+            f"next tokens are left out: the graph is for {target}; `octet build-engine` checks them"
+        )
+        return
+    from serve.onnx_runner import OnnxRunner
+    from serve.runner import StepBatch
+    from serve.sampler import log_softmax
+
+    try:
+        runner = OnnxRunner(directory)
+    except OctetError as error:
+        found.problem("divergence", "model.onnx", str(error))
+        return
+    golden = GoldenSet.load(directory)
+    cache = runner.new_cache(1, max(len(record.prompt_token_ids) for record in golden.records))
+    total = 0.0
+    for record in golden.records:
+        slot = cache.acquire()
+        assert slot is not None
+        ids = np.array([record.prompt_token_ids], np.int64)
+        step = StepBatch(ids, [slot], np.array([[ids.shape[1] - 1]]))
+        logprobs = log_softmax(runner.forward(step, cache)[0])[0]
+        cache.release(slot)
+        top = np.argsort(-logprobs, kind="stable")[: len(record.top_token_ids)]
+        total += top_k_divergence(record.top, {int(t): float(logprobs[t]) for t in top})
+    quantized = bool(manifest.details.get("quantized", True))
+    path = ServingPath(
+        kv_cache=manifest.details["kv_cache"],
+        weights=quantized,
+        activations=quantized,
+        compute="float32",
+    )
+    wanted = _expectation(directory, path)
+    count = len(golden.records)
+    _add(found, total / count, wanted, count, "the graph itself, in ONNX Runtime")
+
+
+def _of_engine(directory: Path, found: Verification) -> None:
+    from serve.engine_proof import prove
+
+    try:
+        facts = prove(directory)
+    except OctetError as error:
+        found.problem("divergence", "model.plan", str(error))
+        return
+    if facts.get("status") != "proven":
+        found.notes.append(f"next tokens are left out: {facts.get('reason', 'it cannot run here')}")
+        return
+    golden = GoldenSet.load(directory)
+    wanted = _expectation(directory, None)
+    _add(found, float(facts["kl"]), wanted, len(golden.records), "the plan itself, on this GPU")
+
+
+def _expectation(directory: Path, path: ServingPath | None) -> Expectation | ServingPath:
+    """What was predicted for `path`, or else for the same in other arithmetic; or `path`."""
+    path = path or ServingPath(kv_cache="e5m2")
+    if not (directory / EXPECTED_FILE).is_file():
+        return path
+    known = ExpectedSet.load(directory)
+    other = "bfloat16" if path.compute == "float32" else "float32"
+    same = path.model_copy(update={"compute": other})
+    return known.find(path) or known.find(same) or path
+
+
+def _add(
+    found: Verification,
+    mean: float,
+    wanted: Expectation | ServingPath,
+    prompts: int,
+    how: str,
+) -> None:
+    low, high = (wanted.low, wanted.high) if isinstance(wanted, Expectation) else (None, None)
+    found.divergence = Divergence(mean, low, high, prompts, how)
+    if not found.divergence.inside:
+        found.problem(
+            "divergence",
+            "next tokens",
+            f"KL {mean:.3g} nats, and {low:.3g} to {high:.3g} is expected"
+            if low is not None and high is not None
+            else f"KL {mean:.3g} nats: not finite",
+        )

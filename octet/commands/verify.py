@@ -1,0 +1,139 @@
+"""`octet verify`: reload what was written, compare it with the original, and let it answer."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from export.verification import Divergence, LayerRow, Row, Verification
+from octet.commands.options import Json, console_for
+from octet.interrupts import held_back
+
+__all__ = ["verify"]
+
+_WORST = 10  # rows of the table that are shown without --all
+
+
+def verify(
+    path: Annotated[
+        str, typer.Argument(help="What an export wrote, a calibration, or another's checkpoint.")
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The original checkpoint, to compare with.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="What it was exported from: finds the original, too."),
+    ] = None,
+    numbers_only: Annotated[
+        bool, typer.Option("--no-tokens", help="Do not let the model predict any token.")
+    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reload what was written and compare it with the original: exit code 0 is fine, 1 is wrong.
+
+    Every quantized tensor's error, the others bit for bit, the names that an engine would drop, and
+    the divergence of the next token on the golden prompts. 2: something could not be checked.
+    """
+    from export.verify import verify as check
+
+    console = console_for(as_json)
+    found = check(Path(path), model=model, calibration=calibration, console=console)
+    if not numbers_only:
+        with held_back():
+            from octet.commands.next_tokens import add_divergence
+        add_divergence(found, model=model, calibration=calibration, console=console)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        report(found, Console(), show_all=show_all)
+    raise typer.Exit(found.exit_code)
+
+
+def report(found: Verification, console: Console, *, show_all: bool = False) -> None:
+    """One table for people, the worst first, readable in 100 columns."""
+    console.print(Text.assemble((str(found.path), "bold"), f": {found.kind}, {found.format}"))
+    if found.problems:
+        console.print(_problems(found))
+    if found.rows:
+        rows = found.worst_first
+        shown = rows if show_all else rows[:_WORST]
+        console.print(_tensors(shown, len(rows), {p.where for p in found.problems}))
+        console.print(_layers(found.layers))
+    if found.divergence is not None:
+        console.print(_sentence(found.divergence), highlight=False)
+    for note in found.notes:
+        console.print(f"  {note}", highlight=False, markup=False, style="dim")
+    for text in found.unchecked:
+        console.print(f"  not checked: {text}", highlight=False, markup=False, style="yellow")
+    console.print(_verdict(found), highlight=False)
+
+
+def _problems(found: Verification) -> Table:
+    table = Table(
+        title=f"{len(found.problems)} problems", title_justify="left", box=None, padding=(0, 1)
+    )
+    table.add_column("where", style="red", overflow="fold", ratio=2)
+    table.add_column("what is wrong", overflow="fold", ratio=3)
+    for problem in found.problems:
+        table.add_row(Text(problem.where), Text(problem.what))
+    return table
+
+
+def _tensors(rows: list[Row], total: int, wrong: set[str]) -> Table:
+    title = f"{total} quantized tensors" if len(rows) == total else f"worst of {total} tensors"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    table.add_column("tensor", overflow="fold")
+    for name in ("SQNR dB", "expected", "max |error|", "‖error‖/‖w‖", "not nearest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        style = "red" if row.tensor in wrong else ""
+        expected = "" if row.expected is None else f"{row.expected:.2f}"
+        numbers = (f"{row.sqnr:.2f}", expected, f"{row.max_abs:.3g}", f"{row.relative:.3g}")
+        table.add_row(Text(row.tensor), *numbers, f"{row.unrounded:,}", style=style)
+    return table
+
+
+def _layers(layers: list[LayerRow]) -> Table:
+    table = Table(title="by layer", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("layer", overflow="fold")
+    for name in ("tensors", "SQNR dB", "expected", "max |error|"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worst", overflow="fold")
+    for layer in layers:
+        expected = "" if layer.expected is None else f"{layer.expected:.2f}"
+        numbers = (str(layer.tensors), f"{layer.sqnr:.2f}", expected, f"{layer.max_abs:.3g}")
+        worst = layer.worst.removeprefix(f"{layer.layer}.")
+        table.add_row(Text(layer.layer), *numbers, Text(worst))
+    return table
+
+
+def _sentence(divergence: Divergence) -> str:
+    text = (
+        f"next tokens: KL {divergence.mean:.3g} nats from the original, mean over"
+        f" {divergence.prompts} golden prompts ({divergence.path})"
+    )
+    if divergence.low is None or divergence.high is None:
+        return f"{text}; nothing was predicted to compare with"
+    inside = "inside" if divergence.inside else "[red]outside[/red]"
+    return f"{text}; {inside} the expected {divergence.low:.3g} to {divergence.high:.3g}"
+
+
+def _verdict(found: Verification) -> str:
+    if found.problems:
+        count = len(found.problems)
+        return f"[red]wrong[/red]: {count} problem{'s' if count > 1 else ''}"
+    facts = []
+    if found.rows:
+        facts.append(f"{len(found.rows)} quantized tensors as expected")
+    if found.copied:
+        facts.append(f"{found.copied} others equal to the original, bit for bit")
+    said = ", ".join(facts) or "names, scales and files"
+    if found.unchecked:
+        return f"[yellow]not all could be checked[/yellow]; right so far: {said}"
+    return f"[green]right[/green]: {said}"

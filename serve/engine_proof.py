@@ -61,7 +61,8 @@ def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, An
     try:
         runner = load_runner(directory, threads, device)
     except UnsupportedError as error:
-        return {"status": "unproven", "reason": str(error)}
+        # A manifest keeps the reason: not where the engine lay while it was written.
+        return {"status": "unproven", "reason": str(error).removeprefix(f"{directory}: ")}
     return prove_runner(runner, golden, expected_range(directory, manifest, runner), directory)
 
 
@@ -204,7 +205,8 @@ class _Golden:
             ids = np.array([tokens[start : start + CHUNK]], np.int64)
             step = StepBatch(ids, [slot], np.array([[ids.shape[1] - 1]], np.int64))
             logits = self._runner.forward(step, self._cache)
-        return logits[0, 0].copy()
+        row: NDArray[np.float32] = logits[0, 0].copy()
+        return row
 
     def _step(self, tokens: NDArray[np.int64], slots: list[int]) -> NDArray[np.float32]:
         """Logits [B, V] after one more token [B, 1] in each of `slots`."""

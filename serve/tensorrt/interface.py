@@ -17,7 +17,7 @@ __all__ = ["Dtypes", "Limits", "caches_named"]
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest sizes of one optimization profile."""
+    """Sizes that one optimization profile allows, or expects."""
 
     batch: int
     tokens: int  # new ones, of a row
@@ -25,16 +25,18 @@ class Limits:
     logits: int  # positions with logits, of a row
 
     @classmethod
-    def of(cls, engine: Any, profile: int) -> "Limits":
-        def largest(name: str) -> tuple[int, ...]:
-            return tuple(engine.get_tensor_profile_shape(name, profile)[2])
+    def of(cls, engine: Any, profile: int, *, usual: bool = False) -> "Limits":
+        """The largest; with `usual` those that the engine was tuned for."""
 
-        batch, tokens = largest("input_ids")
+        def shape(name: str) -> tuple[int, ...]:
+            return tuple(engine.get_tensor_profile_shape(name, profile)[1 if usual else 2])
+
+        batch, tokens = shape("input_ids")
         return cls(
             batch=batch,
             tokens=tokens,
-            cached=largest("past_key_values.0.key")[2],
-            logits=largest("logit_positions")[1],
+            cached=shape("past_key_values.0.key")[2],
+            logits=shape("logit_positions")[1],
         )
 
 

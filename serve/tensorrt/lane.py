@@ -46,20 +46,25 @@ class Lane:
         self._in, self._rows, self._logits = (Memory(self.gpu) for _ in range(3))
         self._staged, self._out = PinnedMemory(self.gpu), PinnedMemory(self.gpu)
 
+    @property
+    def usual(self) -> Limits:
+        """The sizes that the profile was tuned for."""
+        return Limits.of(self.engine, self.profile, usual=True)
+
     def run(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
         """Logits [B, L, V] of `step`, valid until the next call."""
         lengths = cache.lengths[step.slots]
         live = min(window(int(lengths.max())), self.limits.cached)
         batch, count = step.token_ids.shape
         self.prepare((batch, count, live, step.logit_positions.shape[1]), cache)
-        self._fill(step, lengths)
+        self.fill(step, lengths)
         self.copy_in()
         if not cache.is_in(self.window, step.slots):
-            cache.gather(batch, self._where_address, self.window)
+            cache.gather(batch, self.where_address, self.window)
         self.enqueue()
         stride = self._rows_stride // self.dtypes.present_bytes
         rows = self._rows.address
-        cache.append(step.slots, self._where_address, rows, stride, count, self.window)
+        cache.append(step.slots, self.where_address, rows, stride, count, self.window)
         self.copy_out()
         self.gpu.synchronize()
         return self.logits
@@ -124,14 +129,15 @@ class Lane:
         self._ids, self._positions = views["input_ids"], views["position_ids"]
         self._wanted, self._mask = views["logit_positions"], views["attention_mask"]
         self._where = views["where"]
-        self._where_address = self._in.address + offsets["where"]
+        self.where_address = self._in.address + offsets["where"]
         self._mask[:, :, :, live:] = np.tri(count, dtype=bool)
         self._cached, self._offsets = np.arange(live), np.arange(count)
         for name, (dims, _) in inputs.items():
             if name != "where":
                 self._bind(name, self._in.address + offsets[name], dims)
 
-    def _fill(self, step: StepBatch, lengths: NDArray[np.int64]) -> None:
+    def fill(self, step: StepBatch, lengths: NDArray[np.int64]) -> None:
+        """Writes the inputs, on the host; `lengths` [B] are cached already."""
         self._ids[:] = step.token_ids
         self._wanted[:] = step.logit_positions
         np.add(lengths[:, None], self._offsets, out=self._positions, casting="same_kind")

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,6 +113,17 @@ class Verification:
 
     def problem(self, check: Check, where: str, what: str) -> None:
         self.problems.append(Problem(check, where, what))
+
+    def add(self, part: "Verification", where: str) -> None:
+        """Takes over what was found about the part at the relative path `where`."""
+        self.rows += part.rows
+        self.copied += part.copied
+        self.problems += [
+            replace(problem, where=f"{where}: {problem.where}") for problem in part.problems
+        ]
+        self.notes += [f"{where}: {note}" for note in part.notes]
+        self.unchecked += [text for text in part.unchecked if text not in self.unchecked]
+        self.format += f"; {where}: {part.kind}, {part.format}"
 
     @property
     def worst_first(self) -> list[Row]:

@@ -13,14 +13,20 @@ Next tokens are what `octet/commands/verify.py` adds: running a model is for oth
 A checkpoint without a manifest is one that others wrote: `model` says what to compare it with.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from export.verification import Verification
+from export.verify_calibration import verify_calibration
 from export.verify_checkpoint import verify_checkpoint
+from export.verify_engine import verify_engine
 from export.verify_original import Original, find_original
+from export.verify_triton import check_entry, held_models
 from export.written import is_checkpoint
 from octet.artifact import MANIFEST_FILE, Manifest
 from octet.checkpoint import sha256_file
@@ -73,12 +79,76 @@ def _verify_kind(
     found: Verification,
     console: Console | None,
 ) -> None:
+    if original is None and manifest.kind in ("checkpoint", "onnx", "triton"):
+        found.unchecked.append(
+            f"numbers: give the original {manifest.model.name} with --model, or the calibration"
+            " with --calibration (a manifest holds hashes and no paths)"
+        )
     match manifest.kind:
         case "checkpoint":
-            _needs_original(manifest, original, found)
-            verify_checkpoint(path, manifest, original, found)
-        case _:
-            found.unchecked.append(f"{manifest.kind}: not read yet")
+            with _progress(console, original) as advance:
+                verify_checkpoint(path, manifest, original, found, advance)
+        case "onnx":
+            with _progress(console, original) as advance:
+                _verify_onnx(path, manifest, original, found, advance)
+        case "engine":
+            verify_engine(path, manifest, found)
+        case "triton":
+            _verify_triton(path, manifest, original, found, console)
+        case "calibration":
+            verify_calibration(path, manifest, found)
+
+
+def _verify_onnx(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    advance: Advance,
+) -> None:
+    from export.verify_onnx import verify_onnx  # loads onnx
+
+    verify_onnx(path, manifest, original, found, advance)
+
+
+def _verify_triton(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    """The entry itself, then the model that it holds, which may be an artifact of its own."""
+    check_entry(path, manifest, found)
+    for held in held_models(path):
+        inner = manifest
+        if (held / MANIFEST_FILE).is_file():
+            inner = Manifest.load(held, verify=False)
+        elif (held / "model.onnx").is_file():
+            details = {"target": "onnxruntime", **manifest.details}
+            inner = manifest.model_copy(update={"kind": "onnx", "details": details})
+        else:
+            continue
+        if inner.calibration != manifest.calibration:
+            where = held.relative_to(path).as_posix()
+            found.problem("files", where, "made from another calibration than the entry says")
+        part = Verification(held, inner.kind, inner.kind)
+        _verify_kind(held, inner, original, part, console)
+        found.add(part, held.relative_to(path).as_posix())
+
+
+@contextmanager
+def _progress(console: Console | None, original: Original | None) -> Iterator[Advance]:
+    """A bar over the elements of the model, on a terminal."""
+    if console is None or original is None:
+        yield lambda elements: None
+        return
+    total = sum(math.prod(shape) for shape in original.shapes.values())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    columns_after = (TimeRemainingColumn(),)
+    with Progress(*columns, *columns_after, console=console, transient=True) as progress:
+        task = progress.add_task("Comparing", total=total)
+        yield lambda elements: progress.advance(task, elements)
 
 
 def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
@@ -96,14 +166,6 @@ def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
             found.notes.append(f"{name}: not listed in {MANIFEST_FILE}, added afterwards")
 
 
-def _needs_original(manifest: Manifest, original: Original | None, found: Verification) -> None:
-    if original is None:
-        found.unchecked.append(
-            f"numbers: give the original {manifest.model.name} with --model, or the calibration"
-            " with --calibration (a manifest holds hashes and no paths)"
-        )
-
-
 def _of_others(
     path: Path, model: Path | None, calibration: Path | None, console: Console | None
 ) -> Verification:
@@ -115,5 +177,6 @@ def _of_others(
     found.notes.append(
         "no manifest and no golden records: hashes and the divergence of next tokens are left out"
     )
-    verify_checkpoint(path, None, original, found)
+    with _progress(console, original) as advance:
+        verify_checkpoint(path, None, original, found, advance)
     return found

@@ -1,5 +1,7 @@
 """Scales of the KV cache: complete where an engine expects them, and those of the right format."""
 
+from typing import get_args
+
 import numpy as np
 
 from export.verification import Verification
@@ -14,10 +16,13 @@ _E5M2_PER_E4M3 = 448 / 57344  # how much smaller a scale that uses all of E5M2 i
 _SAME = 1e-6  # relative: what 1/x and back costs in float32
 
 
-def cache_of(written: Written, recipe_cache: KvCacheDtype | None, asked: str | None) -> str:
+def cache_of(
+    written: Written, recipe_cache: KvCacheDtype | None, asked: object = None
+) -> KvCacheDtype:
     """The cache that the files are for: by the manifest, else by the configuration."""
-    if asked is not None:
-        return asked
+    for known in get_args(KvCacheDtype):
+        if asked == known:
+            return known  # type: ignore[no-any-return]
     if written.quantization is not None and written.quantization.kv_scheme:
         return "e4m3"
     return "e5m2" if recipe_cache in (None, "e4m3") else recipe_cache

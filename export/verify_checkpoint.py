@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from export.verification import Row, Verification, decibels, layer_of
+from export.verification import Row, Verification, layer_of
 from export.verify_cache import cache_of, check_cache_scales, check_input_scales
 from export.verify_diagnosis import diagnose
 from export.verify_names import Names, check_names
@@ -17,8 +19,9 @@ from export.written_scheme import Stored
 from octet.artifact import Manifest
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model import ModelSpec
+from octet.tensors import Tensor
 
-__all__ = ["judge", "slack", "verify_checkpoint"]
+__all__ = ["compare_copies", "judge", "row_of", "slack", "verify_checkpoint"]
 
 # How far below plain rounding's an SQNR may be, in dB. The scales of Octet are at least as good.
 # GPTQ and AWQ of others worsen single weights on purpose, to better what comes out of the layer.
@@ -113,26 +116,8 @@ class _Comparison:
             return
         if name not in self.original.shapes:
             return
-        before, after = self.original.read(name), self.written.read(name)
-        if (before.dtype, before.shape) != (after.dtype, after.shape):
-            self.found.problem(
-                "copies",
-                name,
-                f"stored as {after.dtype} {list(after.shape)}, the original is {before.dtype}"
-                f" {list(before.shape)}",
-            )
-            return
-        if before.codes.nbytes and not np.array_equal(_bytes(before.codes), _bytes(after.codes)):
-            different = np.flatnonzero(before.codes.reshape(-1) != after.codes.reshape(-1))
-            at = [int(i) for i in np.unravel_index(int(different[0]), before.shape)]
-            self.found.problem(
-                "copies",
-                name,
-                f"{different.size} of {before.codes.size} values are not the original's, the first"
-                f" at {at}{self._hint()}",
-            )
-            return
-        self.found.copied += 1
+        hint = self._hint()
+        compare_copies(name, self.original.read(name), self.written.read(name), self.found, hint)
 
     def _hint(self) -> str:
         if self.original.calibration is not None:
@@ -140,6 +125,30 @@ class _Comparison:
         if self.ours:
             return "; if an algorithm changed weights in calibration, give --calibration"
         return "; SmoothQuant and AWQ change norms, and weights then compare with none"
+
+
+def compare_copies(
+    name: str, before: Tensor, after: Tensor, found: Verification, hint: str = ""
+) -> None:
+    """Adds to `found` where a tensor that was to be copied is not the same, or counts it."""
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        found.problem(
+            "copies",
+            name,
+            f"stored as {after.dtype} {list(after.shape)}, the original is {before.dtype}"
+            f" {list(before.shape)}",
+        )
+    elif np.array_equal(_bytes(before.codes), _bytes(after.codes)):
+        found.copied += 1
+    else:
+        different = np.flatnonzero(_bits(before.codes) != _bits(after.codes))
+        at = [int(index) for index in np.unravel_index(int(different[0]), before.shape)]
+        found.problem(
+            "copies",
+            name,
+            f"{different.size} of {before.codes.size} values are not the original's, the first"
+            f" at {at}{hint}",
+        )
 
 
 def row_of(tensor: str, label: str, numbers: Numbers) -> Row:
@@ -274,10 +283,10 @@ def _check_recipe(
                 )
 
 
-def _bytes(codes: np.ndarray) -> np.ndarray:
-    return codes.reshape(-1).view(np.uint8)
+def _bytes(codes: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(codes).reshape(-1).view(np.uint8)
 
 
-def sqnr_of(rows: list[Row]) -> float:
-    """Of several tensors together, dB."""
-    return decibels(sum(row.signal for row in rows), sum(row.noise for row in rows))
+def _bits(codes: NDArray[Any]) -> NDArray[Any]:
+    """One unsigned integer for each number: NaN equals itself."""
+    return np.ascontiguousarray(codes).reshape(-1).view(f"u{codes.dtype.itemsize}")

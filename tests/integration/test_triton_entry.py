@@ -203,7 +203,7 @@ def post(server: TritonServer, endpoint: str, body: dict[str, Any]) -> list[dict
 
 @pytest.mark.vllm
 def test_vllm_takes_the_engine_arguments(tmp_path: Path, calibration: Path) -> None:
-    """As Triton's vLLM backend reads them: AsyncEngineArgs(**model.json), beside the repository."""
+    """As Triton's vLLM backend reads them: AsyncEngineArgs(**model.json), from their directory."""
     require(layout.VLLM)
     entry = tmp_path / "models" / "python-lm-vllm"
     export_triton(calibration, entry, backend="vllm")
@@ -214,8 +214,8 @@ def test_vllm_takes_the_engine_arguments(tmp_path: Path, calibration: Path) -> N
         "print(model.quantization, model.max_model_len, arguments.kv_cache_dtype)"
     )
     done = subprocess.run(
-        [str(layout.python(layout.VLLM)), "-P", "-c", code, str(entry / "1" / "model.json")],
-        cwd=tmp_path,
+        [str(layout.python(layout.VLLM)), "-P", "-c", code, "model.json"],
+        cwd=entry / "1",
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ Leaving the block ends every process of the server; one that does not become rea
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tests.integration.servers import layout
 from tests.integration.servers.process import Server, ServerFailed, free_port
@@ -71,9 +72,15 @@ class VllmServer(Server):
 
 @dataclass(kw_only=True)
 class TritonServer(Server):
-    """tritonserver with the Python backend on a model repository, all of whose models must load."""
+    """tritonserver with the Python backend on a model repository, all of whose models must load.
+
+    In `control` "explicit" none is loaded, and none must be.
+    """
 
     model_repository: Path
+    backends: Path = layout.TRITON_BACKENDS
+    control: Literal["none", "explicit"] = "none"
+    options: tuple[str, ...] = ()
     http_port: int = field(default_factory=free_port)
     grpc_port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
@@ -81,6 +88,11 @@ class TritonServer(Server):
     @property
     def grpc_address(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def shared_memory(self) -> str:
+        """What the names of its segments in /dev/shm begin with."""
+        return f"octet{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
@@ -93,16 +105,17 @@ class TritonServer(Server):
     def command(self) -> list[str]:
         return [
             str(layout.TRITON_BINARY),
-            f"--model-repository={self.model_repository.resolve()}",
-            f"--backend-directory={layout.TRITON_BACKENDS}",
-            "--model-control-mode=none",
+            f"--model-repository={self.model_repository}",
+            f"--backend-directory={self.backends}",
+            f"--model-control-mode={self.control}",
             "--exit-timeout-secs=5",
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
             "--allow-gpu-metrics=false",
             # Two servers on one machine must not share their segments in /dev/shm.
-            f"--backend-config=python,shm-region-prefix-name=octet{self.grpc_port}",
+            f"--backend-config=python,shm-region-prefix-name={self.shared_memory}",
+            *self.options,
         ]
 
     def environment(self) -> dict[str, str]:

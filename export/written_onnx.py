@@ -27,6 +27,7 @@ from octet.tensors import Tensor
 __all__ = ["GraphWeight", "WrittenGraph"]
 
 Floats = NDArray[np.float32]
+BLOCK = 128
 _CODES: dict[int, str] = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT4E2M1: "e2m1"}
 _TAGS: dict[int, str] = {
     TensorProto.FLOAT: "F32",
@@ -131,7 +132,10 @@ class WrittenGraph:
             groups, size, features = codes.shape
             scale = self.values(f"{name}_scale").reshape(groups, features).T
             codes = codes.reshape(groups * size, features).T
-            coded = self._coded(name, np.ascontiguousarray(codes), scale, (1, size))
+            tile = (1, size)
+            if size == BLOCK and not (features % BLOCK) and _repeated(scale):
+                scale, tile = scale[::BLOCK], (BLOCK, BLOCK)
+            coded = self._coded(name, np.ascontiguousarray(codes), scale, tile)
             return GraphWeight(coded, "float32")
         scale = self.values(reader.input[1])
         attributes = {item.name: helper.get_attribute_value(item) for item in reader.attribute}
@@ -152,6 +156,8 @@ class WrittenGraph:
         wanted = (-(-n // tile[0]), -(-k // tile[1]))
         if scale.shape != wanted:
             raise ValueError(f"{name}: scales {list(scale.shape)}, should be {list(wanted)}")
+        if tile == (1, BLOCK) and not (n % BLOCK) and _repeated(scale):
+            scale, tile = scale[::BLOCK], (BLOCK, BLOCK)  # blocks, written out for each row
         return GraphWeight(self._coded(name, codes, scale, tile), self._scale_format(reader))
 
     def _coded(
@@ -204,3 +210,9 @@ class WrittenGraph:
             product: Floats = self.values(node.input[0]) * self.values(node.input[1])
             return product
         raise ValueError(f"{name} comes from {node.op_type}, which is no scale")
+
+
+def _repeated(scale: Floats) -> bool:
+    """Whether all rows of each block of rows have the same scales."""
+    blocks = scale.reshape(-1, BLOCK, scale.shape[1])
+    return bool((blocks == blocks[:, :1]).all())

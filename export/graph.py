@@ -25,6 +25,8 @@ _IR_VERSIONS = {OPSET: IR_VERSION, E8M0_OPSET: 12}
 MODEL_FILE = "model.onnx"
 INLINE_LIMIT_BYTES = 1_800_000_000  # a protobuf message ends at 2 GiB, structure included
 _ALIGNMENT = 4096  # of a tensor in the external file, so that it can be mapped
+_SMALL_BYTES = 1024  # tensors below that are always inside: shape inference reads shapes and axes
+_MESSAGE_LENGTH = 400  # of what onnx.checker says, which may be a line for every node
 
 Shape = Sequence[int | str]
 
@@ -138,22 +140,20 @@ class Graph:
         try:
             onnx.checker.check_model(str(path), full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            detail = " ".join(str(error).split())
+            detail = " ".join(str(error).split())[:_MESSAGE_LENGTH]
             raise ExportError(f"{self.name}: onnx.checker refuses the graph: {detail}") from None
         return path
 
     def _inline(self) -> list[TensorProto]:
-        tensors = []
-        for weight in self.weights.values():
-            tensor = _header(weight)
-            tensor.raw_data = _content(weight).tobytes()
-            tensors.append(tensor)
-        return tensors
+        return [_inside(weight) for weight in self.weights.values()]
 
     def _external(self, path: Path) -> list[TensorProto]:
         tensors = []
         with path.open("wb") as file:
             for weight in self.weights.values():
+                if weight.nbytes < _SMALL_BYTES:
+                    tensors.append(_inside(weight))
+                    continue
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 tensor = _header(weight)
                 tensor.data_location = TensorProto.EXTERNAL
@@ -176,6 +176,12 @@ def unused_inputs(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str]) -> lis
 
 def _header(weight: Weight) -> TensorProto:
     return TensorProto(name=weight.name, data_type=weight.elem_type, dims=weight.shape)
+
+
+def _inside(weight: Weight) -> TensorProto:
+    tensor = _header(weight)
+    tensor.raw_data = _content(weight).tobytes()
+    return tensor
 
 
 def _content(weight: Weight) -> npt.NDArray[Any]:

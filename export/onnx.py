@@ -7,9 +7,9 @@ Two forms of one graph:
 - `onnxruntime`: float32 arithmetic, a cache of FLOAT8E5M2, FLOAT8E4M3FN or FLOAT16. ONNX Runtime
   must be told `session.disable_quant_qdq=1`. Its CPU kernels lack FLOAT4E2M1: a graph with NVFP4 or
   MXFP4 runs in `octet serve`, which rewrites it in memory, and in onnx.reference.
-- `tensorrt`: the very graph that `octet build-engine` compiles, FP16 arithmetic. An E5M2 cache is uint8
-  codes, looked up in a table, for TensorRT has no E5M2. That saves capacity, not bandwidth: every
-  step rebuilds an FP16 cache of what it reads.
+- `tensorrt`: the very graph that `octet build-engine` compiles, FP16 arithmetic. An E5M2 cache is
+  uint8 codes, looked up in a table, for TensorRT has no E5M2. That saves capacity, not bandwidth:
+  every step rebuilds an FP16 cache of what it reads.
 """
 
 from pathlib import Path

@@ -217,8 +217,9 @@ class Reference:
         """Keys or values as they come back from the cache."""
         if self.kv_cache == "none":
             return rows
-        scale_name = f"model.layers.{layer}.self_attn.{kind[0]}_scale"
-        scale = self.scales.get(scale_name, torch.tensor(1.0))
+        name = f"model.layers.{layer}.self_attn.{kind[0]}_scale"
+        of_type = self.scales.get(f"{name}_{self.kv_cache}")
+        scale = of_type if of_type is not None else self.scales.get(name, torch.tensor(1.0))
         rounding = {"e5m2": to_e5m2, "e4m3": to_e4m3, "float16": to_float16}[self.kv_cache]
         stored = rows / scale
         noise = NOISE * stored.abs().amax(-1, keepdim=True)

@@ -15,7 +15,10 @@ from onnx.reference import ReferenceEvaluator
 
 from octet import formats
 
-FLOAT16 = TensorProto.FLOAT16
+FLOAT = {
+    "tensor(float16)": (TensorProto.FLOAT16, np.float16),
+    "tensor(float)": (TensorProto.FLOAT, np.float32),
+}
 FLOAT8 = {
     "tensor(float8e5m2)": (TensorProto.FLOAT8E5M2, formats.E5M2),
     "tensor(float8e4m3fn)": (TensorProto.FLOAT8E4M3FN, formats.E4M3),
@@ -116,11 +119,10 @@ class OnnxModel:
         self.pasts = [item.name for item in pasts]
         self.presents = [name.replace("past_key_values", "present") for name in self.pasts]
         self.heads, self.head_dim = pasts[0].shape[1], pasts[0].shape[3]
-        self.kind = FLOAT8[pasts[0].type][0] if pasts[0].type in FLOAT8 else FLOAT16
+        self.kind, self.dtype = FLOAT.get(pasts[0].type) or (FLOAT8[pasts[0].type][0], np.uint8)
 
     def empty(self, batch: int, slots: int = 0) -> list[npt.NDArray]:
-        dtype = np.float16 if self.kind == FLOAT16 else np.uint8
-        return [np.zeros((batch, self.heads, slots, self.head_dim), dtype) for _ in self.pasts]
+        return [np.zeros((batch, self.heads, slots, self.head_dim), self.dtype) for _ in self.pasts]
 
     def step(
         self,

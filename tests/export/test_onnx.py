@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -152,17 +153,29 @@ def test_the_unquantized_graph_computes_the_unquantized_reference(
     assert divergence(expected, logits).mean() < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("kv_cache", "suffix", "scales"), [("e5m2", "", (0.3, 1.7)), ("e4m3", "_e4m3", (0.01, 0.002))]
+)
 def test_cache_scales_other_than_one_are_applied(
-    tmp_path: Path, tiny_model: Path, calibrations: dict[str, Path]
+    kv_cache: Literal["e5m2", "e4m3"],
+    suffix: str,
+    scales: tuple[float, float],
+    tmp_path: Path,
+    tiny_model: Path,
 ) -> None:
-    scales = {f"model.layers.1.self_attn.{x}_scale": s for x, s in (("k", 0.3), ("v", 1.7))}
+    """The recipe's cache, and another that the calibration has scales for; E4M3 saturates here."""
+    named = {
+        f"model.layers.{layer}.self_attn.{x}_scale{suffix}": scale
+        for layer in (0, 1)
+        for x, scale in zip("kv", scales, strict=True)
+    }
     calibration = tmp_path / "scaled"
-    make_calibration(calibration, tiny_model, Recipe.load("fp8"), scales=scales)
-    export_onnx(calibration, tmp_path / "out")
+    make_calibration(calibration, tiny_model, Recipe.load("fp8"), scales=named)
+    export_onnx(calibration, tmp_path / "out", kv_cache=kv_cache)
+    assert Manifest.load(tmp_path / "out").details["kv_cache"] == kv_cache
     model = OnnxModel(tmp_path / "out", observe=True)
-    assert (
-        settled(model, Reference(tiny_model, calibration, "e5m2"), random_ids(2, 64)).mean() < 1e-8
-    )
+    reference = Reference(tiny_model, calibration, kv_cache)
+    assert settled(model, reference, random_ids(2, 64)).mean() < 1e-8
     prefill_and_decode(OnnxModel(tmp_path / "out"), random_ids(1, 70)[0], prompt=33)
 
 

@@ -96,14 +96,15 @@ async def embedded() -> AsyncIterator[Served]:
 
 @pytest.fixture(scope="session")
 def exports(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """ONNX exports of the tiny model: `fp8` and `fp8-static` with an E5M2 cache, and `plain`."""
+    """ONNX exports of the tiny model: recipes with an E5M2 cache, and `plain`."""
     from export.onnx import export_onnx
     from octet.recipe import Recipe
     from tests.export.conftest import make_calibration
 
     root = tmp_path_factory.mktemp("onnx")
-    for recipe in ("fp8", "fp8-static"):
+    recipes = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
+    for recipe in recipes:
         make_calibration(root / f"{recipe}-calibration", tiny_model, Recipe.load(recipe))
         export_onnx(root / f"{recipe}-calibration", root / recipe, kv_cache="e5m2")
     export_onnx(root / "fp8-calibration", root / "plain", quantize=False)
-    return {name: root / name for name in ("fp8", "fp8-static", "plain")}
+    return {name: root / name for name in (*recipes, "plain")}

@@ -1,13 +1,18 @@
-"""The rewritten graph rounds to E4M3 as the format says, bit for bit, in ONNX Runtime itself."""
+"""The rewritten graph rounds as the formats say, bit for bit, in ONNX Runtime itself."""
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
+from export.graph import Graph
+from export.onnx_inputs import round_dynamic
+from octet import formats, microscaling
 from octet.errors import ArtifactError
-from octet.formats import E4M3, bf16_to_float32, round_to
+from octet.formats import E2M1, E4M3, bf16_to_float32, round_to
+from octet.recipe import Recipe
 from serve.onnx_rewrite import read_past_as_float16, round_in_float32
 
 ALL_BF16 = bf16_to_float32(np.arange(1 << 16, dtype=np.uint16))
@@ -79,12 +84,50 @@ def test_dynamic_scales_of_rows_of_every_size() -> None:
     np.testing.assert_array_equal(run(rewritten, x), run(original, x))
 
 
-def test_a_cast_without_a_scale_that_bounds_it_is_left_alone() -> None:
+def cast_model(elem_type: int) -> onnx.ModelProto:
     nodes = [
-        helper.make_node("Cast", ["x"], ["q"], to=TensorProto.FLOAT8E4M3FN, saturate=1),
+        helper.make_node("Cast", ["x"], ["q"], to=elem_type, saturate=1),
         helper.make_node("Cast", ["q"], ["y"], to=TensorProto.FLOAT),
     ]
-    model = model_of(nodes)
+    return model_of(nodes)
+
+
+def test_casts_to_e2m1_which_onnx_runtime_lacks() -> None:
+    """Every bfloat16, ties, their neighbours, and what saturates; as onnx.reference casts."""
+    grid = formats.grid(E2M1)
+    ties = (grid[1:] + grid[:-1]) / 2
+    x = np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9), grid])
+    x = np.concatenate([x, -x, ALL_BF16[~np.isnan(ALL_BF16)]]).astype(np.float32)[None]
+    original, rewritten = cast_model(TensorProto.FLOAT4E2M1), cast_model(TensorProto.FLOAT4E2M1)
+    assert round_in_float32(rewritten) == 1
+    (expected,) = ReferenceEvaluator(original).run(None, {"x": x})
+    np.testing.assert_array_equal(run(rewritten, x), expected)
+    np.testing.assert_array_equal(expected, round_to(x, E2M1))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_dynamic_groups_are_rounded_as_engines_round_them(recipe: str) -> None:
+    scheme = Recipe.load(recipe).activations
+    shared = np.array(0.02, np.float32) if scheme.two_level else None
+    graph = Graph("groups")
+    graph.input("x", TensorProto.FLOAT, [1, "n", 64])
+    graph.output(
+        round_dynamic(graph, "x", scheme, shared, 64, "y"), TensorProto.FLOAT, [1, "n", 64]
+    )
+    proto = helper.make_graph(graph.nodes, "g", graph.inputs, graph.outputs, graph._inline())
+    opset = [helper.make_opsetid("", graph.opset)]
+    model = helper.make_model(proto, opset_imports=opset, ir_version=12)
+    assert round_in_float32(model) == 1
+    random = np.random.default_rng(0)
+    x = random.standard_t(2, (1, 500, 64)).astype(np.float32)
+    x *= np.exp2(random.integers(-60, 60, (1, 500, 1)).astype(np.float32))
+    x[0, 3], x[0, 4, 7:] = 0, 0
+    expected = microscaling.fake_quantize_dynamic(x, scheme, shared)
+    np.testing.assert_array_equal(run(model, x), expected)
+
+
+def test_a_cast_without_a_scale_that_bounds_it_is_left_alone() -> None:
+    model = cast_model(TensorProto.FLOAT8E4M3FN)
     before = model.SerializeToString()
     assert round_in_float32(model) == 0
     assert model.SerializeToString() == before

@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octet.errors import ArtifactError
+from export.onnx import export_onnx
+from octet.errors import ArtifactError, UnsupportedError
+from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
 from serve.cache import SlotCache
 from serve.onnx_runner import OnnxRunner
 from serve.runner import StepBatch
 from serve.types import Delta, GenerateRequest
+from tests.export.conftest import make_calibration
 
-QUANTIZED = ("fp8", "fp8-static")
+QUANTIZED = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
+AS_EXPORTED = ("fp8", "fp8-static", "mxfp8")  # ONNX Runtime has no kernel for FP4
 PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130, 300, 7)
 
 
@@ -65,7 +69,7 @@ def test_logits_do_not_depend_on_the_batch_in_any_bit(
         np.testing.assert_array_equal(np.stack(seen[slot]), alone(runner, length, 8), f"{length}")
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", AS_EXPORTED)
 def test_reading_the_cache_as_float16_changes_no_bit(
     runners: dict[str, OnnxRunner], exports: dict[str, Path], name: str
 ) -> None:
@@ -149,6 +153,36 @@ def test_an_altered_export_is_refused(exports: dict[str, Path], tmp_path: Path) 
     (copy / "model.onnx").write_bytes(content)
     with pytest.raises(ArtifactError, match=r"model\.onnx: altered"):
         OnnxRunner(copy)
+
+
+def test_a_graph_for_tensorrt_is_refused_with_what_to_do(
+    exports: dict[str, Path], tmp_path: Path
+) -> None:
+    export_onnx(
+        exports["fp8-static"].parent / "fp8-static-calibration", tmp_path / "out", target="tensorrt"
+    )
+    with pytest.raises(UnsupportedError, match=r"for TensorRT.*octet build-engine.*export onnx"):
+        OnnxRunner(tmp_path / "out")
+
+
+def test_an_e4m3_cache_is_served(
+    exports: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    scales = {
+        f"model.layers.{layer}.self_attn.{x}_scale_e4m3": 0.03 for layer in (0, 1) for x in "kv"
+    }
+    make_calibration(tmp_path / "calibration", tiny_model, Recipe.load("fp8"), scales=scales)
+    export_onnx(tmp_path / "calibration", tmp_path / "out", kv_cache="e4m3")
+    runner = OnnxRunner(tmp_path / "out", threads=2)
+    assert runner.kv_dtype == "e4m3"
+    cache = runner.new_cache(1, 1024)
+    whole = forward(runner, cache, prompt_of(90), [0], [np.arange(90)])[0]
+    cache = runner.new_cache(1, 1024)
+    parts = [forward(runner, cache, prompt_of(90)[:, :70], [0], [np.arange(70)])[0]]
+    for at in range(70, 90):
+        parts.append(forward(runner, cache, prompt_of(90)[:, at : at + 1], [0], [[0]])[0])
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    assert cache.codes.dtype == np.uint8 and len(np.unique(cache.codes)) > 100
 
 
 def test_another_kind_of_artifact_is_refused(exports: dict[str, Path]) -> None:

@@ -189,12 +189,12 @@ def _next(
     for _ in model.sweep():
         for index, group in enumerate(groups):
             rows, at = torch.arange(len(group.prompts)), position[index]
-            visible = torch.arange(group.room)[None] <= at[:, None]
+            mask = model.mask(torch.arange(group.room)[None] <= at[:, None], at)
             states[index] = model.forward(
                 states[index],
                 _GroupCache(group, rows, at, prompt=False),
                 position_ids=at[:, None].to(model.device),
-                attention_mask=visible[:, None, None].to(model.device),
+                attention_mask=mask,
             )
         progress.step()
     return [x[:, 0].cpu().numpy() for x in model.logits(states)]

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import torch
 
 from octet.checkpoint import Checkpoint
-from octet.errors import CheckpointError
+from octet.errors import CheckpointError, UnsupportedError
 
 __all__ = [
     "ComputeDtype",
     "apply_changes",
     "load_config",
     "load_model",
+    "load_skeleton",
     "load_tokenizer",
     "quiet",
     "resolve_dtype",
@@ -54,11 +55,45 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's transformers configuration."""
-    from transformers import AutoConfig
+    """The checkpoint's transformers configuration.
+
+    UnsupportedError for an architecture that the transformers release that is installed lacks.
+    """
+    import transformers
 
     with quiet():
-        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )
+            _attention(config)
+        except (ValueError, KeyError):
+            raise UnsupportedError(
+                f"{checkpoint.path}: transformers {transformers.__version__} does not know"
+                f" {checkpoint.spec.architecture}, and a calibration runs what transformers"
+                " computes: install a release that knows it"
+            ) from None
+    return config
+
+
+def load_skeleton(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
+    """The transformers model in evaluation mode on the meta device: shapes, and no weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(checkpoint)
+    with quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=_attention(config),
+        ).eval()
+
+
+def _attention(config: Any) -> str:
+    """PyTorch's fused attention where the architecture allows it: Gemma 2's soft cap does not."""
+    from transformers import AutoModelForCausalLM
+
+    return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
 def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
@@ -69,11 +104,12 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    attention = _attention(load_config(checkpoint))
     with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

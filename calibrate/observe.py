@@ -20,8 +20,9 @@ from calibrate.counting import Counter, make_counter
 from calibrate.experts import tap_experts
 from calibrate.finite import require_finite
 from calibrate.histogram import CodeDtype, Histogram
+from calibrate.sharing import require_shared_inputs
 from octet.calibration import Observation
-from octet.errors import ConfigError, NumericsError
+from octet.errors import ConfigError, NumericsError, UnsupportedError
 from octet.model import ModelSpec
 
 __all__ = ["LayerObserver", "Observer", "check_totals", "observations_of", "observe"]
@@ -60,6 +61,9 @@ class LayerObserver:
                     handle = layer.get_submodule(module_name).register_forward_pre_hook(hook)
                     stack.callback(handle.remove)
             stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
+            if self._spec.generic:
+                linears = self._spec.linears(index)
+                stack.enter_context(require_shared_inputs(layer, prefix, linears))
             if f"{prefix}.self_attn.query" in self._slots:
                 stack.enter_context(tap_queries(layer.self_attn, self._count_query(prefix)))
             yield
@@ -149,6 +153,13 @@ class LayerObserver:
     def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Counts `key` and `value`, both [B, H, T, D]."""
         attention = f"{self._spec.layer(layer)}.self_attn"
+        for x in (key, value):
+            if (x.shape[1], x.shape[3]) != (self._spec.kv_heads, self._spec.head_dim):
+                raise UnsupportedError(
+                    f"{attention} caches {x.shape[1]} heads of {x.shape[3]} values, where"
+                    f" config.json says {self._spec.kv_heads} of {self._spec.head_dim}: such a"
+                    " cache is not supported"
+                )
         self.count(f"{attention}.key", key.transpose(1, 2))
         self.count(f"{attention}.value", value.transpose(1, 2))
 
@@ -278,8 +289,9 @@ def observations_of(
         consumers.setdefault(linear.input, []).append(linear.name)
     for name, linears in consumers.items():
         add(name, "input", tuple(linears))
-        attention, _, projection = linears[0].rpartition(".")
-        if projection == "q_proj":
+        block, inside, _ = linears[0].partition(".self_attn.")
+        attention = f"{block}.self_attn"
+        if inside and f"{attention}.key" not in found:
             add(f"{attention}.key", "key", (attention,))
             add(f"{attention}.value", "value", (attention,))
             if queries:

@@ -1,14 +1,14 @@
 """The rest of a decoder, from one layer on, for what was computed once up to there."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calibrate.batches import Batch
 from calibrate.divergence import experts_one_by_one, real
+from calibrate.stack import run_layers
 from octet.model import ModelSpec
 
 __all__ = ["Tail"]
@@ -35,7 +35,7 @@ class Tail:
             raise ValueError(f"before layer {self.layer} already, cannot go back to {layer}")
         with experts_one_by_one(self._model, self._spec):
             for index in range(self.layer, layer):
-                with _layers(self._model.base_model, index, index + 1):
+                with run_layers(self._model.base_model, range(index, index + 1)):
                     for at, x in enumerate(self._inputs):
                         self._inputs[at] = self._run(x)
         self.layer = layer
@@ -46,22 +46,9 @@ class Tail:
         `inputs` [B, T, H] stand in for what the batch is before `layer`.
         """
         x = self._inputs[index] if inputs is None else inputs
-        with _layers(self._model.base_model, self.layer, None):
+        with run_layers(self._model.base_model, range(self.layer, self._spec.layers)):
             return real(self._run(x), self._batches[index])
 
     def _run(self, x: Tensor) -> Tensor:
         states: Tensor = self._model.base_model(inputs_embeds=x, use_cache=False).last_hidden_state
         return states
-
-
-@contextmanager
-def _layers(decoder: Any, first: int, last: int | None) -> Iterator[None]:
-    """`decoder` with these layers alone; without its last norm unless they go to the end."""
-    layers, norm = decoder.layers, decoder.norm
-    decoder.layers = nn.ModuleList(layers[first:last])
-    if last is not None:
-        decoder.norm = nn.Identity()
-    try:
-        yield
-    finally:
-        decoder.layers, decoder.norm = layers, norm

@@ -1,0 +1,66 @@
+"""A transformers decoder that runs some of its layers alone, each at its own place in the stack.
+
+The decoder's own `forward` numbers the layers it runs, and looks masks and position embeddings up
+by that number: so a layer that shall not run leaves something in its place that does nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["find_norm", "run_layers", "some_layers"]
+
+
+class _Skipped(nn.Module):
+    """In a layer's place: gives back what it is given, and has the layer's plain attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        plain = (str, int, float, bool, type(None))
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, plain):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def some_layers(layers: list[nn.Module], kept: range) -> nn.ModuleList:
+    """`layers` of which those of `kept` alone do something."""
+    return nn.ModuleList(
+        layer if index in kept else _Skipped(layer) for index, layer in enumerate(layers)
+    )
+
+
+@contextmanager
+def run_layers(decoder: Any, kept: range) -> Iterator[None]:
+    """While active, `decoder` runs the layers of `kept` alone; without its last norm unless they
+    go to the end."""
+    layers, name = decoder.layers, find_norm(decoder)
+    norm = getattr(decoder, name)
+    decoder.layers = some_layers(list(layers), kept)
+    if kept.stop < len(layers):
+        setattr(decoder, name, nn.Identity())
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+        setattr(decoder, name, norm)
+
+
+def find_norm(decoder: nn.Module) -> str:
+    """The name of the norm after the last layer: what has weights besides layers and embeddings.
+
+    ValueError names what else has, or says that nothing does.
+    """
+    found = [
+        name
+        for name, child in decoder.named_children()
+        if name != "layers" and not isinstance(child, nn.Embedding)
+        if next(child.parameters(), None) is not None
+    ]
+    if len(found) != 1 or "norm" not in found[0]:
+        raise ValueError(f"besides layers and embeddings there is {', '.join(found) or 'nothing'}")
+    return found[0]

@@ -1,0 +1,169 @@
+"""Every architecture: what is observed, recorded and simulated is what transformers computes.
+
+Counts are held against plain hooks on the model in memory, golden records against forward passes
+without a cache; neither knows of layers that come and go.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.batches import Batch
+from calibrate.counting import count_reference
+from calibrate.golden import CONTINUATION, golden_set
+from calibrate.layers import LayeredModel
+from calibrate.loading import load_model
+from calibrate.simulate import simulate
+from calibrate.streaming import observe_checkpoint
+from octet.checkpoint import Checkpoint
+from octet.formats import E4M3, round_to
+from octet.scaling import Granularity, fake_quantize
+from tests.calibrate.bench import make_bench, recipe_with
+from tests.calibrate.runs import batches_of
+from tests.models import GENERIC, KNOWN, write_model
+
+MODELS = KNOWN | GENERIC
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def path(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, settings = MODELS[name]
+    return write_model(tmp_path_factory.mktemp(name) / name, kind, num_hidden_layers=3, **settings)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(path: Path) -> Checkpoint:
+    return Checkpoint.open(path)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Any:
+    return load_model(checkpoint, "float32")
+
+
+def rows_of(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What of x [B, T, ...] is no padding, flat."""
+    return torch.cat([row[:n].flatten() for row, n in zip(x, batch.lengths, strict=True)])
+
+
+@torch.inference_mode()
+def hooked(model: Any, batches: list[Batch]) -> dict[str, np.ndarray]:
+    """Counts by name of everything that a linear reads and of all keys and values."""
+    from transformers import DynamicCache
+
+    counts: dict[str, np.ndarray] = {}
+    for batch in batches:
+        seen: dict[str, torch.Tensor] = {}
+
+        def hook(name: str, seen: dict[str, torch.Tensor] = seen) -> Any:
+            return lambda module, args: seen.update({f"{name}.input": args[0]})
+
+        handles = [
+            module.register_forward_pre_hook(hook(name))
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name != "lm_head"
+        ]
+        cache = DynamicCache()  # it keeps everything, whatever the window
+        model(batch.token_ids, past_key_values=cache, use_cache=True)
+        for handle in handles:
+            handle.remove()
+        for index, layer in enumerate(cache.layers):
+            seen[f"model.layers.{index}.self_attn.key"] = layer.keys.transpose(1, 2)
+            seen[f"model.layers.{index}.self_attn.value"] = layer.values.transpose(1, 2)
+        for name, x in seen.items():
+            counts[name] = counts.get(name, 0) + count_reference(rows_of(x, batch))
+    return counts
+
+
+def test_counts_are_those_of_plain_hooks(checkpoint: Checkpoint, model: Any) -> None:
+    batches = batches_of(4)
+    observed = observe_checkpoint(checkpoint, batches, dtype="float32").histograms
+    expected = hooked(model, batches)
+    readers = {x.name: x.input for x in checkpoint.spec.linears() if ".experts." not in x.name}
+    named = {readers.get(name.removesuffix(".input"), name) for name in expected}
+    assert {name for name in observed if ".experts." not in name} == named - {
+        name for name in named if name.endswith((".gate.input", ".router.input"))
+    }
+    for name, counts in expected.items():  # q, k and v are each held against their common one
+        name = readers.get(name.removesuffix(".input"), name)
+        if name in observed:
+            np.testing.assert_array_equal(observed[name].sum(axis=0), counts, err_msg=name)
+
+
+def test_the_layered_model_is_the_whole_one(checkpoint: Checkpoint, model: Any) -> None:
+    ids = batches_of(1)[0].token_ids
+    layered = LayeredModel(checkpoint, "float32")
+    hidden = layered.embed(ids)
+    for _ in layered.sweep():
+        hidden = layered.forward(hidden, None)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            layered.logits([hidden])[0], model(ids).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_golden_records_are_what_transformers_says(checkpoint: Checkpoint, model: Any) -> None:
+    """Prompts shorter than a window of 24, of its length, around it, and longer."""
+    rng = np.random.default_rng(3)
+    lengths = (3, 9, 20, 23, 24, 25, 31, 50, 90)
+    prompts = [(str(n), [int(x) for x in rng.integers(1, 4096, n)]) for n in lengths]
+    for record in golden_set(checkpoint, prompts).records:
+        prompt, answer = list(record.prompt_token_ids), list(record.continuation_token_ids)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        top = logits[len(prompt) - 1].double().log_softmax(-1).topk(20)
+        np.testing.assert_allclose(record.top_logprobs, top.values.numpy(), atol=1e-4)
+        assert record.top_token_ids[0] == answer[0] == int(top.indices[0])
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+        assert len(answer) == CONTINUATION or answer[-1] in checkpoint.spec.eos_token_ids
+
+
+def test_a_simulated_linear_multiplies_rounded_inputs_with_decoded_weights(
+    path: Path, checkpoint: Checkpoint
+) -> None:
+    """Inputs are on the grid of E4M3 times the static scale, the bias is added as it is."""
+    bench = make_bench(path)
+    recipe = recipe_with("fp8-static", kv_cache="e5m2")
+    scales = bench.scales(recipe)
+    ids = bench.batches[0].token_ids
+    with torch.inference_mode():
+        plain = bench.model(ids, use_cache=False).logits
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        return lambda module, args, output: seen.update({name: (args[0], output)})
+
+    linears = [x for x in checkpoint.spec.linears() if ".experts." not in x.name]
+    handles = [
+        bench.model.get_submodule(x.name).register_forward_hook(hook(x.name)) for x in linears
+    ]
+    with torch.inference_mode(), simulate(bench.model, checkpoint.spec, recipe, scales):
+        simulated = bench.model(ids, use_cache=False).logits
+        granularity = Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
+        for linear in linears:
+            x, output = seen[linear.name]
+            scale = scales[f"{linear.name}.input_scale"]
+            rounded = round_to(x.numpy() / scale, E4M3) * scale
+            np.testing.assert_array_equal(x.numpy(), rounded, err_msg=linear.name)
+            module = bench.model.get_submodule(linear.name)
+            stored = checkpoint.read(f"{linear.name}.weight").float32()
+            scale = scales[f"{linear.name}.weight_scale"]
+            decoded = fake_quantize(stored, scale, E4M3, granularity)
+            np.testing.assert_array_equal(module.weight.numpy(), decoded, err_msg=linear.name)
+            torch.testing.assert_close(
+                output, torch.nn.functional.linear(x, module.weight, module.bias)
+            )
+    for handle in handles:
+        handle.remove()
+    with torch.inference_mode():
+        assert torch.equal(bench.model(ids, use_cache=False).logits, plain)
+    change = (simulated - plain).square().mean() / plain.var()
+    assert 0 < change < 0.5

@@ -2,10 +2,10 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -15,6 +15,10 @@ from serve.config import GatewayConfig, Listen
 from serve.gateway import Gateway
 from serve.pool import Pool
 from serve.server import DrainingServer, bind, serve_gateway
+
+if TYPE_CHECKING:
+    from serve.onnx_runner import OnnxRunner
+    from tests.serve.fake_gpu import FakeGpu
 
 
 class Served:
@@ -108,3 +112,57 @@ def exports(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         export_onnx(root / f"{recipe}-calibration", root / recipe, kv_cache="e5m2")
     export_onnx(root / "fp8-calibration", root / "plain", quantize=False)
     return {name: root / name for name in (*recipes, "plain")}
+
+
+@pytest.fixture(scope="session")
+def engine_calibration(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny model, with static scales, and cache scales of 0.3: dropped, they would show."""
+    from octet.recipe import Recipe
+    from tests.export.conftest import make_calibration
+
+    scales = {
+        f"model.layers.{i}.self_attn.{kind}_scale{cache}": 0.3
+        for i in (0, 1)
+        for kind in "kv"
+        for cache in ("", "_e4m3", "_e5m2")
+    }
+    path = tmp_path_factory.mktemp("tensorrt") / "calibration"
+    return make_calibration(path, tiny_model, Recipe.load("fp8-static"), scales=scales)
+
+
+@pytest.fixture(scope="session")
+def engines(engine_calibration: Path) -> Callable[[str], Path]:
+    """The engine with a given cache, for the fakes of a GPU and of TensorRT."""
+    from tests.serve.engines import make_engine
+
+    def engine(cache: str) -> Path:
+        path = engine_calibration.parent / cache
+        return path if path.exists() else make_engine(engine_calibration, path, kv_cache=cache)
+
+    return engine
+
+
+@pytest.fixture(scope="session")
+def references(engine_calibration: Path) -> "Callable[[str], OnnxRunner]":
+    """ONNX Runtime's runner of the same calibration, with a given cache."""
+    from export.onnx import export_onnx
+    from serve.onnx_runner import OnnxRunner
+
+    def reference(cache: str) -> OnnxRunner:
+        path = engine_calibration.parent / f"{cache}-onnx"
+        if not path.exists():
+            export_onnx(engine_calibration, path, kv_cache=cache)
+        return OnnxRunner(path, threads=2)
+
+    return reference
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
+    """This machine, as one with an SM89 GPU and TensorRT."""
+    from tests.serve.engines import install
+    from tests.serve.fake_gpu import FakeGpu
+
+    gpu = FakeGpu()
+    install(monkeypatch, gpu)
+    return gpu

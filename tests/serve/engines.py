@@ -12,8 +12,8 @@ from export.engine_graph import build_engine_graph
 from export.source import Source
 from octet.artifact import write_artifact
 from octet.model import ModelSpec
+from octet.recipe import KvCacheDtype
 from serve.tensorrt import kernels
-from tests.export.test_engine_graph import lowered
 from tests.serve.fake_gpu import FakeGpu, fake_code
 from tests.serve.fake_tensorrt import VERSION, FakeTensorRT, plan_of
 
@@ -28,10 +28,15 @@ def make_engine(
     prompt: int = 256,
     context: int | None = None,
     logits: int = 128,
+    kv_cache: KvCacheDtype | None = None,
+    without: str | None = None,
     **details: Any,
 ) -> Path:
-    """Writes `out`, with a plan of these limits; `details` replace some of the manifest's."""
-    source = Source.open(calibration)
+    """Writes `out`, with a plan of these limits; `details` replace some of the manifest's.
+
+    `without` drops an output.
+    """
+    source = Source.open(calibration, kv_cache=kv_cache)
     longest = context or source.spec.max_positions
     profiles = {
         "prefill": (1, prompt, longest, logits),
@@ -42,7 +47,9 @@ def make_engine(
         scratch = writer.path / "onnx"
         scratch.mkdir()
         path = build_engine_graph(source, TensorProto.FLOAT).save(scratch)
-        model = lowered(onnx.load(path))
+        model = onnx.load(path)
+        for output in [item for item in model.graph.output if item.name == without]:
+            model.graph.output.remove(output)
         for file in scratch.iterdir():
             file.unlink()
         scratch.rmdir()

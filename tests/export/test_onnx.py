@@ -12,7 +12,9 @@ import pytest
 import torch
 from onnx import TensorProto
 
+from export.engine_graph import build_engine_graph
 from export.onnx import export_onnx
+from export.source import Source
 from octet import scaling
 from octet.artifact import Manifest
 from octet.calibration import Calibration
@@ -222,6 +224,39 @@ def test_an_untied_head_is_used_instead_of_the_embeddings(tmp_path: Path, tiny_m
     logits = torch.from_numpy(OnnxModel(tmp_path / "out").forward(ids))
     expected = Reference(tmp_path / "untied", None, "float16").logits(torch.from_numpy(ids))
     assert divergence(expected, logits).mean() < 1e-6
+
+
+# The graph for TensorRT
+
+
+def test_for_tensorrt_it_is_the_graph_that_is_compiled(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    """Byte for byte, and the file says what the looked-up cache does not save."""
+    export_onnx(calibrations["fp8-static"], tmp_path / "out", target="tensorrt")
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    assert Manifest.load(tmp_path / "out").details["target"] == "tensorrt"
+    assert "saves capacity, not bandwidth" in model.doc_string
+    built = build_engine_graph(Source.open(calibrations["fp8-static"]))
+    built.document = model.doc_string
+    (tmp_path / "built").mkdir()
+    path = built.save(tmp_path / "built")
+    assert path.read_bytes() == (tmp_path / "out" / "model.onnx").read_bytes()
+    pasts = [item for item in model.graph.input if item.name.startswith("past_key_values.")]
+    assert {item.type.tensor_type.elem_type for item in pasts} == {TensorProto.UINT8}
+
+
+def test_both_forms_read_every_input_and_none_names_the_number_of_keys(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    """TensorRT drops Attention-24's nonpad_kv_seqlen in silence; here the mask is its 4th input."""
+    for target in ("onnxruntime", "tensorrt"):
+        export_onnx(calibrations["fp8-static"], tmp_path / target, target=target)  # type: ignore[arg-type]
+        graph = onnx.load(tmp_path / target / "model.onnx").graph
+        read = {name for node in graph.node for name in node.input}
+        assert {item.name for item in graph.input} <= read
+        attention = [node for node in graph.node if node.op_type == "Attention"]
+        assert len(attention) == 2 and all(len(node.input) == 4 for node in attention)
 
 
 # What is refused

@@ -12,6 +12,7 @@ from onnx import TensorProto
 from calibrate.simulate import simulate
 from export.graph import Graph
 from export.onnx import export_onnx
+from export.onnx_attention import Concatenated
 from export.onnx_cache import _CastCache
 from export.onnx_decoder import build_decoder
 from export.source import Source
@@ -20,7 +21,7 @@ from octet.recipe import Recipe
 from serve.onnx_rewrite import round_in_float32
 from serve.onnx_weights import store_e2m1_as_e4m3
 from tests.export.conftest import make_calibration
-from tests.export.runner import OnnxModel, prefill_and_decode, random_ids
+from tests.export.runner import OnnxModel, decode, prefill_and_decode, random_ids
 from tests.models import GENERIC, KNOWN, write_model
 from tests.references import divergence
 
@@ -93,6 +94,28 @@ def test_quantized_logits_are_those_of_the_simulation(
     cost = divergence(expected, simulated).mean()
     print("KL", divergence(simulated, logits).mean(), cost)
     assert divergence(simulated, logits).mean() < 0.1 * cost
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral-window", "qwen2-window", "phi3-window"])
+@torch.inference_mode()
+def test_tensorrts_order_of_keys_sees_the_same_window(name: str, tmp_path: Path) -> None:
+    """Cached slots first, some of them unused, then the new rows: in a prefill and in each step."""
+    kind, settings = KNOWN[name]
+    path = write_model(tmp_path / "model", kind, **settings)
+    made = make_calibration(tmp_path / "calibration", path, Recipe.load("fp8"))
+    source, order = Source.open(made), Concatenated()
+    build_decoder(source, Float32Cache(), quantize=False, order=order).save(tmp_path)
+    model, ids = OnnxModel(tmp_path), random_ids(1, 70)
+    expected = transformers_model(path)(torch.from_numpy(ids)).logits[0].numpy()
+    cache = model.empty(1, 80)
+    mask, at = np.tril(np.ones((1, 1, 30, 30), bool)), np.arange(30)[None]
+    logits, new = model.step(ids[:, :30], at, mask, at, model.empty(1))
+    np.testing.assert_allclose(logits[0], expected[:30], atol=1e-4)
+    for position in range(30, 70):
+        for tensor, rows in zip(cache, new, strict=True):
+            tensor[:, :, position - rows.shape[2] : position] = rows
+        logits, new = decode(model, int(ids[0, position]), position, cache)
+        np.testing.assert_allclose(logits[0, 0], expected[position], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", *GENERIC])

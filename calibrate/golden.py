@@ -10,7 +10,6 @@ bits, which changes a greedy token only where two are equally likely but for suc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def golden_set(
     rounds = _rounds(model, [ids for _, ids in prompts])
     progress = Spread(advance, tokens, len(rounds) * spec.layers * CONTINUATION)
     records: list[GoldenRecord] = []
-    with _threads(model):
+    with model.few_threads():
         for groups in rounds:
             answers = _answers(model, groups, progress)
             for group, answer in zip(groups, answers, strict=True):
@@ -219,21 +218,6 @@ def _record(
         top_logprobs=tuple(float(value) for value in logprobs[top]),
         continuation_token_ids=tuple(continuation[: min(ends, default=CONTINUATION)]),
     )
-
-
-@contextmanager
-def _threads(model: LayeredModel) -> Iterator[None]:
-    """torch's threads for small operations: one for each 50 M parameters of the decoder layers.
-
-    With less to do in each operation, threads wait for each other longer than they work: the 6.9 M
-    example decodes faster with one than with two, and far faster on a machine that is busy.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 1 + model.parameters // 50_000_000))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def choose_prompts(

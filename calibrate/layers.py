@@ -10,35 +10,28 @@ What the decoder's `forward` does to embeddings before the first layer (some sca
 layer 0's input alone; what the model's does to logits (some scale or cap them), to each slice.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from calibrate.experts import assemble
 from calibrate.loading import ComputeDtype, load_skeleton
-from calibrate.stack import find_norm, some_layers
+from calibrate.make import check_make, window_of
+from calibrate.stack import Turn, some_layers
+from calibrate.stored import Stored, to_torch
 from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError, UnsupportedError
 from octet.tensors import Tensor
 
-__all__ = ["LayeredModel", "to_torch"]
+__all__ = ["LayeredModel"]
 
 _HEAD_BYTES = 256 << 20  # of the output head in memory at a time
-
-# safetensors tag -> the torch dtype of the values, and of an integer of its size
-_DTYPES = {
-    "F64": (torch.float64, torch.int64),
-    "F32": (torch.float32, torch.int32),
-    "F16": (torch.float16, torch.int16),
-    "BF16": (torch.bfloat16, torch.int16),
-}
 
 
 class LayeredModel:
@@ -61,18 +54,18 @@ class LayeredModel:
         self.device = torch.device(device)
         self._model = load_skeleton(checkpoint, dtype)
         self._decoder = self._model.base_model
-        norm = self._check_make()
+        norm = check_make(self._model, checkpoint)
         self._layers: list[Any] = list(self._decoder.layers)
         self._norm, self._input = getattr(self._decoder, norm), self._model.get_input_embeddings()
         self._names = {module: name for name, module in self._model.named_modules()}
         name = self._names[self._norm]
-        self._fill(self._norm, name, _Stored(checkpoint, f"{name}.", self.dtype))
+        self._fill(self._norm, name, Stored(checkpoint, f"{name}.", self.dtype))
         setattr(self._decoder, norm, nn.Identity())
         self._input.padding_idx = None  # it would have to be a row of a table of some rows
         for module in self._decoder.modules():
             if module not in self._layers:
                 self._compute_buffers(module)
-        self._turn = _Turn()
+        self._turn = Turn()
         self._kept: list[dict[str, torch.Tensor]] | None = None
         if self.parameters * self.dtype.itemsize <= keep_bytes:
             self._kept = [self._read(index) for index in range(self.spec.layers)]
@@ -81,6 +74,21 @@ class LayeredModel:
     def parameters(self) -> int:
         """How many the decoder layers have."""
         return sum(x.numel() for layer in self._layers for x in layer.parameters())
+
+    @contextmanager
+    def few_threads(self) -> Iterator[None]:
+        """torch's threads for small operations: one for each 50 M parameters of the decoder layers.
+
+        With less to do in each operation, threads wait for each other longer than they work: the
+        6.9 M example decodes faster with one than with two, and far faster on a machine that is
+        busy.
+        """
+        before = torch.get_num_threads()
+        torch.set_num_threads(min(before, 1 + self.parameters // 50_000_000))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -146,7 +154,7 @@ class LayeredModel:
         `visible` bool [B, S] is what the token may see of the cache, apart from the layer's
         window; `position` int64 [B], that of the token. Both on the CPU.
         """
-        window = self._window(self._turn.index)
+        window = window_of(self._model, self.checkpoint, self._turn.index)
         if window is not None:
             visible = visible & (torch.arange(visible.shape[1]) > position[:, None] - window)
         mask = visible[:, None, None].to(self.device)
@@ -190,7 +198,7 @@ class LayeredModel:
         """The weights of a layer, on the CPU, by the names of its module's parameters."""
         if self._kept is not None:
             return self._kept[index]
-        return assemble(_Stored(self.checkpoint, f"{self.spec.layer(index)}.", self.dtype))
+        return assemble(Stored(self.checkpoint, f"{self.spec.layer(index)}.", self.dtype))
 
     def _fill(self, module: Any, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Gives `module` its weights, in place of tensors on the meta device."""
@@ -199,57 +207,6 @@ class LayeredModel:
                 raise CheckpointError(f"{self.checkpoint.path}: tensor {name}.{key} is missing")
         state = {key: weights[key].to(self.device) for key in module.state_dict()}
         module.load_state_dict(state, assign=True)
-
-    def _check_make(self) -> str:
-        """The name of the decoder's last norm; UnsupportedError if it is not a stack of layers
-        between embeddings and a norm, with the linears of `spec`."""
-        spec, path = self.spec, self.checkpoint.path
-        whole = f"{path}: {spec.architecture} cannot be run layer by layer: "
-        prefix = f"{self._model.base_model_prefix}.layers"
-        if not isinstance(getattr(self._decoder, "layers", None), nn.ModuleList):
-            raise UnsupportedError(f"{whole}its decoder has no stack of layers")
-        if prefix != spec.prefix or len(self._decoder.layers) != spec.layers:
-            raise UnsupportedError(
-                f"{whole}transformers has {len(self._decoder.layers)} layers in {prefix}, the"
-                f" checkpoint {spec.layers} in {spec.prefix}"
-            )
-        try:
-            norm = find_norm(self._decoder)
-        except ValueError as error:
-            raise UnsupportedError(f"{whole}{error}, where a norm was expected") from None
-        if spec.generic:
-            for linear in spec.linears():
-                self._check_linear(linear.name, (linear.out_features, linear.in_features), whole)
-            for index in range(spec.layers):
-                self._window(index)
-        return norm
-
-    def _check_linear(self, name: str, shape: tuple[int, int], whole: str) -> None:
-        try:
-            module = self._model.get_submodule(name)
-        except AttributeError:
-            module = None
-        if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
-            raise UnsupportedError(
-                f"{whole}{name}.weight is no linear's weight of {list(shape)} in transformers"
-            )
-
-    def _window(self, index: int) -> int | None:
-        """How many tokens layer `index` sees, itself among them; None for all."""
-        if not self.spec.generic:
-            return self.spec.sliding_window if index in self.spec.sliding_layers else None
-        config = self._decoder.config
-        window: int | None = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None:  # then all or none, and only a file that can make the mask means it
-            source = sys.modules[type(self._decoder).__module__]
-            return window if hasattr(source, "create_sliding_window_causal_mask") else None
-        if kinds[index] not in ("full_attention", "sliding_attention"):
-            raise UnsupportedError(
-                f"{self.checkpoint.path}: layer {index} is of type '{kinds[index]}'; Octet runs"
-                " 'full_attention' and 'sliding_attention'"
-            )
-        return window if kinds[index] == "sliding_attention" else None
 
     def _compute_buffers(self, module: nn.Module) -> None:
         """Gives `module` the tensors that are not weights, such as RoPE's frequencies, which
@@ -264,48 +221,6 @@ class LayeredModel:
         module._buffers.update(missing)
         self._model._init_weights(module)
         module._buffers.update({name: x.to(self.device) for name, x in missing.items()})
-
-
-class _Turn:
-    """Whose turn it is: puts in what enters that layer, and takes what leaves it."""
-
-    def __init__(self) -> None:
-        self.index = 0
-        self.result: torch.Tensor | None = None
-        self._given: torch.Tensor | None = None
-
-    @contextmanager
-    def of(self, index: int, layer: nn.Module) -> Iterator[None]:
-        self.index = index
-        handles = [
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            layer.register_forward_hook(self._leave),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def given(self, hidden: torch.Tensor) -> Iterator[None]:
-        self._given, self.result = hidden, None
-        try:
-            yield
-        finally:
-            self._given = None
-
-    def _enter(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layer 0 reads what the decoder made of the embeddings, the others just what they are
-        given: it would be scaled again."""
-        if self._given is None or self.index == 0:
-            return None
-        if args:
-            return (self._given, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._given}
-
-    def _leave(self, _layer: Any, _args: Any, output: Any) -> None:
-        self.result = output[0] if isinstance(output, tuple) else output
 
 
 class _Decoded(nn.Module):
@@ -330,40 +245,3 @@ def _decoder_replaced(model: Any) -> Iterator[_Decoded]:
 
 def _parameter(value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=False)
-
-
-class _Stored(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint below `prefix`, each copied in `dtype` whenever it is asked for.
-
-    The pages that were read are released at once: those of a mapped file count as our memory.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, dtype: torch.dtype) -> None:
-        self._checkpoint, self._prefix, self._dtype = checkpoint, prefix, dtype
-        self._names = [
-            name.removeprefix(prefix)
-            for name in checkpoint.tensor_names
-            if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
-        ]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        copy = to_torch(self._checkpoint.read(f"{self._prefix}{name}"), self._dtype)
-        self._checkpoint.release()
-        return copy
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def to_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a stored floating tensor in `dtype`, on the CPU, in memory of its own."""
-    stored, integer = _DTYPES[tensor.dtype]
-    copy = torch.empty(tensor.shape, dtype=stored)
-    raw = copy.view(integer).numpy()
-    np.copyto(raw, tensor.codes.view(raw.dtype))
-    return copy.to(dtype)

@@ -1,29 +1,50 @@
-"""calibration + checkpoint → a TensorRT engine: FP8 weights and inputs, an E5M2 cache.
+"""calibration + checkpoint → a TensorRT engine, in the precision that the recipe says.
 
-manifest.json, model.plan, config.json, tokenizer, golden.json
+manifest.json, model.plan, config.json, tokenizer, golden.json, expected.json
 """
 
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from export import tensorrt
-from export.engine_graph import build_engine_graph
-from export.graph import OPSET, Graph
+from export.engine_cache import describe
+from export.engine_graph import EngineGraph, engine_graph
+from export.engine_profiles import MAX_BATCH, longest_of, profiles_of
+from export.engine_report import check_precision, precision_details, print_report
 from export.source import Source, require_space
-from octet.artifact import Manifest, check_destination, write_artifact
-from octet.errors import ExportError
-from octet.model import ModelSpec
+from export.tensorrt import WORKSPACE_BYTES, Options, Plan, build_plan
+from export.tensorrt_device import Gpu, find_gpu
+from export.tensorrt_library import RTX, BuilderChoice, Name, choose, load
+from export.tensorrt_targets import (
+    capability,
+    check_names,
+    check_recipe_on,
+    kinds_of,
+    resolve_targets,
+)
+from octet.artifact import (
+    MANIFEST_FILE,
+    ArtifactWriter,
+    Manifest,
+    check_destination,
+    write_artifact,
+)
+from octet.checkpoint import sha256_file
+from octet.recipe import KvCacheDtype
 
-__all__ = ["MAX_BATCH", "PLAN_FILE", "build_engine", "profiles_of"]
+__all__ = ["PLAN_FILE", "build_engine"]
 
 PLAN_FILE = "model.plan"
-MAX_BATCH = 16  # sequences in a decoding step
-MAX_LOGITS = 128  # positions with logits in a prefill: float32 [L, V] each
-STATUS = "built, unproven: compiled without a GPU; it has not generated the golden continuations"
+NOT_RUN = "nothing has executed it"
+REPRODUCIBLE = (
+    "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
+)
+
+Prove = Callable[[Path], dict[str, Any]]
 
 
 def build_engine(
@@ -31,99 +52,133 @@ def build_engine(
     out: Path,
     *,
     model: Path | None = None,
-    targets: list[str],
+    builder: BuilderChoice = "auto",
+    targets: list[str] | None = None,
+    kv_cache: KvCacheDtype | None = None,
+    max_batch: int = MAX_BATCH,
+    max_length: int | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    timing_cache: Path | None = None,
+    optimization_level: int | None = None,
     force: bool = False,
     console: Console | None = None,
+    prove: Prove | None = None,
 ) -> Manifest:
     """Writes the engine directory `out`; `model` overrides where the checkpoint is.
 
-    `targets` are compute capabilities such as "sm89". Raises UnsupportedError for a target or a
-    recipe that cannot be built, ExportError for a graph that TensorRT-RTX refuses or would run
-    other than written.
+    `targets` are compute capabilities such as "sm89"; None is the GPU that is here, or without one
+    those that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence (default:
+    8192, or the model's). `prove` executes the engine in the directory that it is given, and
+    returns facts with a `status` ("proven", or "unproven" and a `reason`).
+
+    Raises UnsupportedError, before anything is parsed, for a builder, a target or a recipe that do
+    not go together; ExportError for a graph that TensorRT refuses or would run otherwise than
+    written, and what `prove` raises: then nothing is left.
     """
-    targets = tensorrt.check_targets(targets)
+    named = None if targets is None else check_names(targets)
     check_destination(out, force=force, inputs=[calibration])
-    source = Source.open(calibration, model)
-    graph = build_engine_graph(source)
-    tensorrt.load()
-    require_space(out, (1 + len(targets)) * graph.weight_bytes)
-    profiles = profiles_of(source.spec)
+    gpu = find_gpu()
+    name = choose(builder, gpu, targets=named is not None)
+    if named is not None:
+        resolve_targets(name, named, gpu, ())
+    source = Source.open(calibration, model, kv_cache=kv_cache)
+    chosen = resolve_targets(name, named, gpu, kinds_of(source))
+    check_recipe_on(name, chosen, gpu, source)
+    options = Options(chosen, workspace_bytes, optimization_level, timing_cache)
+    options.check(name)
+    build = _Build(name, load(name, gpu, auto=builder == "auto"), gpu, options, source)
+    profiles = profiles_of(source.spec, max_batch, max_length)
+    graph = engine_graph(source)
+    require_space(out, (1 + len(chosen)) * graph.graph.weight_bytes)
     with write_artifact(out, force=force) as writer:
         source.copy_side_files(writer.path)
-        plan = _build(graph, profiles, targets, writer.path, console)
-        _check_precision(plan, source)
-        (writer.path / PLAN_FILE).write_bytes(plan.data)
-        details = {
-            "status": STATUS,
-            "targets": targets,
-            "builder": {"name": tensorrt.NAME, "version": plan.version},
+        details = build.run(graph, profiles, writer.path, console)
+        details |= {
             "profiles": profiles,
-            "opset": OPSET,
-            "kv_cache": {
-                "dtype": "e5m2",
-                "input": "uint8 codes",
-                "new_rows": "float16, rounded to E5M2 values: the code is the top byte",
-            },
-            "precision": {"of": "the parsed network, not the engine"} | asdict(plan.network),
+            "max_batch": max_batch,
+            "max_length": longest_of(source.spec, max_length),
         }
-        return writer.finish(source.manifest("engine", details, "onnx", "tensorrt_rtx"))
+        manifest = _finish(writer, build, details, prove)
+    if console is not None:
+        print_report(console, manifest.details)
+    return manifest
 
 
-def profiles_of(spec: ModelSpec) -> dict[str, tensorrt.Profile]:
-    """Shapes of each input: `prefill` runs one sequence, `decode` one new token of each of 16.
+@dataclass(frozen=True)
+class _Build:
+    """What was decided before the first expensive byte."""
 
-    The cache may be empty. Its window and the new tokens may each have the model's length, which
-    together is more than a sequence has, since a profile cannot bound their sum.
-    """
-    longest = spec.max_positions
-    usual = min(512, longest)
-    logits = min(MAX_LOGITS, longest)
-    # (B, T, S, L): sequences, new tokens, cached slots, positions with logits.
-    prefill = ((1, 1, 0, 1), (1, usual, 0, 1), (1, longest, longest, logits))
-    decode = ((1, 1, 0, 1), (4, 1, usual, 1), (MAX_BATCH, 1, longest, 1))
-    return {"prefill": _profile(spec, prefill), "decode": _profile(spec, decode)}
+    name: Name
+    trt: Any
+    gpu: Gpu | None
+    options: Options
+    source: Source
+
+    def run(
+        self, graph: EngineGraph, profiles: Any, directory: Path, console: Console | None
+    ) -> dict[str, Any]:
+        """Writes the plan into `directory`; returns the facts for its manifest.
+
+        The ONNX file exists only meanwhile, in a directory beside it.
+        """
+        with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
+            file = graph.graph.save(Path(onnx), inline_limit=100_000_000)
+            hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
+            plan = build_plan(
+                self.name, self.trt, file, profiles, self.options, graph.products, console
+            )
+        targets = self.options.targets
+        who = f"{self.name} {self.trt.__version__} for {', '.join(targets)}"
+        check_precision(plan.precision, self.source, who)
+        path = directory / PLAN_FILE
+        path.write_bytes(plan.data)
+        return {
+            "targets": list(targets),
+            "builder": self._builder(),
+            "options": {
+                "workspace_bytes": self.options.workspace_bytes,
+                "optimization_level": self.options.optimization_level,
+                "timing_cache": self.options.timing_cache is not None,
+            },
+            "opset": graph.graph.opset,
+            "graph_sha256": hashes,
+            "reproducible": REPRODUCIBLE,
+            "kv_cache": describe(self.source.kv_cache),
+            **_figures(plan, path),
+        }
+
+    def _builder(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": self.name, "version": self.trt.__version__}
+        if self.name == RTX:
+            return found | {"targets": list(self.options.targets)}
+        assert self.gpu is not None
+        own = {"gpu": self.gpu.name, "compute_capability": capability(self.gpu.target)}
+        return found | own
 
 
-_Sizes = tuple[int, int, int, int]
-
-
-def _profile(spec: ModelSpec, sizes: tuple[_Sizes, _Sizes, _Sizes]) -> tensorrt.Profile:
-    smallest, usual, largest = (_shapes(spec, *size) for size in sizes)
-    return {name: (smallest[name], usual[name], largest[name]) for name in smallest}
-
-
-def _shapes(spec: ModelSpec, batch: int, tokens: int, slots: int, logits: int) -> dict[str, Any]:
-    cache = (batch, spec.kv_heads, slots, spec.head_dim)
+def _figures(plan: Plan, path: Path) -> dict[str, Any]:
     return {
-        "input_ids": (batch, tokens),
-        "position_ids": (batch, tokens),
-        "attention_mask": (batch, 1, tokens, slots + tokens),
-        "logit_positions": (batch, logits),
-        **{
-            f"past_key_values.{index}.{kind}": cache
-            for index in range(spec.layers)
-            for kind in ("key", "value")
-        },
+        "plan_bytes": path.stat().st_size,
+        "build_seconds": round(plan.seconds, 2),
+        "scratch_bytes": plan.scratch_bytes,
+        "precision": precision_details(plan.precision),
     }
 
 
-def _build(
-    graph: Graph,
-    profiles: dict[str, tensorrt.Profile],
-    targets: list[str],
-    beside: Path,
-    console: Console | None,
-) -> tensorrt.Plan:
-    """The plan of `graph`; the ONNX file exists only meanwhile, in the directory `beside`."""
-    with tempfile.TemporaryDirectory(prefix="onnx.", dir=beside) as directory:
-        return tensorrt.build_plan(graph.save(Path(directory)), profiles, targets, console)
-
-
-def _check_precision(plan: tensorrt.Plan, source: Source) -> None:
-    """Raises ExportError unless every linear that the recipe quantizes is an FP8 product."""
-    wanted = len(source.quantized_linears())
-    if plan.network.fp8_matmuls != wanted:
-        raise ExportError(
-            f"{tensorrt.NAME} {plan.version} parsed {plan.network.fp8_matmuls} FP8 products where"
-            f" recipe {source.recipe.name} has {wanted}; report this with the model's config.json"
-        )
+def _finish(
+    writer: ArtifactWriter, build: _Build, details: dict[str, Any], prove: Prove | None
+) -> Manifest:
+    """Writes the manifest; with `prove`, once to be loaded and again with what came of it."""
+    packages = "onnx", "tensorrt_rtx" if build.name == RTX else "tensorrt"
+    status = {"status": f"built, unproven: {NOT_RUN}"}
+    manifest = writer.finish(build.source.manifest("engine", status | details, *packages))
+    if prove is None:
+        return manifest
+    proof = prove(writer.path)
+    if proof["status"] == "proven":
+        status = {"status": "proven: it generates the golden continuations"}
+    else:
+        status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
+    (writer.path / MANIFEST_FILE).unlink()
+    facts = status | {"proof": proof} | details
+    return writer.finish(build.source.manifest("engine", facts, *packages))

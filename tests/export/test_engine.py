@@ -1,6 +1,7 @@
 """Building an engine, up to TensorRT; tests/integration/test_engine.py has the real one."""
 
 import io
+import json
 import os
 import signal
 import sys
@@ -13,51 +14,202 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from export import tensorrt
-from export.engine import build_engine, profiles_of
-from octet.checkpoint import Checkpoint
+from export import engine
+from export.engine import build_engine
+from export.tensorrt_device import Gpu
+from octet.artifact import Manifest
 from octet.errors import ArtifactError, ExportError, UnsupportedError
 from tests.export import fake_tensorrt
+
+H200 = Gpu("NVIDIA H200", "sm90")
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_tensorrt.Behaviour]:
-    """TensorRT-RTX replaced by a fake with this behaviour."""
+    """TensorRT-RTX replaced by a fake with this behaviour, on a machine without a GPU."""
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt)
     monkeypatch.setattr(fake_tensorrt, "behaviour", fake_tensorrt.Behaviour())
+    monkeypatch.setattr(engine, "find_gpu", lambda: None)
     yield fake_tensorrt.behaviour
 
 
-def test_targets_are_normalized_and_kept_once() -> None:
-    assert tensorrt.check_targets([" SM89", "sm120", "sm89"]) == ["sm89", "sm120"]
+@pytest.fixture
+def on_h200(
+    fake: fake_tensorrt.Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> fake_tensorrt.Behaviour:
+    """The fake as TensorRT 10, beside an H200."""
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+    monkeypatch.setattr(fake_tensorrt, "__version__", "10.16.1.11")
+    monkeypatch.setattr(engine, "find_gpu", lambda: H200)
+    return fake
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("sm99", "unknown target 'sm99'; did you mean 'sm89'?"),
-        ("turing", "unknown target 'turing'; known: sm120, sm121, sm89"),
-        ("sm75", "target sm75: a GPU before sm89 has no FP8.*sm89, sm120, sm121"),
-        ("sm86", "target sm86: a GPU before sm89 has no FP8"),
-        ("sm90", "target sm90: TensorRT-RTX does not run on Hopper.*the full TensorRT"),
-    ],
-)
-def test_a_target_is_refused_before_anything_is_read(
-    target: str, said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        build_engine(tmp_path / "nothing", tmp_path / "engine", targets=["sm89", target])
-    assert not list(tmp_path.iterdir())
+class TestTensorRTRTX:
+    def test_the_manifest_says_what_was_built(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        out = tmp_path / "engine"
+        build_engine(calibrations["fp8"], out, targets=["sm120", "sm89"], max_batch=8)
+        manifest = Manifest.load(out, "engine")
+        details = manifest.details
+        assert (out / "model.plan").read_bytes() == b"plan"
+        assert details["builder"] == {
+            "name": "TensorRT-RTX",
+            "version": "1.7.fake",
+            "targets": ["sm120", "sm89"],
+        }
+        assert details["status"] == "built, unproven: nothing has executed it"
+        assert (details["plan_bytes"], details["scratch_bytes"]) == (4, 4096)
+        assert details["precision"]["of"] == "the compiled engine, layer by layer"
+        assert details["precision"]["fp8_matmuls"] == 14
+        assert details["precision"]["products"]["model.layers.1.mlp.up_proj"] == "fp8"
+        assert details["profiles"]["decode"]["input_ids"] == [[1, 1], [4, 1], [8, 1]]
+        assert details["kv_cache"]["dtype"] == "e5m2"
+        assert "plan is not" in details["reproducible"]
+        config = fake.config
+        assert config is not None
+        assert (config.capabilities, config.pools) == ([120, 89], {0: 1 << 30})
+        assert not [name for name in manifest.files if "onnx" in name]
+
+    def test_the_graph_is_the_same_in_every_build(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        fake.multiplies = "FP4E2M1"
+        hashes = []
+        for name in ("first", "second"):
+            manifest = build_engine(calibrations["nvfp4"], tmp_path / name, targets=["sm120"])
+            hashes.append(manifest.details["graph_sha256"])
+        assert hashes[0] == hashes[1]
+        assert [len(digest) for digest in hashes[0].values()] == [64]
+
+    def test_without_targets_it_builds_for_all_that_hold_the_format(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        manifest = build_engine(calibrations["fp8-block"], tmp_path / "fp8")
+        assert manifest.details["targets"] == ["sm89", "sm120"]
+        fake.multiplies = "FP4E2M1"
+        manifest = build_engine(calibrations["nvfp4"], tmp_path / "fp4")
+        assert manifest.details["targets"] == ["sm120"]
+
+    def test_a_timing_cache_is_refused_not_ignored(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        with pytest.raises(UnsupportedError, match="--timing-cache: TensorRT-RTX times nothing"):
+            build_engine(calibrations["fp8"], tmp_path / "out", timing_cache=tmp_path / "cache")
+        assert not list(tmp_path.iterdir())
+
+    def test_the_report_is_a_table_on_the_console(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        text = io.StringIO()
+        build_engine(calibrations["fp8"], tmp_path / "out", console=Console(file=text, width=100))
+        said = text.getvalue()
+        assert "model.layers.*.mlp.down_proj" in said and "fp8" in said
+        assert "TensorRT-RTX 1.7.fake for sm89, sm120" in said
+        assert "built, unproven" in said
 
 
-def test_without_tensorrt_it_says_how_to_install_it(
-    calibrations: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'octet\[tensorrt-rtx\]'"):
-        build_engine(calibrations["fp8-static"], tmp_path / "engine", targets=["sm89"])
-    assert not list(tmp_path.iterdir())
+class TestTensorRT:
+    def test_it_builds_for_the_gpu_that_is_there(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        manifest = build_engine(
+            calibrations["fp8"], tmp_path / "out", optimization_level=4, workspace_bytes=7
+        )
+        assert manifest.details["targets"] == ["sm90"]
+        assert manifest.details["builder"] == {
+            "name": "TensorRT",
+            "version": "10.16.1.11",
+            "gpu": "NVIDIA H200",
+            "compute_capability": "9.0",
+        }
+        assert manifest.details["precision"]["of"] == "the compiled engine, layer by layer"
+        config = on_h200.config
+        assert config is not None and config.capabilities == []
+        assert (config.builder_optimization_level, config.pools) == (4, {0: 7})
+
+    def test_a_timing_cache_is_read_and_written(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "caches" / "timings"
+        for name in ("first", "second"):
+            build_engine(calibrations["fp8"], tmp_path / name, timing_cache=path)
+        assert path.read_bytes() == b"timed;timed;"
+        assert [item.name for item in path.parent.iterdir()] == ["timings"]
+        on_h200.timings_match = False
+        with pytest.raises(ExportError, match=r"timing cache .*name another file"):
+            build_engine(calibrations["fp8"], tmp_path / "third", timing_cache=path)
+
+    def test_fp4_is_refused_with_what_would_work(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            build_engine(calibrations["nvfp4"], tmp_path / "out")
+        assert str(caught.value) == (
+            "recipe nvfp4 needs FP4, which this GPU (NVIDIA H200) with compute capability 9.0 does"
+            " not have: it begins with 10.0, such as --builder tensorrt-rtx --target sm120; recipes"
+            " fp8, fp8-static and fp8-block run on sm90"
+        )
+        assert on_h200.network is None, "refused before parsing"
+
+    def test_another_target_is_refused(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        with pytest.raises(UnsupportedError, match=r"GPU that is here \(NVIDIA H200, sm90\)"):
+            build_engine(calibrations["fp8"], tmp_path / "out", targets=["sm89"])
+
+    def test_what_the_inspector_does_not_name_is_told_of_the_network(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        on_h200.multiplies = None
+        precision = build_engine(calibrations["fp8"], tmp_path / "out").details["precision"]
+        assert precision["of"] == "the parsed network, which the compiler may have changed"
+        assert precision["fp8_matmuls"] == 14
+
+    def test_an_engine_that_it_does_not_load_itself(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        on_h200.loads = False
+        with pytest.raises(ExportError, match="does not load the engine that it has built"):
+            build_engine(calibrations["fp8"], tmp_path / "out")
+
+
+class TestProof:
+    def test_a_proven_engine_says_so(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        def prove(directory: Path) -> dict[str, Any]:
+            manifest = Manifest.load(directory, "engine")
+            assert manifest.details["status"].startswith("built, unproven")
+            return {"status": "proven", "kl": 0.01, "tokens_agree": 0.99}
+
+        build_engine(calibrations["fp8"], tmp_path / "out", prove=prove)
+        details = Manifest.load(tmp_path / "out", "engine").details
+        assert details["status"] == "proven: it generates the golden continuations"
+        assert details["proof"]["kl"] == 0.01
+
+    def test_one_that_could_not_run_says_why(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        facts = {"status": "unproven", "reason": "no GPU of sm89 is here"}
+        build_engine(calibrations["fp8"], tmp_path / "out", prove=lambda path: facts)
+        details = Manifest.load(tmp_path / "out", "engine").details
+        assert details["status"] == "built, unproven: no GPU of sm89 is here"
+
+    def test_one_whose_numbers_are_off_is_not_handed_over(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        build_engine(calibrations["fp8"], out)
+        before = (out / "manifest.json").read_bytes()
+
+        def prove(directory: Path) -> dict[str, Any]:
+            raise ExportError("KL 0.9 nats, expected at most 0.1")
+
+        with pytest.raises(ExportError, match=r"KL 0\.9"):
+            build_engine(calibrations["fp8"], out, force=True, prove=prove)
+        assert (out / "manifest.json").read_bytes() == before
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_existing_directory_is_not_replaced(
@@ -67,19 +219,42 @@ def test_an_existing_directory_is_not_replaced(
         build_engine(calibrations["fp8-static"], calibrations["fp8"], targets=["sm89"])
 
 
-def test_profiles_agree_with_themselves_and_allow_an_empty_cache(tiny_model: Path) -> None:
-    spec = Checkpoint.open(tiny_model).spec
-    for profile in profiles_of(spec).values():
-        for index in range(3):
-            at = {name: shapes[index] for name, shapes in profile.items()}
-            batch, tokens = at["input_ids"]
-            slots = at["past_key_values.1.value"][2]
-            assert at["attention_mask"] == (batch, 1, tokens, slots + tokens)
-            assert at["logit_positions"][1] <= tokens
-        for smallest, usual, largest in profile.values():
-            ends = zip(smallest, usual, largest, strict=True)
-            assert all(low <= middle <= high for low, middle, high in ends)
-        assert profile["past_key_values.0.key"][0][2] == 0
+@pytest.mark.parametrize("target", ["sm75", "sm90", "sm99"])
+def test_a_target_is_refused_before_anything_is_read(
+    fake: fake_tensorrt.Behaviour, target: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=target):
+        build_engine(tmp_path / "nothing", tmp_path / "engine", targets=["sm89", target])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimization_level": 6}, r"level 6: it is 0 \(fastest build\) to 5"),
+        ({"max_batch": 0}, "0 sequences at a time"),
+        ({"max_length": 1 << 20}, "sequences of 1048576 tokens: this model's are of 1 to"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    fake: fake_tensorrt.Behaviour,
+    calibrations: dict[str, Path],
+    tmp_path: Path,
+    options: dict[str, int],
+    said: str,
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        build_engine(calibrations["fp8"], tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_what_it_cannot_multiply_in_few_bits_is_refused_before_parsing(
+    fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path, recipe: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"recipe {recipe}.*nvfp4"):
+        build_engine(calibrations[recipe], tmp_path / "out")
+    assert fake.network is None and not list(tmp_path.iterdir())
 
 
 class TestComplaints:
@@ -111,15 +286,20 @@ class TestComplaints:
 
     def test_a_target_that_this_release_does_not_take(self, fake: fake_tensorrt.Behaviour) -> None:
         fake.capabilities = False
-        self.build("0.0.fake does not accept the target sm89")
+        self.build("1.7.fake does not accept the target sm89")
 
     def test_no_plan_and_no_reason(self, fake: fake_tensorrt.Behaviour) -> None:
         fake.plan = None
         self.build("built no engine for sm89 and did not say why")
 
     def test_products_that_are_not_fp8(self, fake: fake_tensorrt.Behaviour) -> None:
+        fake.multiplies = "Half"
         terminal = Console(file=io.StringIO(), force_terminal=True)
-        self.build("parsed 0 FP8 products where recipe fp8-static has 14", terminal)
+        self.build(
+            r"1.7.fake for sm89 multiplies 14 of 14 linears of recipe fp8-static otherwise than the"
+            r" recipe says: model\.layers\.0\.self_attn\.q_proj in float16, not fp8",
+            terminal,
+        )
         assert [len(profile) for profile in fake.profiles] == [8, 8]
 
     def test_an_interrupt_stops_the_builder(self, fake: fake_tensorrt.Behaviour) -> None:
@@ -137,3 +317,10 @@ class TestComplaints:
         with pytest.raises(KeyboardInterrupt):
             build_engine(self.calibration, self.out, targets=["sm89"])
         assert stopped.wait(10)  # on its own thread, which may be a little behind
+
+
+def test_the_manifest_is_plain_json(
+    fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    manifest = build_engine(calibrations["fp8"], tmp_path / "out")
+    assert json.loads(json.dumps(manifest.details)) == Manifest.load(tmp_path / "out").details

@@ -1,0 +1,154 @@
+"""Which builder, for which GPUs, and what is said where that cannot be."""
+
+import platform
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from export import tensorrt_library
+from export.tensorrt_device import Gpu, find_gpu
+from export.tensorrt_library import RTX, TENSORRT, choose, load
+from export.tensorrt_targets import capability, check_names, resolve_targets
+from octet.errors import UnsupportedError
+
+H200, ADA = Gpu("NVIDIA H200", "sm90"), Gpu("NVIDIA L4", "sm89")
+
+
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No TensorRT on this machine, which is a Linux one."""
+    for name in ("tensorrt", "tensorrt_bindings", "tensorrt_rtx", "tensorrt_rtx_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+
+
+def test_targets_are_normalized_and_kept_once() -> None:
+    assert check_names([" SM89", "sm120", "sm89"]) == ["sm89", "sm120"]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("sm99", "unknown target 'sm99'; did you mean 'sm90'?"),
+        ("turing", "unknown target 'turing'; known: sm100, sm103, sm110, sm120, sm121, sm89, sm90"),
+        ("sm75", "target sm75: compute capability 7.5 has no FP8, .* for sm89, sm120, sm121"),
+        ("sm86", "target sm86: compute capability 8.6 has no FP8"),
+    ],
+)
+def test_names_that_are_no_targets(target: str, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        check_names(["sm89", target])
+
+
+def test_a_compute_capability_has_one_digit_after_the_point() -> None:
+    assert [capability(name) for name in ("sm89", "sm90", "sm120")] == ["8.9", "9.0", "12.0"]
+
+
+def test_rtx_is_not_for_data_centre_gpus() -> None:
+    with pytest.raises(UnsupportedError, match=r"sm90: TensorRT-RTX does not run on .* 9\.0; .*"):
+        resolve_targets(RTX, ["sm89", "sm90"], None, ["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kinds", "targets"),
+    [
+        (None, ["fp8"], ["sm89", "sm120"]),
+        (None, ["fp8", "nvfp4"], ["sm120"]),
+        (ADA, ["fp8"], ["sm89"]),
+    ],
+)
+def test_what_rtx_builds_for_unasked(gpu: Gpu | None, kinds: list, targets: list[str]) -> None:
+    assert resolve_targets(RTX, None, gpu, kinds) == targets
+
+
+def test_auto_is_tensorrt_where_it_can_build(
+    nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose("auto", None, targets=False) == RTX
+    assert choose("auto", ADA, targets=False) == RTX
+    assert choose("auto", H200, targets=False) == TENSORRT, "the only one for it, so be told"
+    assert choose("auto", H200, targets=True) == RTX, "a build for another GPU"
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__spec__=None))  # type: ignore[arg-type]
+    assert choose("auto", None, targets=False) == RTX, "it needs a GPU"
+    assert choose("auto", ADA, targets=False) == TENSORRT
+
+
+def test_tensorrt_needs_a_gpu() -> None:
+    with pytest.raises(UnsupportedError, match="--builder tensorrt-rtx builds without one"):
+        choose("tensorrt", None, targets=False)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        (None, r"without a GPU, as here: pip install 'octet\[tensorrt-rtx\]'$"),
+        (ADA, r"for NVIDIA L4 \(sm89\): pip install 'octet\[tensorrt-rtx\]'$"),
+        (H200, r"H200 \(sm90\): pip install 'octet\[tensorrt\]' --extra-index-url https://pypi"),
+    ],
+)
+def test_one_line_says_what_to_install_here(nothing: None, gpu: Gpu | None, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        load(choose("auto", gpu, targets=False), gpu, auto=True)
+
+
+def test_nothing_is_to_be_installed_on_a_mac(
+    nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(UnsupportedError, match="made for Linux and Windows, not for Darwin"):
+        load(RTX, None, auto=True)
+
+
+def test_the_one_that_was_asked_for_is_named(nothing: None) -> None:
+    with pytest.raises(UnsupportedError, match=r"^TensorRT-RTX is not installed: pip install"):
+        load(RTX, H200)
+
+
+def test_an_old_one_is_refused(nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(__version__="10.9.0.34")
+    monkeypatch.setitem(sys.modules, "tensorrt", old)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"TensorRT 10\.9\.0\.34 is older than 10\.13"):
+        load(TENSORRT, H200)
+
+
+def test_one_that_cannot_be_loaded_says_why(nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise OSError("libnvinfer.so.10: cannot\nopen")
+
+    monkeypatch.setattr(tensorrt_library.importlib, "import_module", fails)
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded: libnvinfer\.so\.10: cannot op"):
+        load(TENSORRT, H200)
+
+
+def test_the_gpu_is_the_drivers_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, path: str) -> None:
+            assert "cuda" in path
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGet(self, device: object, ordinal: int) -> int:
+            return 0
+
+        def cuDeviceGetName(self, name: object, size: int, device: object) -> int:
+            name.value = b"NVIDIA H200"  # type: ignore[attr-defined]
+            return 0
+
+        def cuDeviceGetAttribute(self, value: object, which: int, device: object) -> int:
+            value._obj.value = {75: 9, 76: 0}[which]  # type: ignore[attr-defined]
+            return 0
+
+    monkeypatch.setattr("export.tensorrt_device.ctypes.CDLL", Driver)
+    assert find_gpu() == H200
+    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)  # CUDA_ERROR_NO_DEVICE
+    assert find_gpu() is None
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: str) -> None:
+        raise OSError(path)
+
+    monkeypatch.setattr("export.tensorrt_device.ctypes.CDLL", missing)
+    assert find_gpu() is None

@@ -1,9 +1,9 @@
 """What a quantization is expected to cost, by how it is served: the same files, other numbers.
 
-One checkpoint is multiplied with rounded inputs by one engine and weight-only by another; one rounds
-to nearest where it writes an E5M2 cache, another toward zero; one computes in bfloat16, another in
-float32. So a prediction belongs to a `ServingPath`, and a served model is held against that of the
-path its engine executes (`octet.engines`).
+One checkpoint is multiplied with rounded inputs by one engine and weight-only by another; one
+rounds to nearest where it writes an E5M2 cache, another toward zero; one computes in bfloat16,
+another in float32. So a prediction belongs to a `ServingPath`, and a served model is held against
+that of the path its engine executes (`octet.engines`).
 """
 
 import json
@@ -42,7 +42,7 @@ class ServingPath(BaseModel):
     def label(self) -> str:
         """Such as "weights+activations, e5m2 (nearest), bfloat16"."""
         parts = [name for name in ("weights", "activations") if getattr(self, name)]
-        cache = self.kv_cache
+        cache: str = self.kv_cache
         if cache != "float16":
             cache += f" ({self.kv_rounding}{', queries too' if self.queries else ''})"
         return f"{'+'.join(parts) or 'nothing'}, {cache}, {self.compute}"

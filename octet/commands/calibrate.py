@@ -47,7 +47,7 @@ def calibrate(
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     name: Annotated[
-        str | None, typer.Option(help="What to serve the model as [its directory's name].")
+        str | None, typer.Option(help="What to serve the model as (default: its directory's name).")
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")] = 256,
     held_out: Annotated[
@@ -148,7 +148,8 @@ def rescale(
     calibration: Source,
     out: Out,
     recipe: Annotated[
-        str | None, typer.Option(help=f"{RECIPES}, or a YAML file [the calibration's own].")
+        str | None,
+        typer.Option(help=f"{RECIPES}, or a YAML file (default: the calibration's own)."),
     ] = None,
     kv_cache: KvOption = None,
     exclude: Exclude = None,

@@ -41,11 +41,11 @@ def console_for(as_json: bool) -> Console | None:
     return None if as_json else Console(stderr=True)
 
 
-def wrote(out: Path, manifest: Any, as_json: bool) -> None:
-    """Says what was written where, and every choice that was made."""
+def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
+    """Says what was written where, and every choice that was made; `more` is for JSON alone."""
     if as_json:
         facts = {"identity": manifest.identity, "kind": manifest.kind, "details": manifest.details}
-        print(json.dumps({"path": str(out), **facts}))
+        print(json.dumps({"path": str(out), **facts, **more}))
         return
     table = Table.grid(padding=(0, 2))
     for name in manifest.files:

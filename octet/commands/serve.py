@@ -53,8 +53,12 @@ def serve(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port [8000].")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port (default: 8000).")
+    ] = None,
 ) -> None:
     """Serve OpenAI's completion API over the embedded engine, vLLM or Triton."""
     if (target is None) == (config is None):

@@ -32,6 +32,8 @@ class CacheRounding:
         """That of keys ("k") or values ("v"); KeyError names one that is missing."""
         if self.own:
             return scales.need(f"{attention}.{letter}_scale")
+        if self.kv_cache == "float16":
+            return torch.ones((), device=scales.device)
         return scales.need(f"{attention}.{letter}_scale_{self.kv_cache}")
 
 

@@ -21,11 +21,11 @@ class DeviceScales:
     """The scales of a calibration as tensors on `device`."""
 
     def __init__(self, scales: Scales, device: torch.device) -> None:
-        self._scales, self._device = scales, device
+        self._scales, self.device = scales, device
 
     def get(self, name: str) -> Tensor | None:
         found = self._scales.get(name)
-        return None if found is None else torch.from_numpy(np.asarray(found)).to(self._device)
+        return None if found is None else torch.from_numpy(np.asarray(found)).to(self.device)
 
     def need(self, name: str) -> Tensor:
         """KeyError names a scale that is missing."""

@@ -3,7 +3,7 @@
 One checkpoint is multiplied with rounded inputs by one engine and weight-only by another; one
 rounds to nearest where it writes an E5M2 cache, another toward zero; one computes in bfloat16,
 another in float32. So a prediction belongs to a `ServingPath`, and a served model is held against
-that of the path its engine executes (`octet.engines`).
+that of the path its engine executes.
 """
 
 import json

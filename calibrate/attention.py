@@ -4,6 +4,7 @@ transformers 5 looks its attention functions up in one mapping by name; each may
 this process. The override is there only while a context is.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -16,8 +17,6 @@ from octet.formats import E4M3
 
 __all__ = ["Attention", "e4m3_attention", "replace_attention", "tap_queries"]
 
-_NAME = "sdpa"  # the implementation that `calibrate` loads every model with
-
 # attention(inner, module, query [B, H, T, D], key [B, H', S, D], value, mask, **options) ->
 # ([B, T, H, D], None), as transformers has it; `inner` is what would have been called.
 Attention: TypeAlias = Callable[..., Any]
@@ -28,22 +27,29 @@ def replace_attention(module: nn.Module, attention: Attention) -> Iterator[None]
     """While active, `module` attends by `attention`; other modules as before."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
-    inner = functions[_NAME]
-    replaced = _NAME in functions._local_mapping
+    name: str = module.config._attn_implementation  # type: ignore[assignment, union-attr]
+    inner = functions.get(name, _eager)
+    replaced = name in functions._local_mapping
 
     def attend(caller: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if caller is not module:
             return inner(caller, *args, **kwargs)
         return attention(inner, caller, *args, **kwargs)
 
-    functions[_NAME] = attend
+    functions[name] = attend
     try:
         yield
     finally:
         if replaced:
-            functions[_NAME] = inner
+            functions[name] = inner
         else:
-            del functions[_NAME]
+            del functions[name]
+
+
+def _eager(caller: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attention in separate steps, of which each architecture has one of its own."""
+    source = sys.modules[type(caller).__module__]
+    return source.eager_attention_forward(caller, *args, **kwargs)
 
 
 @contextmanager
@@ -78,6 +84,7 @@ def e4m3_attention(scale: Tensor) -> Attention:
         mask: Tensor | None,
         *,
         scaling: float | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         heads, length = query.shape[1], query.shape[2]
@@ -85,6 +92,8 @@ def e4m3_attention(scale: Tensor) -> Attention:
         keys, values = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         queries = round_cache(query.float(), "e4m3", scale.to(query.device))
         scores = queries @ keys.transpose(-1, -2) * scaling  # [B, H, T, S]
+        if softcap is not None:  # Gemma 2's
+            scores = torch.tanh(scores / softcap) * softcap
         if mask is None:
             seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device)
             mask = seen.tril_(keys.shape[2] - length)

@@ -13,7 +13,6 @@ layer 0's input alone; what the model's does to logits (some scale or cap them),
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextlib import contextmanager
 from typing import Any
 
 import torch

@@ -26,7 +26,7 @@ from calibrate.streaming import observe_checkpoint
 from octet.artifact import Manifest, ModelIdentity, check_destination, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.errors import ConfigError
+from octet.errors import ConfigError, UnsupportedError
 from octet.recipe import Recipe
 
 __all__ = ["progress_directory", "run"]
@@ -74,6 +74,11 @@ def run(
     check_recipe(recipe, checkpoint.spec)
     check_quantizes(recipe, checkpoint.spec)
     limit = None if budget is None else Limit.parse(budget)
+    if checkpoint.spec.generic and (sensitivity or limit is not None):
+        raise UnsupportedError(
+            f"{model}: --sensitivity and --budget work on logits as a known architecture makes"
+            f" them, and {checkpoint.spec.architecture} is none; calibrate without"
+        )
     if limit is not None and algorithm == "gptq":
         raise ConfigError(
             "gptq moves weights onto the scales of one recipe, which --budget would change: give"

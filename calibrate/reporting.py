@@ -41,7 +41,7 @@ def report_on(
         sensitivity=solution.sensitivity,
         budget=solution.budget,
         experts=experts,
-        warnings=[*inputs.warnings, *fallback_warnings(experts or {})],
+        warnings=[*checkpoint.warnings, *inputs.warnings, *fallback_warnings(experts or {})],
         facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts},
     )
 

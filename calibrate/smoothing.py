@@ -57,13 +57,22 @@ class Site:
 def sites(spec: ModelSpec) -> Iterator[Site]:
     """Every input of a dense decoder's linears, in execution order.
 
-    UnsupportedError for experts: a router reads the norm too, and each expert would want its own.
+    UnsupportedError for experts: a router reads the norm too, and each expert would want its own;
+    for fused projections, of whose rows only some make an input; for a norm that adds to its
+    weight, which no factor of the sum can be folded into exactly; and for what is not known.
     """
-    if spec.sparse_layers:
-        raise UnsupportedError(
-            f"{spec.architecture}: smoothquant, awq and gptq are not brought in for experts;"
-            " calibrate without --algorithm"
-        )
+    reasons = {
+        "experts": bool(spec.sparse_layers),
+        "fused projections": spec.fused_qkv or spec.fused_gate_up,
+        "norms that add 1 to their weight": spec.norm_offset != 0,
+        "an architecture that Octet does not know": spec.generic,
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise UnsupportedError(
+                f"{spec.architecture}: smoothquant, awq and gptq are not brought in for {reason};"
+                " calibrate without --algorithm"
+            )
     for index in range(spec.layers):
         layer = spec.layer(index)
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -117,7 +126,9 @@ def fold(checkpoint: Checkpoint, vectors: Mapping[str, Float32Array]) -> dict[st
         runs = vector.reshape(-1, site.repeats, site.block)
         if (runs != runs[:, :1]).any():
             raise ValueError(f"{site.input}: channels that share a row have different factors")
-        by_rows[site.producer] = np.ascontiguousarray(runs[:, 0]).reshape(-1)
+        rows = np.ascontiguousarray(runs[:, 0]).reshape(-1)
+        by_rows[site.producer] = rows
+        by_rows[f"{site.producer.removesuffix('.weight')}.bias"] = rows  # where it has one
         by_columns |= {f"{linear}.weight": vector for linear in site.linears}
     changed = {}
     for name in checkpoint.tensor_names:

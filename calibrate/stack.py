@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["find_norm", "run_layers", "some_layers"]
+__all__ = ["Turn", "find_norm", "run_layers", "some_layers"]
 
 
 class _Skipped(nn.Module):
@@ -64,3 +64,45 @@ def find_norm(decoder: nn.Module) -> str:
     if len(found) != 1 or "norm" not in found[0]:
         raise ValueError(f"besides layers and embeddings there is {', '.join(found) or 'nothing'}")
     return found[0]
+
+
+class Turn:
+    """Whose turn it is: puts in what enters that layer, and takes what leaves it."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.result: Tensor | None = None
+        self._given: Tensor | None = None
+
+    @contextmanager
+    def of(self, index: int, layer: nn.Module) -> Iterator[None]:
+        self.index = index
+        handles = [
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            layer.register_forward_hook(self._leave),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def given(self, hidden: Tensor) -> Iterator[None]:
+        self._given, self.result = hidden, None
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _enter(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Layer 0 reads what the decoder made of the embeddings, the others just what they are
+        given: it would be scaled again."""
+        if self._given is None or self.index == 0:
+            return None
+        if args:
+            return (self._given, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._given}
+
+    def _leave(self, _layer: Any, _args: Any, output: Any) -> None:
+        self.result = output[0] if isinstance(output, tuple) else output

@@ -13,6 +13,7 @@ from calibrate.smoothing import fold, power_of_two, shared_vector, sites
 from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
 from octet.tensors import Tensor, write_tensors
+from tests.models import KNOWN, write_model
 
 
 def random_vectors(checkpoint: Checkpoint, seed: int = 0) -> dict[str, Any]:
@@ -132,9 +133,29 @@ def test_float16_stays_where_it_has_the_range(tmp_path: Path) -> None:
     assert dtypes["model.layers.0.input_layernorm.weight"] == "F16"
 
 
-def test_experts_are_refused(checkpoint: Checkpoint) -> None:
-    spec = checkpoint.spec.model_copy(
-        update={"architecture": "Qwen3MoeForCausalLM", "experts": 4, "sparse_layers": (1,)}
-    )
-    with pytest.raises(UnsupportedError, match="not brought in for experts; calibrate without"):
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2", "mistral-window"])
+def test_biases_are_multiplied_with_the_rows_that_they_are_added_to(
+    name: str, tmp_path: Path
+) -> None:
+    kind, settings = KNOWN[name]
+    biased = Checkpoint.open(write_model(tmp_path / "model", kind, **settings))
+    smoothed = changed(biased, fold(biased, random_vectors(biased)), tmp_path / "changes")
+    assert torch.equal(logits(smoothed, "float32"), logits(biased, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"experts": 4, "sparse_layers": (1,)}, "experts"),
+        ({"fused_qkv": True}, "fused projections"),
+        ({"fused_gate_up": True}, "fused projections"),
+        ({"norm_offset": 1.0}, "norms that add 1 to their weight"),
+        ({"generic": True}, "an architecture that Octet does not know"),
+    ],
+)
+def test_what_no_factor_can_be_folded_into_is_refused(
+    change: dict[str, Any], reason: str, checkpoint: Checkpoint
+) -> None:
+    spec = checkpoint.spec.model_copy(update=change)
+    with pytest.raises(UnsupportedError, match=f"not brought in for {reason}; calibrate without"):
         list(sites(spec))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.layers import LayeredModel, to_torch
+from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype, load_model
 from calibrate.observe import observe
+from calibrate.stored import to_torch
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, CheckpointError, NumericsError

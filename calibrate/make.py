@@ -1,0 +1,67 @@
+"""What a decoder must be made of to be run layer by layer, and what each layer sees."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from calibrate.stack import find_norm
+from octet.checkpoint import Checkpoint
+from octet.errors import UnsupportedError
+
+__all__ = ["check_make", "window_of"]
+
+
+def check_make(model: Any, checkpoint: Checkpoint) -> str:
+    """The name of the decoder's last norm; UnsupportedError if it is not a stack of layers between
+    embeddings and a norm, with the linears of the checkpoint."""
+    spec, path, decoder = checkpoint.spec, checkpoint.path, model.base_model
+    whole = f"{path}: {spec.architecture} cannot be run layer by layer: "
+    prefix = f"{model.base_model_prefix}.layers"
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise UnsupportedError(f"{whole}its decoder has no stack of layers")
+    if prefix != spec.prefix or len(decoder.layers) != spec.layers:
+        raise UnsupportedError(
+            f"{whole}transformers has {len(decoder.layers)} layers in {prefix}, the"
+            f" checkpoint {spec.layers} in {spec.prefix}"
+        )
+    try:
+        norm = find_norm(decoder)
+    except ValueError as error:
+        raise UnsupportedError(f"{whole}{error}, where a norm was expected") from None
+    if spec.generic:
+        for linear in spec.linears():
+            _check_linear(model, linear.name, (linear.out_features, linear.in_features), whole)
+        for index in range(spec.layers):
+            window_of(model, checkpoint, index)
+    return norm
+
+
+def _check_linear(model: Any, name: str, shape: tuple[int, int], whole: str) -> None:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
+        raise UnsupportedError(
+            f"{whole}{name}.weight is no linear's weight of {list(shape)} in transformers"
+        )
+
+
+def window_of(model: Any, checkpoint: Checkpoint, index: int) -> int | None:
+    """How many tokens a token sees in layer `index`, itself among them; None for all before it."""
+    spec, decoder = checkpoint.spec, model.base_model
+    if not spec.generic:
+        return spec.sliding_window if index in spec.sliding_layers else None
+    config = decoder.config
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # then all or none, and only a file that can make the mask means it
+        source = sys.modules[type(decoder).__module__]
+        return window if hasattr(source, "create_sliding_window_causal_mask") else None
+    if kinds[index] not in ("full_attention", "sliding_attention"):
+        raise UnsupportedError(
+            f"{checkpoint.path}: layer {index} is of type '{kinds[index]}'; Octet runs"
+            " 'full_attention' and 'sliding_attention'"
+        )
+    return window if kinds[index] == "sliding_attention" else None

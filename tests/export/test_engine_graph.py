@@ -2,23 +2,27 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
-from export import engine_graph
-from export.engine_graph import build_engine_graph
+from export.engine_cache import round_to_e5m2
+from export.engine_graph import build_engine_graph, engine_graph
 from export.graph import IR_VERSION, OPSET, Graph
 from export.onnx import export_onnx
 from export.source import Source
-from octet import formats
+from octet import formats, microscaling, scaling
 from octet.errors import UnsupportedError
-from octet.recipe import Recipe, TensorScheme
+from octet.recipe import KvCacheDtype, Override, Recipe
 from tests.export.conftest import make_calibration
-from tests.export.runner import OnnxModel
+from tests.export.runner import EvaluatedModel, OnnxModel
+from tests.models import write_model
 
 IDS = np.random.default_rng(0).integers(1, 4096, (2, 24))
 
@@ -35,7 +39,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 def test_new_rows_are_rounded_as_e5m2_rounds_every_float16() -> None:
     graph = Graph("rounding")
     graph.input("x", TensorProto.FLOAT, ["n"])
-    result = engine_graph.round_to_e5m2(graph, "x", "y")
+    result = round_to_e5m2(graph, "x", "y")
     graph.output(result, TensorProto.FLOAT, ["n"])
     proto = helper.make_graph(graph.nodes, "g", graph.inputs, graph.outputs, graph._inline())
     model = helper.make_model(
@@ -168,30 +172,130 @@ def test_its_numbers_are_those_of_the_onnx_export(calibration: Path, tmp_path: P
         assert divergence(expected, got) < bound
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-block"])
-def test_a_recipe_that_scales_at_run_time_is_refused(
+class TRT_FP4DynamicQuantize(OpRun):
+    """As NVIDIA documents it: NVFP4 with the given global scale."""
+
+    op_domain = "trt"
+
+    def _run(self, x, scale, axis=None, block_size=None, scale_type=None):  # type: ignore[no-untyped-def]
+        assert (axis, block_size, scale_type) == (-1, 16, TensorProto.FLOAT8E4M3FN)
+        scheme = Recipe.load("nvfp4").activations
+        scales = microscaling.dynamic_scales(x, scheme, scale)
+        factor = microscaling.combined(scales, scale)
+        codes = scaling.quantize(x, factor, formats.E2M1, scaling.group(16))
+        values = formats.decode(codes, formats.E2M1)
+        return values.astype(ml_dtypes.float4_e2m1fn), scales.astype(ml_dtypes.float8_e4m3fn)
+
+
+class TRT_MXFP8DynamicQuantize(OpRun):
+    op_domain = "trt"
+
+    def _run(self, x, axis=None, block_size=None, output_dtype=None):  # type: ignore[no-untyped-def]
+        assert (axis, block_size, output_dtype) == (-1, 32, TensorProto.FLOAT8E4M3FN)
+        scales = microscaling.dynamic_scales(x, Recipe.load("mxfp8").activations)
+        codes = scaling.quantize(x, scales, formats.E4M3, scaling.group(32))
+        return codes.view(ml_dtypes.float8_e4m3fn), formats.encode(scales, formats.E8M0)
+
+
+class TRT_MXFP8DequantizeLinear(OpRun):
+    op_domain = "trt"
+
+    def _run(self, codes, scales, axis=None, block_size=None, output_dtype=None):  # type: ignore[no-untyped-def]
+        factor = formats.decode(scales, formats.E8M0).repeat(block_size, axis=axis)
+        return (codes.astype(np.float32) * factor,)
+
+
+TENSORRT_OPERATORS = [
+    TRT_FP4DynamicQuantize,
+    TRT_MXFP8DynamicQuantize,
+    TRT_MXFP8DequantizeLinear,
+]
+
+
+class Evaluated(EvaluatedModel):
+    """The engine's graph, by onnx.reference and these operators."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = onnx.load(directory / "model.onnx")
+        self.evaluator = ReferenceEvaluator(self.model, new_ops=TENSORRT_OPERATORS)
+        self.roundings, self.presents, self.values = {}, [], {}
+
+
+CASES = [
+    ("fp8", "e5m2"),
+    ("fp8-static", "e4m3"),
+    ("fp8-static", "float16"),
+    ("fp8-block", "e5m2"),
+    ("nvfp4", "float16"),
+    ("mxfp8", "e4m3"),
+]
+
+
+@pytest.fixture(scope="module")
+def block_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks of 128 columns and more, which the tiny model has not, and biases."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    return write_model(tmp_path_factory.mktemp("block") / "model", "qwen2", **sizes)
+
+
+@pytest.mark.parametrize(("recipe", "kv_cache"), CASES)
+def test_every_recipe_computes_what_the_onnx_export_does(
+    block_model: Path, tmp_path: Path, recipe: str, kv_cache: KvCacheDtype
+) -> None:
+    """To what the order of sums may flip; the two round at the same places, to the same grids."""
+    scales = {
+        f"model.layers.{i}.self_attn.{kind}_scale_e4m3": 0.05 for i in (0, 1) for kind in "kv"
+    }
+    calibration = make_calibration(
+        tmp_path / "calibration", block_model, Recipe.load(recipe), scales=scales
+    )
+    export_onnx(calibration, tmp_path / "onnx", kv_cache=kv_cache)
+    (tmp_path / "engine").mkdir()
+    source = Source.open(calibration, kv_cache=kv_cache)
+    build_engine_graph(source, TensorProto.FLOAT).save(tmp_path / "engine")
+    ids = IDS[:1, :12]
+    expected = EvaluatedModel(tmp_path / "onnx").forward(ids)
+    got = Evaluated(tmp_path / "engine").forward(ids)
+    off = np.abs(got - expected).max() / np.abs(expected).max()
+    print(f"{recipe}, {kv_cache}: KL {divergence(expected, got):.1e}, {off:.1e} of the largest")
+    assert divergence(expected, got) < 1e-4
+
+
+def test_what_tensorrt_has_no_operators_for_is_refused(calibrations: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.q_proj is mxfp4.*nvfp4 is"):
+        build_engine_graph(Source.open(calibrations["mxfp4"]))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-block", "fp8-static", "nvfp4", "mxfp8"])
+def test_every_product_that_the_recipe_names_reads_dequantized_values(
     calibrations: dict[str, Path], recipe: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=f"recipe {recipe} .*--recipe fp8-static"):
-        build_engine_graph(Source.open(calibrations[recipe]))
+    """On both sides, with nothing between that a compiler does not fuse."""
+    source = Source.open(calibrations[recipe])
+    made = engine_graph(source)
+    nodes = {node.name: node for node in made.graph.nodes}
+    makers = {name: node for node in made.graph.nodes for name in node.output}
+    assert made.products.keys() == source.quantized_linears().keys()
+    for product in made.products.values():
+        assert nodes[product].op_type == "MatMul"
+        for value in nodes[product].input:
+            node = makers[value]
+            while node.op_type in ("Cast", "Transpose"):
+                node = makers[node.input[0]]
+            assert "Dequantize" in node.op_type
 
 
-def test_block_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    recipe = Recipe(
-        name="mine",
-        weights=TensorScheme(granularity="block", group_size=128),
-        activations=TensorScheme(granularity="tensor"),
-    )
-    calibration = make_calibration(tmp_path / "calibration", tiny_model, recipe)
-    with pytest.raises(UnsupportedError, match=r"mine has block weights.*--recipe fp8-static"):
-        build_engine_graph(Source.open(calibration))
-
-
-def test_another_cache_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    recipe = Recipe.load("fp8-static").model_copy(update={"kv_cache": "e4m3"})
-    calibration = make_calibration(tmp_path / "calibration", tiny_model, recipe)
-    with pytest.raises(UnsupportedError, match="cache is e5m2, not e4m3"):
-        build_engine_graph(Source.open(calibration))
+def test_mixed_recipes_take_each_linears_own_form(tiny_model: Path, tmp_path: Path) -> None:
+    fp8, nvfp4 = Recipe.load("fp8"), Recipe.load("nvfp4")
+    override = Override(match="*.mlp.*", weights=nvfp4.weights, activations=nvfp4.activations)
+    mixed = fp8.model_copy(update={"name": "mixed", "overrides": (override,)})
+    mixed = mixed.model_copy(update={"exclude": (*mixed.exclude, "*.0.self_attn.o_proj")})
+    source = Source.open(make_calibration(tmp_path / "calibration", tiny_model, mixed))
+    made = engine_graph(source)
+    kinds = {name: made.graph.weights[f"{name}.weight"].elem_type for name in made.products}
+    assert kinds["model.layers.1.mlp.down_proj"] == TensorProto.FLOAT4E2M1
+    assert kinds["model.layers.1.self_attn.o_proj"] == TensorProto.FLOAT8E4M3FN
+    assert "model.layers.0.self_attn.o_proj" not in kinds
 
 
 def test_every_quantized_linear_has_fp8_on_both_sides(calibrations: dict[str, Path]) -> None:

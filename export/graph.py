@@ -4,7 +4,7 @@ Weights are declared with their size and read only while the file is written, on
 2 GB (protobuf's limit) they are inside `model.onnx`; a larger model has them in `model.onnx.data`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,7 @@ class Graph:
         if unused:
             raise ExportError(f"{self.name}: no node reads the graph input {', '.join(unused)}")
         path = directory / MODEL_FILE
-        inline = self.weight_bytes <= inline_limit
-        tensors = self._inline() if inline else self._external(path.with_suffix(".onnx.data"))
-        graph = helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
+        graph = helper.make_graph(self.nodes, self.name, self.inputs, self.outputs)
         domains = sorted({node.domain for node in self.nodes} - {""})
         model = helper.make_model(
             graph,
@@ -136,6 +134,10 @@ class Graph:
             producer_name="octet",
             doc_string=self.document,
         )
+        # One at a time, into the model itself: protobuf copies what it is given.
+        inline = self.weight_bytes <= inline_limit
+        beside = path.with_suffix(".onnx.data")
+        model.graph.initializer.extend(self._inline() if inline else self._external(beside))
         path.write_bytes(model.SerializeToString(deterministic=True))
         try:
             onnx.checker.check_model(str(path), full_check=True)
@@ -144,15 +146,14 @@ class Graph:
             raise ExportError(f"{self.name}: onnx.checker refuses the graph: {detail}") from None
         return path
 
-    def _inline(self) -> list[TensorProto]:
-        return [_inside(weight) for weight in self.weights.values()]
+    def _inline(self) -> Iterator[TensorProto]:
+        return (_inside(weight) for weight in self.weights.values())
 
-    def _external(self, path: Path) -> list[TensorProto]:
-        tensors = []
+    def _external(self, path: Path) -> Iterator[TensorProto]:
         with path.open("wb") as file:
             for weight in self.weights.values():
                 if weight.nbytes < _SMALL_BYTES:
-                    tensors.append(_inside(weight))
+                    yield _inside(weight)
                     continue
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 tensor = _header(weight)
@@ -164,8 +165,7 @@ class Graph:
                 ):
                     tensor.external_data.add(key=key, value=str(value))
                 file.write(_content(weight).data)
-                tensors.append(tensor)
-        return tensors
+                yield tensor
 
 
 def unused_inputs(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str]) -> list[str]:

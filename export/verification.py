@@ -157,7 +157,7 @@ class Verification:
             else asdict(self.divergence)
             | {"mean": _finite(self.divergence.mean), "inside": self.divergence.inside},
             "layers": [
-                asdict(layer) | {"sqnr": _finite(layer.sqnr), "expected": _finite(layer.expected)}
+                {key: _finite(value) for key, value in asdict(layer).items()}
                 for layer in self.layers
             ],
             "tensors": [
@@ -204,5 +204,6 @@ def _layer(name: str, rows: Iterable[Row]) -> LayerRow:
     return LayerRow(name, len(rows), decibels(signal, noise), expected, largest, worst.tensor)
 
 
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
+def _finite(value: Any) -> Any:
+    """None for an infinite number and for NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,7 +9,7 @@ products: there `<weight>_scale` [K/128, 1, N] is taken by name.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -158,7 +158,8 @@ class WrittenGraph:
             raise ValueError(f"{name}: scales {list(scale.shape)}, should be {list(wanted)}")
         if tile == (1, BLOCK) and not (n % BLOCK) and _repeated(scale):
             scale, tile = scale[::BLOCK], (BLOCK, BLOCK)  # blocks, written out for each row
-        return GraphWeight(self._coded(name, codes, scale, tile), self._scale_format(reader))
+        coded = self._coded(name, codes, scale, tile)
+        return GraphWeight(replace(coded, whole=self._whole(reader)), self._scale_format(reader))
 
     def _coded(
         self, name: str, codes: NDArray[np.uint8], scale: Floats, tile: tuple[int, int]
@@ -179,6 +180,14 @@ class WrittenGraph:
             if "DequantizeLinear" in node.op_type and node.input[0] == name:
                 return node
         raise ValueError(f"{name}: no DequantizeLinear reads these codes")
+
+    def _whole(self, reader: onnx.NodeProto) -> np.float32 | None:
+        """The global scale, where the scales are themselves dequantized."""
+        node = self._maker.get(reader.input[1])
+        if node is None or node.op_type != "DequantizeLinear":
+            return None
+        whole: np.float32 = self.values(node.input[1]).reshape(-1)[0]
+        return whole
 
     def _scale_format(self, reader: onnx.NodeProto) -> Literal["float32", "e8m0", "e4m3"]:
         name = reader.input[1]

@@ -1,0 +1,170 @@
+"""`octet verify` as a user meets it: a table, a JSON object, an exit code, and next tokens."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer import Typer
+from typer.testing import CliRunner, Result
+
+from calibrate.golden import golden_set
+from calibrate.predict import predict
+from export.checkpoint import export_checkpoint
+from export.onnx import export_onnx
+from export.verification import Divergence, Row, Verification
+from octet.artifact import Manifest, write_artifact
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.commands.verify import report, verify
+from octet.errors import ConfigError
+from octet.expected import EXPECTED_FILE, ServingPath
+from octet.recipe import Recipe
+from tests.export.conftest import make_calibration
+from tests.export.handmade import Tensors, write_handmade
+
+PATH = ServingPath(kv_cache="e5m2", compute="float32")
+
+
+def run(*arguments: object) -> Result:
+    app = Typer()
+    app.command()(verify)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def calibration(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny model, with golden records that are its own and what fp8 is expected to cost."""
+    root = tmp_path_factory.mktemp("predicted")
+    plain = Calibration.load(make_calibration(root / "plain", tiny_model, Recipe.load("fp8")))
+    checkpoint = Checkpoint.open(tiny_model)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 4096, (n,), generator=generator).tolist() for n in (4, 9, 17, 30)]
+    golden = golden_set(checkpoint, [("", row) for row in rows])
+    expected = predict(checkpoint, plain.manifest.recipe, plain.scales, golden, [PATH])
+    out = root / "cal"
+    Calibration.save(
+        out,
+        plain.manifest,
+        {},
+        {},
+        plain.scales,
+        golden,
+        extra_files={EXPECTED_FILE: expected.to_json()},
+    )
+    return out
+
+
+def test_a_sound_checkpoint_answers_as_predicted(calibration: Path, tmp_path: Path) -> None:
+    export_checkpoint(calibration, tmp_path / "out")
+    result = run(tmp_path / "out", "--calibration", calibration, "--json")
+    facts = json.loads(result.stdout)
+    assert result.exit_code == 0 and facts["ok"] and facts["problems"] == []
+    expected = json.loads((calibration / EXPECTED_FILE).read_text())["expectations"][0]
+    assert facts["divergence"]["mean"] == pytest.approx(expected["mean"], rel=1e-3)
+    assert facts["divergence"]["low"] == expected["low"] and facts["divergence"]["inside"]
+    assert facts["divergence"]["prompts"] == 4
+    assert len(facts["tensors"]) == 14 and facts["tensors"][0]["sqnr"] > 31
+    assert [layer["layer"] for layer in facts["layers"]] == ["model.layers.0", "model.layers.1"]
+
+
+def test_a_graph_answers_by_itself(calibration: Path, tmp_path: Path) -> None:
+    export_onnx(calibration, tmp_path / "out")
+    result = run(tmp_path / "out", "--calibration", calibration, "--json")
+    facts = json.loads(result.stdout)
+    assert result.exit_code == 0, facts["problems"]
+    assert facts["divergence"]["path"] == "the graph itself, in ONNX Runtime"
+    assert 0 < facts["divergence"]["mean"] < 0.05
+
+
+def test_next_tokens_far_from_what_is_expected_are_a_problem(
+    calibration: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """An expectation that no honest export of these weights meets."""
+    export_checkpoint(calibration, tmp_path / "out")
+    manifest = Manifest.load(tmp_path / "out")
+    with write_artifact(tmp_path / "out", force=True) as writer:
+        for name in manifest.files:
+            (writer.path / name).write_bytes((tmp_path / "out" / name).read_bytes())
+        expected = json.loads((writer.path / EXPECTED_FILE).read_text())
+        for item in expected["expectations"]:
+            item |= {"mean": 1e-5, "low": 0.9e-5, "high": 1.1e-5}
+        (writer.path / EXPECTED_FILE).write_text(json.dumps(expected))
+        writer.finish(manifest)
+    result = run(tmp_path / "out", "--model", tiny_model, "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert result.exit_code == 1 and problem["check"] == "divergence"
+    assert "9e-06 to 1.1e-05 is expected" in problem["what"]
+
+
+def test_a_fault_is_shown_and_exits_1(tiny_model: Path, tmp_path: Path) -> None:
+    def invert(tensors: Tensors, _: object) -> None:
+        name = "model.layers.1.mlp.up_proj.weight_scale"
+        tensors[name] = 1 / tensors[name]
+
+    path = write_handmade(tmp_path / "out", tiny_model, "ct-channel", damage=invert)
+    result = run(path, "--model", tiny_model)
+    assert result.exit_code == 1
+    shown = " ".join(result.stdout.split())
+    assert "its scales divide where they should multiply" in shown
+    assert "model.layers.1.mlp.up_proj.weight" in shown and "wrong: 1 problem" in shown
+
+
+def test_without_the_original_the_exit_code_is_2(calibration: Path, tmp_path: Path) -> None:
+    export_checkpoint(calibration, tmp_path / "out")
+    result = run(tmp_path / "out")
+    assert result.exit_code == 2 and "not checked: numbers" in result.stdout
+
+
+def test_a_checkpoint_of_others_says_what_is_left_out(tiny_model: Path, tmp_path: Path) -> None:
+    path = write_handmade(tmp_path / "out", tiny_model, "modelopt-fp8", manifest=False)
+    result = run(path, "--model", tiny_model)
+    assert result.exit_code == 0 and "no golden records" in result.stdout
+
+
+def test_a_url_is_for_a_later_release() -> None:
+    with pytest.raises(ConfigError, match="comes with a later release"):
+        run("http://127.0.0.1:8000/v1")
+
+
+def shown(found: Verification, **options: bool) -> list[str]:
+    console = Console(width=100, record=True, file=None, force_terminal=False, quiet=False)
+    with console.capture() as capture:
+        report(found, console, **options)
+    return capture.get().splitlines()
+
+
+def row(index: int, sqnr: float = 30.0) -> Row:
+    name = f"model.layers.{index}.mlp.gate_proj.weight_packed"
+    noise = 10 ** (-sqnr / 10)
+    return Row(name, f"model.layers.{index}", "nvfp4", 1 << 20, 0.01, 1.0, noise, 30.0)
+
+
+def test_the_table_is_worst_first_and_fits_100_columns() -> None:
+    found = Verification(Path("out/" + "long/" * 10), "checkpoint", "compressed-tensors")
+    found.rows = [row(index, 30.0 - index / 10) for index in range(30)]
+    found.problem("numbers", found.rows[3].tensor, "SQNR 12 dB, expected 30.0 dB: " + "why " * 30)
+    found.divergence = Divergence(0.5, 0.001, 0.002, 64, "simulated: " + PATH.label)
+    lines = shown(found)
+    assert all(len(line) <= 100 for line in lines)
+    text = "\n".join(lines)
+    places = [text.index(f"layers.{index}.mlp") for index in (3, 29, 28)]
+    assert places == sorted(places)  # the wrong one first, then the worst
+    assert "worst of 30 tensors" in text and "outside the expected 0.001 to 0.002" in text
+    every = "\n".join(shown(found, show_all=True))
+    assert "layers.5.mlp" not in text and "layers.5.mlp" in every
+    found.rows = [replace(one, tensor=f"model.{'deep.' * 20}{one.tensor}") for one in found.rows]
+    assert all(len(line) <= 100 for line in shown(found))
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    found = Verification(Path("out"), "checkpoint", "x")
+    found.rows = [Row("a.weight", "a", "x", 4, math.inf, 1.0, 0.0, None)]
+    facts = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert facts["tensors"][0]["sqnr"] is None and facts["tensors"][0]["max_abs"] is None

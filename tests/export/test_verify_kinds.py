@@ -1,0 +1,139 @@
+"""Calibrations, engines and Triton entries: what can be told of each without running it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export.checkpoint import export_checkpoint
+from export.triton import export_triton
+from export.verify import verify
+from octet.artifact import MANIFEST_FILE, Manifest, write_artifact
+from octet.recipe import Recipe
+from tests.export.conftest import make_calibration
+from tests.export.test_triton import make_engine
+
+SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+
+
+def rewritten(source: Path, out: Path, change: Callable[[Path], None], **update: object) -> Path:
+    """A copy, changed, under a manifest whose hashes are right."""
+    manifest = Manifest.load(source)
+    with write_artifact(out) as writer:
+        for name in manifest.files:
+            (writer.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (writer.path / name).write_bytes((source / name).read_bytes())
+        change(writer.path)
+        writer.finish(manifest.model_copy(update=update))
+    return out
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-static", "nvfp4", "mxfp4"])
+def test_a_sound_calibration(recipe: str, calibrations: dict[str, Path]) -> None:
+    found = verify(calibrations[recipe])
+    assert found.exit_code == 0 and found.kind == "calibration"
+    assert found.format == f"recipe {recipe}" and "1 golden records" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "what"),
+    [
+        ({"scales": {SCALE: np.full((512, 1), np.nan)}}, SCALE, "512 of 512 are not positive"),
+        ({"scales": {SCALE: np.zeros((512, 1))}}, SCALE, "512 of 512 are not positive"),
+        ({"drop": SCALE}, SCALE, "missing: recipe fp8 needs it"),
+        ({"scales": {SCALE: np.float32(1)}}, SCALE, "has shape [], the recipe needs [512, 1]"),
+    ],
+)
+def test_a_calibration_without_a_sound_scale(
+    change: dict[str, object], where: str, what: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"), **change)  # type: ignore[arg-type]
+    found = verify(tmp_path / "cal")
+    assert found.exit_code == 1
+    assert [problem.where for problem in found.problems] == [where]
+    assert what in found.problems[0].what
+
+
+def test_an_engine_is_read_as_far_as_it_can_be(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path / "engine", calibrations["fp8-static"])
+    details = Manifest.load(engine).details
+
+    def sound(_: Path) -> None:
+        pass
+
+    status = {"status": "built, unproven", "targets": ["sm89"]}
+    proven = rewritten(engine, tmp_path / "a", sound, details=details | status)
+    found = verify(proven)
+    assert found.exit_code == 0 and found.format == "plan by TensorRT 10.16 for sm89"
+    assert "status: built, unproven" in found.notes
+    unlabelled = rewritten(engine, tmp_path / "b", sound, details=details)
+    assert [problem.where for problem in verify(unlabelled).problems] == ["status"]
+
+    precision = {"fp8_matmuls": 13}
+    slow = rewritten(
+        engine, tmp_path / "c", sound, details=details | status | {"precision": precision}
+    )
+    (problem,) = verify(slow).problems
+    assert problem.what == "13 products in 8 or 4 bits, and recipe fp8-static has 14"
+
+    def empty(path: Path) -> None:
+        (path / "model.plan").write_bytes(b"")
+
+    hollow = rewritten(engine, tmp_path / "d", empty, details=details | status)
+    assert "is empty" in [problem.what for problem in verify(hollow).problems]
+
+
+@pytest.mark.parametrize(
+    ("backend", "held"), [("python", "1/onnx"), ("vllm", "1/checkpoint"), ("onnxruntime", "1")]
+)
+def test_a_triton_entry_is_as_sound_as_what_it_holds(
+    backend: str, held: str, calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    entry = tmp_path / "models" / "tiny"
+    export_triton(calibrations["fp8"], entry, backend=backend)  # type: ignore[arg-type]
+    found = verify(entry, calibration=calibrations["fp8"])
+    assert found.problems == [] and found.exit_code == 0
+    assert len(found.rows) == 14 and found.copied == 6
+    assert found.format.startswith(f"{backend} backend; {held}: ")
+    assert verify(entry).exit_code == 2
+
+
+def test_an_entry_that_triton_would_not_load(calibrations: dict[str, Path], tmp_path: Path) -> None:
+    entry = tmp_path / "models" / "tiny"
+    export_triton(calibrations["fp8"], entry, backend="vllm")
+    moved = tmp_path / "models" / "renamed"
+    entry.rename(moved)
+    found = verify(moved, calibration=calibrations["fp8"])
+    assert [str(problem) for problem in found.problems] == [
+        "config.pbtxt: names the model 'tiny': Triton wants the directory named so"
+    ]
+
+
+def test_a_fault_inside_an_entry_is_named_with_its_place(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    entry = tmp_path / "models" / "tiny"
+    export_triton(calibrations["fp8"], entry, backend="vllm")
+    config = entry / "1" / "checkpoint" / "config.json"
+    content = json.loads(config.read_text())
+    content["quantization_config"]["ignore"].append("model.layers.0.mlp.up_proj")
+    content["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    config.write_text(json.dumps(content))
+    found = {p.where: p.what for p in verify(entry, calibration=calibrations["fp8"]).problems}
+    assert "altered since it was written" in found["1/checkpoint/config.json"]
+    assert "vLLM refuses the two together" in found["1/model.json"]
+    assert "ignore lists it" in found["1/checkpoint: model.layers.0.mlp.up_proj"]
+
+
+def test_files_that_were_added_are_noted(
+    calibrations: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    export_checkpoint(calibrations["fp8"], tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text("mine")
+    found = verify(tmp_path / "out", model=tiny_model)
+    assert found.exit_code == 0
+    assert found.notes == [f"README.md: not listed in {MANIFEST_FILE}, added afterwards"]

@@ -16,10 +16,13 @@ from calibrate.counting import count_reference
 from calibrate.golden import CONTINUATION, golden_set
 from calibrate.layers import LayeredModel
 from calibrate.loading import load_model
+from calibrate.predict import predict
 from calibrate.simulate import simulate
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
+from octet.expected import ServingPath
 from octet.formats import E4M3, round_to
+from octet.golden import top_k_divergence
 from octet.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
 from tests.calibrate.runs import batches_of
@@ -167,3 +170,26 @@ def test_a_simulated_linear_multiplies_rounded_inputs_with_decoded_weights(
         assert torch.equal(bench.model(ids, use_cache=False).logits, plain)
     change = (simulated - plain).square().mean() / plain.var()
     assert 0 < change < 0.5
+
+
+def test_a_prediction_is_what_the_whole_model_costs_on_the_golden_prompts(
+    path: Path, checkpoint: Checkpoint
+) -> None:
+    bench = make_bench(path)
+    recipe = recipe_with("fp8-static", kv_cache="e4m3")
+    scales = bench.scales(recipe)
+    rng = np.random.default_rng(4)
+    prompts = [(str(n), [int(x) for x in rng.integers(1, 4096, n)]) for n in (5, 24, 40, 77)]
+    golden = golden_set(checkpoint, prompts)
+    serving = ServingPath(kv_cache="e4m3", queries=False, compute="float32")
+    (predicted,) = predict(checkpoint, recipe, scales, golden, [serving]).expectations
+    found = []
+    with torch.inference_mode(), simulate(bench.model, checkpoint.spec, recipe, scales):
+        for record in golden.records:
+            ids = torch.tensor([record.prompt_token_ids])
+            top = bench.model(ids, use_cache=False).logits[0, -1].double().log_softmax(-1).topk(20)
+            served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found.append(top_k_divergence(record.top, served))
+    # A value may round the other way where sums are in another order.
+    assert predicted.low <= np.mean(found) <= predicted.high
+    assert predicted.mean == pytest.approx(np.mean(found), rel=0.1)

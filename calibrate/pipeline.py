@@ -17,6 +17,7 @@ from calibrate.journal import discard
 from calibrate.limit import Limit
 from calibrate.loading import resolve_dtype
 from calibrate.plan import LongPolicy
+from calibrate.predict import expected_divergence
 from calibrate.progress import progress_bar
 from calibrate.report_console import print_report
 from calibrate.reporting import PAGE, report_files, report_on
@@ -55,6 +56,7 @@ def run(
     spill: Path | None = None,
     restart: bool = False,
     allow_few_samples: bool = False,
+    predict: bool = True,
     force: bool = False,
     console: Console | None = None,
 ) -> Calibration | None:
@@ -63,7 +65,8 @@ def run(
     Golden records, and the divergence that `sensitivity` and `budget` measure, come from
     `held_out`, or from the samples after the first `count`. `name` is what the model will be served
     as (default: its directory's name). `max_length` is in tokens; `dtype` is that of the forward
-    pass. Without a console nothing is printed. What is done is kept in `<out>.progress` until
+    pass. `predict` is whether to predict what each way of serving costs on the golden prompts.
+    Without a console nothing is printed. What is done is kept in `<out>.progress` until
     `out` is written: a run that was killed continues there, and gives the same bytes.
 
     Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Of the
@@ -157,6 +160,16 @@ def run(
         device=place,
         console=console,
     )
+    expected = None
+    if predict:
+        expected = expected_divergence(
+            changed.checkpoint,
+            solution.recipe,
+            solution.scales,
+            golden,
+            device=place,
+            console=console,
+        )
     identity = ModelIdentity.of(checkpoint, name)
     report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
     details = {
@@ -184,13 +197,20 @@ def run(
         observed.histograms,
         solution.scales,
         golden,
-        extra_files=report_files(report, solution.convergence) | changed.files,
+        extra_files=report_files(report, solution.convergence, expected) | changed.files,
         force=force,
     )
     discard(progress)
     if console is not None:
         page = out / PAGE
-        print_report(console, report, tokens=inputs.plan.tokens, seconds=seconds, page=page)
+        print_report(
+            console,
+            report,
+            expected=expected,
+            tokens=inputs.plan.tokens,
+            seconds=seconds,
+            page=page,
+        )
     return calibration
 
 

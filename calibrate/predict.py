@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from torch import Tensor
 
 from calibrate.batches import Batch, make_batches
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
-from calibrate.progress import Spread
+from calibrate.progress import Spread, progress_bar
 from calibrate.simulate import (
     Schemes,
     decoded_weights,
@@ -50,7 +51,7 @@ from octet.expected import Expectation, ExpectedSet, ServingPath
 from octet.golden import GoldenSet, top_k_divergence
 from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["REPEATS", "Weights", "predict", "serving_paths"]
+__all__ = ["REPEATS", "Weights", "expected_divergence", "predict", "serving_paths"]
 
 REPEATS = 2
 _TOKENS = {"cpu": 512, "cuda": 8192}  # in a batch: what stays in a cache, what fills a GPU
@@ -119,6 +120,26 @@ def predict(
         for path in together:
             found[path] = sweep.divergences(path, golden)
     return ExpectedSet(recipe=recipe.name, expectations=tuple(_expectations(found)))
+
+
+def expected_divergence(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    *,
+    device: torch.device | str = "cpu",
+    console: Console | None = None,
+) -> ExpectedSet | None:
+    """`predict` for every path, with a progress bar.
+
+    None for an architecture that Octet does not know: where its attention is, it does not either.
+    """
+    if checkpoint.spec.generic:
+        return None
+    tokens = sum(len(record.prompt_token_ids) for record in golden.records)
+    with progress_bar(console, "Expected divergence", tokens) as advance:
+        return predict(checkpoint, recipe, scales, golden, device=device, advance=advance)
 
 
 def _batches(sequences: Sequence[Sequence[int]], most: int) -> list[Batch]:

@@ -1,6 +1,7 @@
 """What calibration found, as a few lines for people; report.json and report.html have all."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from calibrate.report import Report
 from calibrate.search import METHODS
+from octet.expected import EXPECTED_FILE, ExpectedSet
 
 __all__ = ["print_report"]
 
@@ -20,11 +22,13 @@ def print_report(
     console: Console,
     report: Report,
     *,
+    expected: ExpectedSet | None = None,
     tokens: int | None = None,
     seconds: float | None = None,
     page: Path | None = None,
 ) -> None:
-    """The verdict, the worst tensors, what clipping would do, the warnings and what to do.
+    """The verdict, what serving it costs, the worst tensors, what clipping would do, the warnings
+    and what to do.
 
     `tokens` in `seconds` are what this run observed, if the model ran; `page` is the HTML report.
     """
@@ -37,6 +41,8 @@ def print_report(
     for line in (summary.enough, summary.worst, summary.measured, summary.budget):
         if line:
             console.print(escape(line), highlight=False)
+    for line in _expected(expected):
+        console.print(line, highlight=False)
     console.print(_worst(report))
     for line in _clipping(report):
         console.print(line, highlight=False)
@@ -45,6 +51,17 @@ def print_report(
     console.print(f"to do: {escape(' '.join(summary.todo))}", highlight=False)
     if page is not None:
         console.print(f"report: {escape(str(page))} (opens in a browser)", highlight=False)
+
+
+def _expected(expected: ExpectedSet | None) -> Iterator[str]:
+    """The first path, which is that of the recipe on a GPU."""
+    if expected is not None:
+        first = expected.expectations[0]
+        yield (
+            f"expected KL from the original, over {first.prompts} prompts: {first.mean:.2g} nats"
+            f" ({first.low:.2g} to {first.high:.2g}) with {first.path.label}; other ways to serve"
+            f" it are in {EXPECTED_FILE}"
+        )
 
 
 def _worst(report: Report) -> Table:

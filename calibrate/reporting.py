@@ -11,6 +11,7 @@ from calibrate.report_html import render_html
 from calibrate.solve import Solution
 from calibrate.streaming import Observed
 from octet.checkpoint import Checkpoint
+from octet.expected import EXPECTED_FILE, ExpectedSet
 
 __all__ = ["PAGE", "report_files", "report_on"]
 
@@ -46,8 +47,10 @@ def report_on(
     )
 
 
-def report_files(report: Report, course: Convergence | None) -> dict[str, str | Path]:
-    """Name to content: the report as data, as a page, and its convergence."""
+def report_files(
+    report: Report, course: Convergence | None, expected: ExpectedSet | None
+) -> dict[str, str | Path]:
+    """Name to content: the report as data, as a page, its convergence, what serving it costs."""
     data = report.as_json()
     files: dict[str, str | Path] = {
         "report.json": json.dumps(data, indent=1) + "\n",
@@ -55,4 +58,6 @@ def report_files(report: Report, course: Convergence | None) -> dict[str, str | 
     }
     if course is not None:
         files["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
+    if expected is not None:
+        files[EXPECTED_FILE] = expected.to_json()
     return files

@@ -1,7 +1,8 @@
-"""`rescale`: another recipe's calibration from one that there is, without running the model.
+"""`rescale`: another recipe's calibration from one that there is, without observing again.
 
-Histograms, golden records and observations are the same. Weights are read from the checkpoint, or
-as the calibration changed them. What a histogram cannot give, the error of scales made at run time
+Histograms, golden records and observations are the same; the model runs on the golden prompts
+alone, to predict what the recipe costs. Weights are read from the checkpoint, or as the calibration
+changed them. What a histogram cannot give, the error of scales made at run time
 and what all of it does to the output, is unknown in the report, with the reason; what had been
 measured (sensitivity, a budget) was measured of the other recipe and stays behind with it.
 """
@@ -17,6 +18,7 @@ from rich.console import Console
 from calibrate.convergence import Convergence, convergence
 from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.histogram import Histograms
+from calibrate.predict import expected_divergence
 from calibrate.report import build_report
 from calibrate.report_console import print_report
 from calibrate.reporting import report_files
@@ -39,6 +41,7 @@ def rescale(
     *,
     recipe: Recipe,
     model: Path | None = None,
+    predict: bool = True,
     force: bool = False,
     console: Console | None = None,
 ) -> Calibration:
@@ -82,7 +85,10 @@ def rescale(
         facts=told.get("facts"),
         **{part: told.get(part) for part in _MEASURED if same},
     )
-    extra = report_files(report, course)
+    expected = None
+    if predict:
+        expected = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
+    extra = report_files(report, course, expected)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
@@ -97,11 +103,11 @@ def rescale(
     )
     if console is not None:
         console.print(
-            f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); the model"
-            " was not run",
+            f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); no sample"
+            " was run",
             highlight=False,
         )
-        print_report(console, report, page=out / "report.html")
+        print_report(console, report, expected=expected, page=out / "report.html")
     return written
 
 

@@ -29,6 +29,7 @@ from serve.runner import StepBatch
 __all__ = ["OnnxRunner"]
 
 MODEL_FILE = "model.onnx"
+_E8M0_OPSET, _E8M0_RELEASE = 24, (1, 27)  # tried: 1.26 lacks the kernel, 1.27 has it
 _ONE_TOKEN_MORE = np.array([0, 0, 1])
 _STORED_TYPES: dict[CacheDtype, int] = {
     "e5m2": TensorProto.FLOAT8E5M2,
@@ -62,6 +63,7 @@ class OnnxRunner:
         options = _session_options(directory, threads)
         try:
             model = onnx.load(path, load_external_data=False)
+            _check_version(model, path)
             if rewrite:
                 self._past_type = read_past_as_float16(model) or self._past_type
                 round_in_float32(model)
@@ -159,6 +161,17 @@ class _Plan:
 
     def _output(self, name: str, array: NDArray[Any], kind: int) -> None:
         self.binding.bind_output(name, "cpu", 0, kind, array.shape, array.ctypes.data)
+
+
+def _check_version(model: onnx.ModelProto, path: Path) -> None:
+    """Raises UnsupportedError where this ONNX Runtime has no cast to E8M0, MX scales' type."""
+    opset = max(item.version for item in model.opset_import if not item.domain)
+    release = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if opset >= _E8M0_OPSET and release < _E8M0_RELEASE:
+        raise UnsupportedError(
+            f"{path}: MXFP8 and MXFP4 need onnxruntime {'.'.join(map(str, _E8M0_RELEASE))} or"
+            f" later, and this is {onnxruntime.__version__}"
+        )
 
 
 def _session_options(directory: Path, threads: int) -> Any:

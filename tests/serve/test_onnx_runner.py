@@ -165,6 +165,16 @@ def test_a_graph_for_tensorrt_is_refused_with_what_to_do(
         OnnxRunner(tmp_path / "out")
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_an_onnx_runtime_without_e8m0_is_refused_by_name(
+    recipe: str, exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.26.1")
+    with pytest.raises(UnsupportedError, match=r"onnxruntime 1\.27 or later, and this is 1\.26\.1"):
+        OnnxRunner(exports[recipe])
+    OnnxRunner(exports["nvfp4"])
+
+
 def test_an_e4m3_cache_is_served(
     exports: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:

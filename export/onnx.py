@@ -13,10 +13,12 @@ Two forms of one graph:
 """
 
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from onnx import TensorProto
 
 from export.engine_graph import build_engine_graph
-from export.graph import Graph
+from export.graph import E8M0_OPSET, Graph
 from export.onnx_cache import CACHES
 from export.onnx_decoder import build_decoder
 from export.source import Source, require_space
@@ -57,12 +59,14 @@ def export_onnx(
     graph = _graph(source, target, quantize)
     require_space(out, graph.weight_bytes)
     graph.document = _document(source, target, quantize)
-    details = {
+    details: dict[str, Any] = {
         "opset": graph.opset,
         "target": target,
         "kv_cache": source.kv_cache,
         "quantized": quantize,
     }
+    if target == "onnxruntime":
+        details["least_onnxruntime"] = _least_onnxruntime(graph)
     with write_artifact(out, force=force) as writer:
         source.copy_side_files(writer.path)
         graph.save(writer.path)
@@ -77,6 +81,13 @@ def _graph(source: Source, target: Target, quantize: bool) -> Graph:
             "a full-precision graph for TensorRT is not built; without --for tensorrt it is"
         )
     return build_engine_graph(source)
+
+
+def _least_onnxruntime(graph: Graph) -> str | None:
+    """The first release whose CPU kernels run the file as it is; None if none does yet."""
+    if any(weight.elem_type == TensorProto.FLOAT4E2M1 for weight in graph.weights.values()):
+        return None
+    return "1.27" if graph.opset == E8M0_OPSET else "1.23"
 
 
 def _document(source: Source, target: Target, quantize: bool) -> str:

@@ -210,6 +210,11 @@ def _write_onnxruntime(job: _Job) -> _Written:
 
     job.version.rmdir()  # the version itself is the export
     content = export_onnx(job.calibration, job.version, model=job.model, kv_cache="float16")
+    if content.details["least_onnxruntime"] is None:
+        raise UnsupportedError(
+            f"recipe {content.recipe.name} has FP4, for which ONNX Runtime has no kernel;"
+            " --backend python runs it, and mxfp8 or an fp8 recipe runs here"
+        )
     return onnxruntime_entry(job.name, *read_graph(job.version / "model.onnx")), content, ""
 
 

@@ -19,7 +19,10 @@ from export.graph import Graph
 from export.onnx import export_onnx
 from export.onnx_inputs import round_dynamic
 from export.source import Source
+from export.triton import export_triton
 from octet import microscaling
+from octet.artifact import Manifest
+from octet.errors import UnsupportedError
 from octet.recipe import Override, Recipe
 from tests.export.conftest import GROUPED, RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, random_ids
@@ -75,17 +78,23 @@ def grouped(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "opset", "codes", "scales"),
+    ("recipe", "opset", "codes", "scales", "release"),
     [
-        ("mxfp8", 24, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E8M0),
-        ("mxfp4", 24, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E8M0),
-        ("nvfp4", 23, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN),
+        ("mxfp8", 24, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E8M0, "1.27"),
+        ("mxfp4", 24, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E8M0, None),
+        ("nvfp4", 23, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, None),
     ],
 )
 def test_codes_and_scales_keep_their_types_and_their_bytes(
-    recipe: str, opset: int, codes: int, scales: int, grouped: dict[str, tuple[Path, Path]]
+    recipe: str,
+    opset: int,
+    codes: int,
+    scales: int,
+    release: str | None,
+    grouped: dict[str, tuple[Path, Path]],
 ) -> None:
     calibration, directory = grouped[recipe]
+    assert Manifest.load(directory).details["least_onnxruntime"] == release
     source, model = Source.open(calibration), onnx.load(directory / "model.onnx")
     assert model.opset_import[0].version == opset
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -99,6 +108,22 @@ def test_codes_and_scales_keep_their_types_and_their_bytes(
         if recipe == "nvfp4":
             (shared,) = np.frombuffer(stored[f"{name}.weight_global_scale"].raw_data, np.float32)
             assert shared == source.weight_global_scale(linear)
+
+
+@pytest.mark.parametrize("recipe", FP4)
+def test_fp4_is_refused_where_onnx_runtime_runs_the_file_as_it_is(
+    recipe: str, calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"recipe {recipe} has FP4.*--backend python runs"):
+        export_triton(calibrations[recipe], tmp_path / "entry", backend="onnxruntime")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_precision_for_tensorrt_is_refused(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"full-precision .* is not built; without --for"):
+        export_onnx(calibrations["fp8-static"], tmp_path / "out", target="tensorrt", quantize=False)
 
 
 # What it computes

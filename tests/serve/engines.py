@@ -90,4 +90,5 @@ def _profile(spec: ModelSpec, largest: tuple[int, int, int, int]) -> Any:
         }
 
     low, high = shapes(1, 1, 0, 1), shapes(batch, tokens, cached, logits)
-    return {name: (low[name], low[name], high[name]) for name in low}
+    usual = shapes(1, 64, 0, 1) if tokens > 1 else shapes(4, 1, 128, 1)
+    return {name: (low[name], usual[name], high[name]) for name in low}

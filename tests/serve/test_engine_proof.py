@@ -1,0 +1,238 @@
+"""The proof of an export: what computes its recipe is proven, what does not is refused."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from calibrate.golden import golden_set
+from calibrate.predict import predict
+from export.onnx import export_onnx
+from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.errors import ArtifactError, ExportError
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.golden import GoldenSet
+from octet.recipe import Recipe
+from serve.backends.embedded import load_runner
+from serve.engine_proof import expected_range, prove
+from serve.tokenizer import Tokenizer
+from tests.export.conftest import make_calibration
+from tests.serve.engines import install, make_engine
+from tests.serve.fake_gpu import FakeGpu
+
+LENGTHS = (1, 3, 6, 12, 20, 35, 50, 64, 80, 100, 120, 150, 180, 200, 230, 260)
+PATHS = [
+    ServingPath(kv_cache="e5m2", compute="float32"),
+    ServingPath(kv_cache="float16", compute="float32"),
+    ServingPath(kv_cache="e4m3", compute="bfloat16"),
+]
+
+
+@pytest.fixture(scope="module")
+def golden(example_model: Path, example_samples: Path) -> GoldenSet:
+    """Of the trained example, as calibration makes it: a random model agrees with anything."""
+    tokenizer = Tokenizer.load(example_model)
+    lines = (example_samples / "heldout.jsonl").read_text().splitlines()
+    texts = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
+    long = [ids for ids in texts if len(ids) >= max(LENGTHS)]
+    prompts = [(f"prompt {n}", long[i][:n]) for i, n in enumerate(LENGTHS)]
+    torch.set_num_threads(2)
+    return golden_set(Checkpoint.open(example_model), prompts)
+
+
+@pytest.fixture(scope="module")
+def calibration(
+    example_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Of the recipe fp8, with those golden records, and what is expected of two paths."""
+    path = tmp_path_factory.mktemp("proof") / "calibration"
+    recipe = Recipe.load("fp8")
+    layers = range(Checkpoint.open(example_model).spec.layers)
+    cache = {f"model.layers.{i}.self_attn.{kind}_scale_e4m3": 0.05 for i in layers for kind in "kv"}
+    make_calibration(path, example_model, recipe, scales=cache)
+    scales = Calibration.load(path).scales
+    expected = predict(Checkpoint.open(example_model), recipe, scales, golden, PATHS)
+    golden.save(path)
+    expected.save(path)
+    return rewritten(path)
+
+
+@pytest.fixture(scope="module")
+def export(calibration: Path) -> Path:
+    path = calibration.parent / "onnx"
+    export_onnx(calibration, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def facts_of_onnx(export: Path) -> dict[str, Any]:
+    return prove(export, threads=2)
+
+
+@pytest.fixture(scope="module")
+def engine(calibration: Path) -> Path:
+    return make_engine(calibration, calibration.parent / "engine")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    gpu = FakeGpu()
+    install(monkeypatch, gpu)
+    yield gpu
+
+
+def rewritten(directory: Path, **fields: Any) -> Path:
+    """Its manifest anew, over the files as they are."""
+    manifest = Manifest.load(directory, verify=False)
+    (directory / MANIFEST_FILE).unlink()
+    ArtifactWriter(directory).finish(manifest.model_copy(update=fields))
+    return directory
+
+
+def with_changed(export: Path, to: Path, names: str, change: Callable[[Any], Any]) -> Path:
+    """A copy of an ONNX export in which initializers of that name's end hold something else."""
+    shutil.copytree(export, to)
+    model = onnx.load(to / "model.onnx")
+    found = [item for item in model.graph.initializer if item.name.endswith(names)]
+    assert found, names
+    for item in found:
+        array = change(numpy_helper.to_array(item)).astype(np.float32)
+        item.CopyFrom(numpy_helper.from_array(array, item.name))
+    onnx.save(model, to / "model.onnx")
+    return rewritten(to)
+
+
+def check(facts: dict[str, Any], golden: GoldenSet) -> None:
+    assert facts["status"] == "proven"
+    assert facts["prompts"] == len(LENGTHS)
+    assert facts["tokens"] == sum(len(r.continuation_token_ids) for r in golden.records)
+    assert facts["accepted"]["low"] < facts["kl"] < facts["accepted"]["high"]
+    assert facts["kl"] <= facts["kl_max"]
+    assert 0 < facts["tokens_agree"] <= facts["tokens"]
+
+
+def test_an_onnx_export_is_proven(facts_of_onnx: dict[str, Any], golden: GoldenSet) -> None:
+    facts = facts_of_onnx
+    check(facts, golden)
+    assert facts["kl_decoding"] == facts["kl"], "ONNX Runtime's rows are the same in any company"
+    assert facts["rows_independent"] is True
+    assert "weights+activations, e5m2 (nearest), float32" in facts["accepted"]["from"]
+
+
+def test_an_engine_is_proven_by_what_it_computes(
+    engine: Path, gpu: FakeGpu, golden: GoldenSet, facts_of_onnx: dict[str, Any]
+) -> None:
+    facts = prove(engine)
+    check(facts, golden)
+    assert facts["kl"] == pytest.approx(facts_of_onnx["kl"], rel=0.5)
+    assert facts["accepted"] == facts_of_onnx["accepted"]
+
+
+@pytest.mark.parametrize(
+    ("names", "factor"),
+    [("layers.1.mlp.down_proj.weight_scale", 2), ("0.self_attn.v_proj.weight_scale", 0.5)],
+)
+def test_an_export_with_other_scales_is_refused(
+    export: Path, tmp_path: Path, names: str, factor: float
+) -> None:
+    broken = with_changed(export, tmp_path / "broken", names, lambda scale: scale * factor)
+    with pytest.raises(ExportError, match=r"reading prompts.* nats, outside .*expected\.json"):
+        prove(broken, threads=2)
+
+
+def test_an_export_that_is_not_quantized_at_all_is_refused(
+    calibration: Path, tmp_path: Path
+) -> None:
+    """It claims a recipe, and answers better than that can."""
+    export_onnx(calibration, tmp_path / "plain", quantize=False)
+    plain = Manifest.load(tmp_path / "plain")
+    rewritten(tmp_path / "plain", details=plain.details | {"quantized": True})
+    with pytest.raises(ExportError, match="nats, below"):
+        prove(tmp_path / "plain", threads=2)
+
+
+def test_nan_is_refused(export: Path, tmp_path: Path) -> None:
+    nan = with_changed(export, tmp_path / "nan", "model.norm.weight", lambda w: w * np.nan)
+    with pytest.raises(ExportError, match="is nan nats"):
+        prove(nan, threads=2)
+
+
+def test_an_engine_whose_cache_is_off_is_refused_for_its_decoding(
+    engine: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows one position too early: reading a prompt in one piece does not notice."""
+    append = FakeGpu._append
+
+    def early(self: FakeGpu, a: Any, sizes: dict[str, int]) -> None:
+        rows = self.view(a.where, 16 * a.batch).view(np.int64).reshape(-1, 2)
+        moved = rows[:, 1] > 1
+        rows[moved, 1] -= 1
+        append(self, a, sizes)
+        rows[moved, 1] += 1
+
+    monkeypatch.setattr(FakeGpu, "_append", early)
+    with pytest.raises(ExportError, match="decoding, its divergence"):
+        prove(engine)
+
+
+def test_an_engine_that_cannot_run_here_is_unproven(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeGpu((9, 0)))
+    facts = prove(engine)
+    assert facts["status"] == "unproven"
+    assert facts["reason"].startswith("built for sm89, and this GPU is sm90")
+    install(monkeypatch, FakeGpu(devices=0))
+    assert "no NVIDIA GPU" in prove(engine)["reason"]
+
+
+def test_what_is_altered_is_refused_and_not_unproven(engine: Path, gpu: FakeGpu) -> None:
+    copy = shutil.copytree(engine, engine.parent / "altered")
+    (copy / "golden.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"golden\.json"):
+        prove(copy)
+
+
+class TestRange:
+    """What is accepted, by what was predicted."""
+
+    @pytest.mark.parametrize(
+        ("low", "high", "accepted"), [(0.8, 1.25, (0.64, 1.5625)), (0.1, 9.0, (0.25, 4.0))]
+    )
+    def test_twice_the_predicted_range_in_logarithms_but_not_4_times_off(
+        self, export: Path, tmp_path: Path, low: float, high: float, accepted: tuple[float, float]
+    ) -> None:
+        copy = shutil.copytree(export, tmp_path / "copy")
+        one = Expectation(path=PATHS[0], mean=0.01, low=0.01 * low, high=0.01 * high, prompts=64)
+        ExpectedSet(recipe="fp8", expectations=(one,)).save(copy)
+        rewritten(copy)
+        found = expected_range(copy, Manifest.load(copy), load_runner(copy, 2))
+        assert (100 * found.low, 100 * found.high) == pytest.approx(accepted)
+
+    def test_of_a_bfloat16_path_only_the_top(self, calibration: Path, tmp_path: Path) -> None:
+        export_onnx(calibration, tmp_path / "onnx", kv_cache="e4m3")
+        accepted = expected_range(
+            tmp_path / "onnx", Manifest.load(tmp_path / "onnx"), load_runner(tmp_path / "onnx", 2)
+        )
+        assert accepted.low == 0 and "e4m3 (nearest), bfloat16" in accepted.source
+        assert prove(tmp_path / "onnx", threads=2)["status"] == "proven"
+
+    def test_without_a_prediction_a_bound_for_the_format(
+        self, export: Path, calibration: Path, tmp_path: Path
+    ) -> None:
+        copy = shutil.copytree(export, tmp_path / "copy")
+        (copy / EXPECTED_FILE).unlink()
+        facts = prove(rewritten(copy), threads=2)
+        assert facts["accepted"]["high"] == 0.1 and "bound of fp8" in facts["accepted"]["from"]
+        assert "in_predicted_range" not in facts
+        export_onnx(calibration, tmp_path / "plain", quantize=False)
+        assert prove(tmp_path / "plain", threads=2)["accepted"]["high"] == 0.01

@@ -31,9 +31,11 @@ def check_make(model: Any, checkpoint: Checkpoint) -> str:
         raise UnsupportedError(f"{whole}{error}, where a norm was expected") from None
     if spec.generic:
         for linear in spec.linears():
-            _check_linear(model, linear.name, (linear.out_features, linear.in_features), whole)
+            if ".experts." not in linear.name:
+                _check_linear(model, linear.name, (linear.out_features, linear.in_features), whole)
         for index in range(spec.layers):
             window_of(model, checkpoint, index)
+            _check_experts(decoder.layers[index], index, checkpoint, whole)
     return norm
 
 
@@ -45,6 +47,27 @@ def _check_linear(model: Any, name: str, shape: tuple[int, int], whole: str) -> 
     if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
         raise UnsupportedError(
             f"{whole}{name}.weight is no linear's weight of {list(shape)} in transformers"
+        )
+
+
+def _check_experts(layer: Any, index: int, checkpoint: Checkpoint, whole: str) -> None:
+    """UnsupportedError unless the experts of `layer` compute what `calibrate.experts` does."""
+    spec = checkpoint.spec
+    experts = getattr(getattr(layer, "mlp", None), "experts", None)
+    if experts is None and index not in spec.sparse_layers:
+        return
+    inner, hidden = spec.moe_intermediate_size, spec.hidden_size
+    expected = {
+        "gate_up_proj": (spec.experts, 2 * inner, hidden),
+        "down_proj": (spec.experts, hidden, inner),
+    }
+    found = {} if experts is None else {n: tuple(x.shape) for n, x in experts.named_parameters()}
+    gating = getattr(getattr(experts, "_apply_gate", None), "__name__", "")
+    plain = gating == "_default_apply_gate" and getattr(experts, "is_concatenated", False)
+    if found != expected or not plain or index not in spec.sparse_layers:
+        raise UnsupportedError(
+            f"{whole}the experts of layer {index} are not gated MLPs fused as transformers 5 fuses"
+            " those of Mixtral and Qwen3-MoE"
         )
 
 

@@ -62,7 +62,7 @@ class LayerObserver:
                     stack.callback(handle.remove)
             stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
             if self._spec.generic:
-                linears = self._spec.linears(index)
+                linears = [x for x in self._spec.linears(index) if ".experts." not in x.name]
                 stack.enter_context(require_shared_inputs(layer, prefix, linears))
             if f"{prefix}.self_attn.query" in self._slots:
                 stack.enter_context(tap_queries(layer.self_attn, self._count_query(prefix)))
@@ -168,7 +168,10 @@ class LayerObserver:
 
     def _hook(self, name: str) -> Any:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            self.count(name, inputs[0])
+            x = inputs[0]
+            if x.dim() == 2 and self._batch is not None:  # an expert of all tokens, in some models
+                x = x.unflatten(0, self._batch.token_ids.shape)
+            self.count(name, x)
 
         return hook
 

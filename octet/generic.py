@@ -11,6 +11,10 @@ __all__ = ["find_linears", "generic_fields"]
 
 _IN_LAYER = re.compile(r"(?P<prefix>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<module>.+)\.weight")
 
+_EXPERT = re.compile(
+    r"(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)"
+)
+
 # Of a layer's matrices, those that are no linear of its own: what maps ids to rows, what scales
 # rows, and what chooses among experts (`shared_expert_gate` too, but not `gate_proj`).
 _EXCLUDED = re.compile(r".*(embed|norm|router).*|(.*_)?gate")
@@ -32,7 +36,7 @@ def generic_fields(
     `tensors`.
 
     Raises KeyError for a size that has no default and UnsupportedError, naming `where`, where the
-    tensors are not those of one stack of dense decoder layers.
+    tensors are not those of one stack of decoder layers.
     """
     layers, heads, hidden = (
         config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -44,12 +48,6 @@ def generic_fields(
         )
     prefix = _layers_prefix(tensors, layers, where)
     linears = find_linears(tensors, prefix)
-    experts = next((x.name for x in linears if ".experts." in x.name), None)
-    if experts is not None:
-        raise UnsupportedError(
-            f"{where}: {experts}: experts of an architecture that Octet does not know are not"
-            " supported"
-        )
     for index in range(layers):
         if not any(linear.name.startswith(f"{prefix}.{index}.self_attn.") for linear in linears):
             raise UnsupportedError(
@@ -78,6 +76,7 @@ def generic_fields(
         "tied_embeddings": "lm_head.weight" not in tensors if tied is None else bool(tied),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         "bos_token_id": config.get("bos_token_id"),
+        **_experts(linears, prefix, config, where),
     }
 
 
@@ -120,6 +119,48 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
         f"{where}: is not supported: of an architecture that Octet does not know, it takes the"
         f" {layers} decoder layers from tensors named <prefix>.layers.<i>.*, and there are {told}"
     )
+
+
+def _experts(
+    linears: Iterable[Linear], prefix: str, config: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The fields that say which layers are sparse and of what; {} for a dense model."""
+    found: dict[int, dict[tuple[int, str], tuple[int, int]]] = {}
+    for linear in linears:
+        name = linear.name.removeprefix(f"{prefix}.")
+        if ".experts." not in name:
+            continue
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            raise UnsupportedError(
+                f"{where}: {linear.name}: of an architecture that Octet does not know, experts are"
+                " mlp.experts.<i>.gate_proj, up_proj and down_proj; others are not supported"
+            )
+        key = int(match["expert"]), match["projection"]
+        found.setdefault(int(match["layer"]), {})[key] = (linear.out_features, linear.in_features)
+    if not found:
+        return {}
+    layer, first = next(iter(found.items()))
+    experts, inner = 1 + max(expert for expert, _ in first), first.get((0, "gate_proj"), (0,))[0]
+    hidden = config["hidden_size"]
+    shapes = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    whole = {(e, name): shape for e in range(experts) for name, shape in shapes.items()}
+    for index, held in found.items():
+        if held != whole:
+            raise UnsupportedError(
+                f"{where}: the experts of layers {layer} and {index} are not of one make, which is"
+                " not supported"
+            )
+    return {
+        "experts": experts,
+        "experts_per_token": config["num_experts_per_tok"],
+        "moe_intermediate_size": inner,
+        "sparse_layers": tuple(found),
+    }
 
 
 def _first_reader(index: int, module: str, modules: Mapping[tuple[int, str], object]) -> str:

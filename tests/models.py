@@ -48,6 +48,15 @@ _KINDS: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "stablelm": {"head_dim": 16, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
     "phi": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": None},
+    "qwen2_moe": {  # every other layer sparse, with an expert that all tokens go to
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    },
 }
 
 _LLAMA3 = {
@@ -85,7 +94,11 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
 }
 GENERIC: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: (kind, {}) for kind in ("gemma2", "gemma3_text", "olmo2", "granite", "stablelm", "phi")
+    kind: (kind, {})
+    for kind in (
+        *("gemma2", "gemma3_text", "olmo2", "granite", "stablelm", "phi"),
+        *("olmoe", "qwen2_moe"),
+    )
 }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from calibrate import run
 from calibrate.layers import LayeredModel
 from calibrate.loading import load_skeleton
-from calibrate.make import window_of
+from calibrate.make import check_make, window_of
 from calibrate.sharing import require_shared_inputs
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
@@ -94,6 +94,19 @@ def test_what_a_layer_sees(gemma: Path) -> None:
     model.config.layer_types[1] = "chunked_attention"
     with pytest.raises(UnsupportedError, match="layer 1 is of type 'chunked_attention'"):
         window_of(model, checkpoint, 1)
+
+
+def test_experts_of_another_make(tmp_path: Path) -> None:
+    """Interleaved gates and ups, or a gate of their own, which a loop over experts would miss."""
+    checkpoint = Checkpoint.open(write_model(tmp_path / "model", "olmoe"))
+    model = load_skeleton(checkpoint, "float32")
+    assert check_make(model, checkpoint) == "norm"
+    model.base_model.layers[1].mlp.experts.is_concatenated = False
+    with pytest.raises(UnsupportedError, match="experts of layer 1 are not gated MLPs fused as"):
+        check_make(model, checkpoint)
+    model.base_model.layers[0].mlp.experts._apply_gate = lambda x: x
+    with pytest.raises(UnsupportedError, match="experts of layer 0 are not gated MLPs fused as"):
+        check_make(model, checkpoint)
 
 
 @pytest.mark.parametrize("change", [{"kv_heads": 4}, {"head_dim": 16}])

@@ -386,10 +386,14 @@ def test_the_linears_of_an_unknown_architecture_are_those_of_its_layers(
     expected = {
         module: tuple(linear.weight.shape)
         for module, linear in model.named_modules()
-        if type(linear).__name__ == "Linear" and module != "lm_head"
+        if type(linear).__name__ == "Linear" and not module.endswith(("lm_head", "_gate"))
     }
     linears = list(checkpoint.spec.linears())
-    assert {x.name: (x.out_features, x.in_features) for x in linears} == expected
+    dense = [x for x in linears if ".experts." not in x.name]  # which transformers fuses
+    assert {x.name: (x.out_features, x.in_features) for x in dense} == expected
+    sparse = checkpoint.spec.sparse_layers
+    assert len(linears) - len(dense) == len(sparse) * 6 * 3
+    assert sparse == {"olmoe": (0, 1), "qwen2_moe": (1,)}.get(name, ())
     assert linears == [x for index in range(2) for x in checkpoint.spec.linears(index)]
     attention = {
         x.input
@@ -399,7 +403,7 @@ def test_the_linears_of_an_unknown_architecture_are_those_of_its_layers(
     assert attention == {"model.layers.1.self_attn.q_proj.input"}
     (warning,) = checkpoint.warnings
     assert warning.startswith(f"{checkpoint.spec.architecture} is an architecture that Octet does")
-    assert f"{len(expected)} in all (in layer 0: self_attn.q_proj," in warning
+    assert f"{len(linears)} in all (in layer 0: self_attn.q_proj," in warning
 
 
 def shapes_below(prefix: str, *modules: str, layers: int = 36) -> dict[str, tuple[int, ...]]:
@@ -427,7 +431,11 @@ def test_embeddings_norms_and_routers_are_no_linears() -> None:
         (shapes_below("model.layers", "mamba.in_proj"), "model.layers.0 has no self_attn"),
         (
             shapes_below("model.layers", "self_attn.q_proj", "mlp.experts.3.up_proj"),
-            "model.layers.0.mlp.experts.3.up_proj: experts of an architecture that Octet",
+            "the experts of layers 0 and 0 are not of one make",
+        ),
+        (
+            shapes_below("model.layers", "self_attn.q_proj", "moe.experts.3.w1"),
+            "layers.0.moe.experts.3.w1: of an architecture that Octet does not know, experts are",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -100,7 +100,9 @@ def export_triton(
     calibration: Source,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The entry; with --all, the repository [triton_models]."),
+        typer.Option(
+            "--out", "-o", help="The entry; with --all, the repository (default: triton_models)."
+        ),
     ] = None,
     backend: Annotated[TritonBackend, typer.Option(help="What runs it inside Triton.")] = "python",
     engine: Annotated[
@@ -144,22 +146,75 @@ def export_triton(
 def build_engine(
     calibration: Source,
     out: Out,
-    model: ModelOption = None,
+    builder: Annotated[
+        Literal["auto", "tensorrt", "tensorrt-rtx"],
+        typer.Option(help="auto: tensorrt where it is installed beside a GPU."),
+    ] = "auto",
     target: Annotated[
-        str, typer.Option(help="GPU architectures to build for, such as sm89 or sm89,sm120.")
-    ] = "sm89",
+        str | None,
+        typer.Option(help="tensorrt-rtx: GPU architectures, such as sm89 or sm89,sm120."),
+    ] = None,
+    kv: Kv = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences in a decoding step.")] = 16,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sequence (default: the model's, 8192 at most)."),
+    ] = None,
+    workspace: Annotated[
+        float, typer.Option(min=0.001, help="GiB of scratch memory that one layer may use.")
+    ] = 1.0,
+    timing_cache: Annotated[
+        Path | None, typer.Option(help="File that remembers timings between builds.")
+    ] = None,
+    optimization_level: Annotated[
+        int | None,
+        typer.Option(min=0, max=5, help="The builder's effort (default: its own choice)."),
+    ] = None,
+    benchmark: Annotated[
+        bool, typer.Option("--benchmark", help="Time the engine as trtexec does.")
+    ] = False,
+    model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Build a TensorRT-RTX engine from a calibration; needs no GPU."""
+    """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
     from export.engine import build_engine as build
 
     manifest = build(
         calibration,
         out,
         model=model,
-        targets=target.split(","),
+        builder=builder,
+        targets=None if target is None else target.split(","),
+        kv_cache=kv,
+        max_batch=max_batch,
+        max_length=max_length,
+        workspace_bytes=int(workspace * (1 << 30)),
+        timing_cache=timing_cache,
+        optimization_level=optimization_level,
         force=force,
         console=console_for(as_json),
+        prove=_prove,
     )
-    wrote(out, manifest, as_json)
+    figures: dict[str, Any] = {}
+    try:
+        if benchmark:
+            from serve.engine_benchmark import benchmark as measure
+
+            figures["benchmark"] = measure(out)
+    finally:  # the engine is there, whatever became of its benchmark
+        wrote(out, manifest, as_json, **figures)
+    if figures and not as_json:
+        from serve.engine_benchmark import table
+
+        Console().print(table(figures["benchmark"]))
+
+
+def _prove(directory: Path) -> dict[str, Any]:
+    """Runs the engine on the golden prompts; says why where that cannot be."""
+    try:
+        from serve.engine_proof import prove
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed: pip install 'octet[serve]'"
+        return {"status": "unproven", "reason": missing}
+    return prove(directory)

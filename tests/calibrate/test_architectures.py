@@ -15,7 +15,7 @@ from calibrate.batches import Batch
 from calibrate.counting import count_reference
 from calibrate.golden import CONTINUATION, golden_set
 from calibrate.layers import LayeredModel
-from calibrate.loading import load_model
+from calibrate.loading import ComputeDtype, load_model
 from calibrate.predict import predict
 from calibrate.simulate import simulate
 from calibrate.streaming import observe_checkpoint
@@ -105,16 +105,18 @@ def test_counts_are_those_of_plain_hooks(checkpoint: Checkpoint, model: Any) -> 
             np.testing.assert_array_equal(observed[name].sum(axis=0), counts, err_msg=name)
 
 
-def test_the_layered_model_is_the_whole_one(checkpoint: Checkpoint, model: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layered_model_is_the_whole_one_to_the_bit(
+    checkpoint: Checkpoint, dtype: ComputeDtype
+) -> None:
     ids = batches_of(1)[0].token_ids
-    layered = LayeredModel(checkpoint, "float32")
+    layered = LayeredModel(checkpoint, dtype)
     hidden = layered.embed(ids)
     for _ in layered.sweep():
         hidden = layered.forward(hidden, None)
     with torch.inference_mode():
-        torch.testing.assert_close(
-            layered.logits([hidden])[0], model(ids).logits, rtol=1e-5, atol=1e-5
-        )
+        whole = load_model(checkpoint, dtype)(ids).logits
+    assert torch.equal(layered.logits([hidden])[0], whole)
 
 
 def test_golden_records_are_what_transformers_says(checkpoint: Checkpoint, model: Any) -> None:

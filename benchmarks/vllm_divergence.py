@@ -83,7 +83,8 @@ CASES: dict[Machine, tuple[Case, ...]] = {
         Case("nvfp4", "e4m3", "modelopt"),
         Case("fp8", "e4m3", "modelopt"),
         Case("fp8-block", "e4m3", "fp8"),
-        Case("mxfp8", "e4m3", "modelopt"),
+        Case("mxfp8", "e4m3"),
+        Case("mxfp4", "e4m3"),
     ),
     "cpu": (
         Case("fp8", "e5m2"),
@@ -100,8 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", choices=get_args(Machine), default="sm90")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
-    parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--skip", help="leave out cases whose name contains this")
+    parser.add_argument("--only", help="cases whose name this pattern is found in")
+    parser.add_argument("--skip", help="leave out cases whose name this pattern is found in")
     parser.add_argument("--device", default="auto", help="where the example is calibrated")
     parser.add_argument("--directory", type=Path, help="keep calibrations and checkpoints here")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
@@ -114,8 +115,8 @@ def main() -> None:
     cases = [
         case
         for case in CASES[options.machine]
-        if (not options.only or options.only in case.name)
-        and not (options.skip and options.skip in case.name)
+        if (not options.only or re.search(options.only, case.name))
+        and not (options.skip and re.search(options.skip, case.name))
     ]
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
         directory = options.directory or Path(name)

@@ -54,6 +54,7 @@ def verify_checkpoint(
     cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
     check_cache_scales(written, names, cache, original, found)
     check_input_scales(written, names, original, found)
+    _check_second_opinion(written, linears, found)
     if manifest is not None:
         _check_recipe(written, names, manifest, spec, found)
     if original is not None:
@@ -246,6 +247,30 @@ def _fused(spec: ModelSpec) -> list[tuple[str, ...]]:
     for linear in spec.linears():
         groups.setdefault(linear.input, []).append(linear.name)
     return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _check_second_opinion(
+    written: Written, linears: dict[str, tuple[int, int]], found: Verification
+) -> None:
+    """Engines read one or the other of config.json and hf_quant_config.json."""
+    first, second = written.quantization, written.second_opinion()
+    if first is None or second is None:
+        return
+    for module in linears:
+        stored = [one.group_of(module) for one in (first, second)]
+        labels = ["not quantized" if group is None else group.stored.label for group in stored]
+        if labels[0] != labels[1]:
+            found.problem(
+                "configuration",
+                "hf_quant_config.json",
+                f"says {labels[1]} of {module}, config.json {labels[0]}",
+            )
+            return
+    if first.kv_scheme != second.kv_scheme:
+        which = "config.json" if first.kv_scheme else "hf_quant_config.json"
+        found.problem(
+            "configuration", "hf_quant_config.json", f"{which} alone declares an FP8 cache"
+        )
 
 
 def _check_recipe(

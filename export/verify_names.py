@@ -74,7 +74,8 @@ def check_names(
         names.plain.append(name)
     _leftovers(written, names, expected, found)
     if quantization is not None:
-        _check_groups(quantization, names, linears, found)
+        modules = {name.rpartition(".")[0] for name in originals} | {*linears}
+        _check_groups(quantization, linears, modules, found)
     _check_fused(written, names, fused, found)
     return names
 
@@ -218,10 +219,11 @@ def _hint(name: str, names: Names, expected: set[str]) -> str:
 
 def _check_groups(
     quantization: Quantization,
-    names: Names,
-    linears: Mapping[str, tuple[int, int]],
+    linears: Collection[str],
+    modules: Collection[str],
     found: Verification,
 ) -> None:
+    """Targets and exceptions of the configuration that match nothing; `modules` are all."""
     for group in quantization.groups:
         for target in group.targets:
             if target == "Linear":
@@ -232,9 +234,10 @@ def _check_groups(
                 where = f"config group {group.name}"
                 found.problem("configuration", where, f"target '{target}' matches no module")
     for pattern in quantization.ignore:
-        if not any(quantization.matches(pattern, module) for module in linears) and not (
-            pattern.startswith("re:") or "lm_head" in pattern or "*" in pattern
-        ):
+        # Tied embeddings leave no head, and patterns are often written for a family of models.
+        if "lm_head" in pattern or pattern.startswith("re:") or "*" in pattern:
+            continue
+        if not any(quantization.matches(pattern, module) for module in modules):
             found.problem("configuration", "ignore", f"'{pattern}' matches no module")
 
 
@@ -245,7 +248,10 @@ def _check_fused(
     quantization = written.quantization
     if quantization is None:
         return
+    told = {problem.where for problem in found.problems}
     for modules in fused:
+        if told & set(modules):
+            continue  # one cause is told once
         groups = {module: quantization.group_of(module) for module in modules}
         if len({None if group is None else group.stored for group in groups.values()}) > 1:
             odd = next(module for module in modules if groups[module] != groups[modules[0]])

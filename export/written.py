@@ -22,6 +22,7 @@ from octet.tensors import Tensor, TensorFile
 __all__ = ["Coded", "Written", "is_checkpoint"]
 
 Floats = NDArray[np.float32]
+_MODELOPT = "hf_quant_config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -86,8 +87,8 @@ class Written:
     def open(cls, path: Path) -> Self:
         """CheckpointError for what cannot be read, UnsupportedError for an unknown format."""
         config = _json(path / "config.json")
-        if "quantization_config" not in config and (path / "hf_quant_config.json").is_file():
-            other = _json(path / "hf_quant_config.json")
+        if "quantization_config" not in config and (path / _MODELOPT).is_file():
+            other = _json(path / _MODELOPT)
             config = config | {"quantization_config": {"quant_method": "modelopt", **other}}
         listed: dict[str, str] = {}
         if (path / _INDEX).is_file():
@@ -128,6 +129,13 @@ class Written:
         """float32, whatever the tensor is stored in; U8 is E8M0."""
         tensor = self.read(name)
         return value_of("F8_E8M0" if tensor.dtype == "U8" else tensor.dtype, tensor.codes)
+
+    def second_opinion(self) -> Quantization | None:
+        """What ModelOpt's own file says, which TensorRT-LLM reads; None where there is none."""
+        if not (self.path / _MODELOPT).is_file():
+            return None
+        other = {"quant_method": "modelopt", **_json(self.path / _MODELOPT)}
+        return quantization_of({"quantization_config": other}, str(self.path / _MODELOPT))
 
     def release(self) -> None:
         for file in set(self.files.values()):

@@ -71,8 +71,8 @@ def load_engine(trt: Any, plan: Path) -> tuple[Any, Any]:
 
 
 def _builder(directory: Path, manifest: Manifest) -> tuple[str, str]:
-    builder = manifest.details.get("builder", {})
-    name, version = builder.get("name"), builder.get("version")
+    made_by = manifest.details.get("builder", {})
+    name, version = made_by.get("name"), made_by.get("version")
     if name not in _LIBRARIES or not version:
         raise ArtifactError(
             f"{directory}: its manifest names no builder that this release knows"

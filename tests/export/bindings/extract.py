@@ -83,14 +83,20 @@ def of_module(module: Any) -> Iterator[str]:
         if not inspect.isclass(value):
             yield from (f"{name}{rest}" for rest in of_callable(value)) if callable(value) else ()
             continue
-        bases = [base.__name__ for base in value.__bases__ if base.__module__ == value.__module__]
-        yield f"class {name}({', '.join(bases)})"
-        members = getattr(value, "__members__", {})
-        for member, item in vars(value).items():
-            if member in members:
-                yield f"{name}.{member} = {name}"
-            elif not members and (member == "__init__" or not member.startswith("_")):
-                yield from (f"{name}.{member}{rest}" for rest in of_member(item))
+        yield from of_class(name, value)
+
+
+def of_class(name: str, value: Any) -> Iterator[str]:
+    bases = [base.__name__ for base in value.__bases__ if base.__module__ == value.__module__]
+    yield f"class {name}({', '.join(bases)})"
+    members = getattr(value, "__members__", {})
+    for member, item in vars(value).items():
+        if hasattr(type(item), "__members__"):  # also those that a class repeats of its enum
+            yield f"{name}.{member} = {type(item).__name__}"
+        elif inspect.isclass(item) and not members:
+            yield from of_class(f"{name}.{member}", item)
+        elif not members and (member == "__init__" or not member.startswith("_")):
+            yield from (f"{name}.{member}{rest}" for rest in of_member(item))
 
 
 def of_member(item: Any) -> Iterator[str]:
@@ -119,6 +125,7 @@ def plain(line: str) -> str:
     line = re.sub(r"\b(?:[a-z]\w*\.)+(?=[A-Z])", "", line)  # typing., tensorrt_bindings.tensorrt.
     line = re.sub(r"\bSupports(Int|Float)\b", lambda match: match[1].lower(), line)
     line = re.sub(r"\b(?:nvinfer1|nvonnxparser)::(?:v_\d_\d::)?", "", line)
+    line = line.replace("IParserError", "ParserError")  # its name in C++
     return re.sub(r"<([\w.]+): -?\d+>", r"\1", line)  # <EngineStat.TOTAL_WEIGHTS_SIZE: 0>
 
 

@@ -28,7 +28,8 @@ def check_tensor_parallel(source: Source, degree: int) -> None:
         return
     works = [str(other) for other in _DEGREES if _problem(source, other) is None]
     advice = f"--tp {' or '.join(works)} would do" if works else "use recipe fp8"
-    raise UnsupportedError(f"tensor parallel {degree}: {problem}; {advice}")
+    what = f"tensor parallel {degree}" if degree != 1 else f"recipe {source.recipe.name}"
+    raise UnsupportedError(f"{what}: {problem}; {advice}")
 
 
 def _problem(source: Source, degree: int) -> str | None:

@@ -268,11 +268,11 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         tensors = [pb.ModelMetadataResponse.TensorMetadata(name=name) for name in self.inputs]
         return pb.ModelMetadataResponse(name="fake", inputs=tensors)
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> Any:
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], _context: Any) -> Any:
         self.running += 1
         try:
             async for message in requests:
-                async for response in self._answer(message, context):
+                async for response in self._answer(message):
                     yield response
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -280,7 +280,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         finally:
             self.running -= 1
 
-    async def _answer(self, message: Any, context: Any) -> AsyncIterator[Any]:
+    async def _answer(self, message: Any) -> AsyncIterator[Any]:
         inputs = {tensor.name: tensor for tensor in message.inputs}
         unknown = inputs.keys() - set(self.inputs)
         if message.model_name != "fake" or unknown:
@@ -294,31 +294,36 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         else:
             prompt = inputs["text_input"].contents.bytes_contents[0].decode()
         fault = _fault({"prompt": prompt})
-        await _fail(context, fault)
+        if failure := await _failure(fault):
+            yield pb.ModelStreamInferResponse(error_message=failure)
+            return
         asked = _asked(sampling | {"model": "fake", "prompt": prompt}, self.engine)
         count = 0
         try:
             async for event in self.engine.generate(asked):
                 count += 1
                 if fault == "!die" and count == 3:
-                    await context.abort(grpc.StatusCode.INTERNAL, "the model raised")
+                    yield pb.ModelStreamInferResponse(error_message="the model raised")
+                    return
                 yield pb.ModelStreamInferResponse(infer_response=_tensors(event, asked))
         except RequestError as error:
             text = json.dumps({"message": str(error), "param": error.param, "code": error.code})
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+            yield pb.ModelStreamInferResponse(error_message=text)
+            return
         final = pb.ModelInferResponse()
         final.parameters["triton_final_response"].bool_param = True
         yield pb.ModelStreamInferResponse(infer_response=final)
 
 
-async def _fail(context: Any, fault: str) -> None:
+async def _failure(fault: str) -> str:
     if fault == "!stub":
         text = "Failed to process the request(s) for model 'fake_0', message: Stub process "
-        await context.abort(grpc.StatusCode.INTERNAL, text + "'fake_0_0' is not healthy.")
+        return text + "'fake_0_0' is not healthy."
     if fault == "!internal":
-        await context.abort(grpc.StatusCode.INTERNAL, "the model raised")
+        return "the model raised"
     if fault == "!wait":
         await asyncio.sleep(3600)
+    return ""
 
 
 def _tensors(event: Any, asked: GenerateRequest) -> Any:

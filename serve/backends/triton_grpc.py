@@ -1,9 +1,10 @@
 """Triton over gRPC streaming: the vLLM backend's interface, and our own Python entry's.
 
 One ModelStreamInfer call a request, on a shared channel. The generated stubs are used directly:
-tritonclient's own asyncio client drops request parameters and the status of errors. With the
-header `triton_grpc_error`, an error ends the call with its gRPC status, so that a bad request and
-a broken model can be told apart.
+tritonclient's own asyncio client drops request parameters and the status of errors. An error of the
+model comes as a message of the stream, without a status: our own entry's refusals are JSON, which
+tells a bad request from a broken model. (The header `triton_grpc_error` would give a status; but
+with it Triton 2.51 crashes after a few refused requests.)
 """
 
 import asyncio
@@ -89,7 +90,7 @@ class TritonBackend:
             raise BackendUnavailable(f"{self.name}: not started, or closed")
         inputs = await self._model_inputs()
         message = self._message(request, inputs)
-        call = self._stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+        call = self._stub.ModelStreamInfer()
         started = False
         answer = _Answer(request)
         try:
@@ -183,9 +184,8 @@ class TritonBackend:
         if gone:
             self._inputs = None  # the model may come back as another
             return BackendError(line) if started else BackendUnavailable(line)
-        if code == grpc.StatusCode.INVALID_ARGUMENT and not started:
-            return _refusal(details)
-        return BackendError(line)
+        refusal = None if started else _refusal(details)
+        return refusal or BackendError(line)
 
 
 class _Answer:
@@ -241,13 +241,13 @@ class _Answer:
         return PositionLogprobs(chosen, tuple(best), offset)
 
 
-def _refusal(details: str) -> RequestError:
-    """A refusal in words, or from our own entry as JSON with the field at fault."""
+def _refusal(details: str) -> RequestError | None:
+    """What our own entry says of a request that it refuses: JSON, with the field at fault."""
     try:
         error = json.loads(details)
         return RequestError(str(error["message"]), param=error["param"], code=error["code"])
     except (ValueError, TypeError, KeyError):
-        return RequestError(" ".join(details.split()))
+        return None
 
 
 def _bytes_of(entry: dict[str, Any]) -> bytes:

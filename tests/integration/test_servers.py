@@ -15,7 +15,6 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub as Stub
 from tests.integration.servers.launch import ServerFailed, TritonServer, VllmServer
 
 REPOSITORY = Path(__file__).parent / "toy_repository"
-GRPC_ERRORS = (("triton_grpc_error", "true"),)  # errors end the stream with their own status
 
 
 def processes_of_group(group: int) -> list[int]:
@@ -63,7 +62,7 @@ async def stub(
 async def stream(
     stub: Stub, message: service_pb2.ModelInferRequest
 ) -> list[tuple[str | None, bool]]:
-    call = stub.ModelStreamInfer(metadata=GRPC_ERRORS)
+    call = stub.ModelStreamInfer()
     await call.write(message)
     await call.done_writing()
     return [text_and_final(answer) async for answer in call]
@@ -74,10 +73,14 @@ async def test_triton_streams_text_and_marks_the_end(stub: Stub) -> None:
     assert await stream(stub, request("count")) == expected
 
 
-async def test_triton_tells_a_bad_request_by_its_status(stub: Stub) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="max_tokens must be positive") as caught:
-        await stream(stub, request("count", max_tokens=0))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+async def test_triton_tells_of_a_bad_request_in_the_stream(stub: Stub) -> None:
+    """Without a status. The header `triton_grpc_error` asks for one, and crashes Triton 2.51."""
+    call = stub.ModelStreamInfer()
+    await call.write(request("count", max_tokens=0))
+    await call.done_writing()
+    (answer,) = [answer async for answer in call]
+    assert answer.error_message == "max_tokens must be positive"
+    assert await stream(stub, request("count")) == await stream(stub, request("count"))
 
 
 async def test_triton_model_learns_of_a_cancellation(stub: Stub) -> None:

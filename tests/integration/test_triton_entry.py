@@ -163,7 +163,7 @@ async def test_a_cancelled_request_frees_its_slot(server: TritonServer) -> None:
     ],
     ids=lambda value: str(value)[:16],
 )
-async def test_bad_sampling_parameters_are_invalid_arguments(
+async def test_bad_sampling_parameters_are_refused_with_their_name(
     server: TritonServer, sampling: Any, param: str, words: str
 ) -> None:
     encoded = sampling if isinstance(sampling, str) else json.dumps(sampling)
@@ -172,14 +172,10 @@ async def test_bad_sampling_parameters_are_invalid_arguments(
         tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1])
         tensor.contents.bytes_contents.append(value.encode())
     async with grpc.aio.insecure_channel(server.grpc_address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
         await call.write(message)
         await call.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    refusal = json.loads(refused.value.details() or "")
+        refusal = json.loads((await call.read()).error_message)
     assert refusal["param"] == param and words in refusal["message"]
 
 

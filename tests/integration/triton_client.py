@@ -11,7 +11,11 @@ from tritonclient.grpc import service_pb2
 
 from tests.integration.servers.launch import TritonServer
 
-__all__ = ["counters", "load_model", "pieces", "text_request"]
+__all__ = ["Refused", "counters", "load_model", "pieces", "text_request"]
+
+
+class Refused(Exception):
+    """What Triton said instead of an answer."""
 
 
 def text_request(model: str, text: str, *, stream: bool, **sampling: Any) -> Any:
@@ -28,12 +32,17 @@ def text_request(model: str, text: str, *, stream: bool, **sampling: Any) -> Any
 
 
 async def pieces(stub: Any, message: Any) -> AsyncIterator[str]:
-    """Texts of the responses as they come; leaving the iterator cancels the request."""
-    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+    """Texts of the responses as they come; leaving the iterator cancels the request.
+
+    Raises Refused with what Triton said.
+    """
+    call = stub.ModelStreamInfer()
     try:
         await call.write(message)
         await call.done_writing()
         async for answer in call:
+            if answer.error_message:
+                raise Refused(answer.error_message)
             response = answer.infer_response
             names = [output.name for output in response.outputs]
             if "text_output" in names:

@@ -170,7 +170,7 @@ class LayerObserver:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = inputs[0]
             if x.dim() == 2 and self._batch is not None:  # an expert of all tokens, in some models
-                x = x.unflatten(0, self._batch.token_ids.shape)
+                x = x.reshape(*self._batch.token_ids.shape, -1)
             self.count(name, x)
 
         return hook

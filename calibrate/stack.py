@@ -4,7 +4,7 @@ The decoder's own `forward` numbers the layers it runs, and looks masks and posi
 by that number: so a layer that shall not run leaves something in its place that does nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,10 +26,19 @@ class _Skipped(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
+    __call__ = forward  # there are no hooks; a deep model calls this more often than anything
 
-def some_layers(layers: list[nn.Module], kept: range) -> nn.ModuleList:
+
+class _Places(nn.ModuleList):
+    """A slice is a plain list: every forward pass takes one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._modules.values())[index]
+
+
+def some_layers(layers: Sequence[nn.Module], kept: range) -> nn.ModuleList:
     """`layers` of which those of `kept` alone do something."""
-    return nn.ModuleList(
+    return _Places(
         layer if index in kept else _Skipped(layer) for index, layer in enumerate(layers)
     )
 
@@ -40,7 +49,7 @@ def run_layers(decoder: Any, kept: range) -> Iterator[None]:
     go to the end."""
     layers, name = decoder.layers, find_norm(decoder)
     norm = getattr(decoder, name)
-    decoder.layers = some_layers(list(layers), kept)
+    decoder.layers = some_layers(layers, kept)
     if kept.stop < len(layers):
         setattr(decoder, name, nn.Identity())
     try:

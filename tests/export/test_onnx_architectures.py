@@ -14,8 +14,9 @@ from export.graph import Graph
 from export.onnx import export_onnx
 from export.onnx_attention import Concatenated
 from export.onnx_cache import _CastCache
-from export.onnx_decoder import build_decoder
+from export.onnx_decoder import build_decoder, check_architecture
 from export.source import Source
+from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
 from octet.recipe import Recipe
 from serve.onnx_rewrite import round_in_float32
@@ -73,6 +74,28 @@ def test_decoding_with_a_cache_equals_a_full_pass_bit_for_bit(
     prefill_and_decode(OnnxModel(tmp_path / "out"), random_ids(1, 72)[0], prompt=20, spare=1)
 
 
+def test_a_row_does_not_depend_on_its_batch_in_any_bit(
+    model: Path, calibration: Path, tmp_path: Path
+) -> None:
+    export_onnx(calibration, tmp_path / "out")
+    graph, ids, rows = OnnxModel(tmp_path / "out"), random_ids(5, 31), range(5)
+    at, mask = np.tile(np.arange(30), (5, 1)), np.tile(np.tri(30, dtype=bool), (5, 1, 1, 1))
+    together, new = graph.step(ids[:, :30], at, mask, at, graph.empty(5))
+    for row in rows:
+        one = slice(row, row + 1)
+        alone, _ = graph.step(ids[one, :30], at[one], mask[one], at[one], graph.empty(1))
+        np.testing.assert_array_equal(alone[0], together[row])
+    cache = graph.empty(5, 64)
+    for tensor, filled in zip(cache, new, strict=True):
+        tensor[:, :, :30] = filled
+    mask = np.tile(np.arange(65) < 30, (5, 1, 1, 1)) | (np.arange(65) == 64)
+    zeros = np.zeros((5, 1), np.int64)
+    together, _ = graph.step(ids[:, 30:], zeros + 30, mask, zeros, cache)
+    for row in rows:
+        alone, _ = decode(graph, int(ids[row, 30]), 30, [x[row : row + 1] for x in cache])
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
 @torch.inference_mode()
 def test_quantized_logits_are_those_of_the_simulation(
@@ -127,6 +150,14 @@ def test_what_has_no_graph_is_refused_by_name(name: str, tmp_path: Path) -> None
         with pytest.raises(UnsupportedError, match=r"^\w+ (is|has) .*`octet export checkpoint`"):
             export_onnx(calibration, tmp_path / "out", target=target)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_what_no_field_describes_is_refused_by_name(example_model: Path) -> None:
+    spec = Checkpoint.open(example_model).spec
+    check_architecture(spec)
+    longrope = spec.model_copy(update={"undescribed": ("rope_type 'longrope'",)})
+    with pytest.raises(UnsupportedError, match=r"has rope_type 'longrope', which ONNX .* takes it"):
+        check_architecture(longrope)
 
 
 def test_a_window_adds_no_input_and_is_in_the_mask_alone(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def _verify_kind(
             with _progress(console, original) as advance:
                 _verify_onnx(path, manifest, original, found, advance)
         case "engine":
-            verify_engine(path, manifest, found)
+            verify_engine(path, manifest, original, found)
         case "triton":
             _verify_triton(path, manifest, original, found, console)
         case "calibration":

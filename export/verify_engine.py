@@ -5,18 +5,25 @@ one that was built, from which graph, how precise its builder says that it is, a
 ever answered. Its numbers are compared where it can run (`octet/commands/verify.py`).
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from export.source import Source, require_space
 from export.verification import Verification
-from octet.artifact import Manifest
+from export.verify_original import Original
+from octet.artifact import Manifest, software
+from octet.checkpoint import sha256_file
 
 __all__ = ["verify_engine"]
 
 PLAN_FILE = "model.plan"
+INLINE_LIMIT_BYTES = 100_000_000  # what `build-engine` keeps in model.onnx itself
 
 
-def verify_engine(path: Path, manifest: Manifest, found: Verification) -> None:
+def verify_engine(
+    path: Path, manifest: Manifest, original: Original | None, found: Verification
+) -> None:
     """Adds what the manifest of the engine at `path` says, and where it contradicts itself."""
     details = manifest.details
     builder = details.get("builder")
@@ -33,30 +40,60 @@ def verify_engine(path: Path, manifest: Manifest, found: Verification) -> None:
     else:
         found.notes.append(f"status: {status}")
     _check_precision(manifest, found)
+    _check_graph(manifest, original, found)
     found.notes.append("a plan cannot be decoded: its numbers are compared where it can run")
 
 
 def _check_precision(manifest: Manifest, found: Verification) -> None:
-    """Whether as many products run in 8 or 4 bits as the recipe has."""
+    """Whether every product runs in the bits that the recipe says, by the builder's own report."""
     precision = manifest.details.get("precision")
-    if not isinstance(precision, dict):
+    products = precision.get("products") if isinstance(precision, dict) else None
+    if not isinstance(products, dict):
+        found.notes.append("no report of what runs in 8 or 4 bits")
         return
-    wanted = sum(
-        manifest.recipe.scheme_of(linear.name) is not None
-        for linear in manifest.model.spec.linears()
+    for linear in manifest.model.spec.linears():
+        scheme = manifest.recipe.scheme_of(linear.name)
+        if scheme is None:
+            continue
+        wanted = "fp4" if scheme[0].format == "e2m1" else "fp8"
+        runs = products.get(linear.name, "a way that is not told")
+        if runs != wanted:
+            found.problem(
+                "configuration",
+                linear.name,
+                f"runs in {runs}, and recipe {manifest.recipe.name} has {wanted}",
+            )
+
+
+def _check_graph(manifest: Manifest, original: Original | None, found: Verification) -> None:
+    """Whether the graph that was compiled is the one that the calibration gives today."""
+    hashes = manifest.details.get("graph_sha256")
+    if not isinstance(hashes, dict):
+        return
+    if original is None or original.calibration is None:
+        found.notes.append("the graph that was compiled can be compared with --calibration")
+        return
+    then = {key: manifest.software.get(key) for key in ("octet", "onnx")}
+    now = {key: software("onnx").get(key) for key in then}
+    if then != now:
+        found.notes.append(f"the graph was built by {then}, and here is {now}: not compared")
+        return
+    from export.engine_graph import build_engine_graph  # loads onnx
+
+    source = Source.open(
+        original.calibration.path,
+        original.checkpoint.path,
+        kv_cache=manifest.details["kv_cache"]["dtype"],
     )
-    counts = {
-        key: value
-        for key, value in precision.items()
-        if key in ("fp8_matmuls", "fp4_matmuls") and isinstance(value, int)
-    }
-    low = sum(counts.values())
-    if counts and low < wanted:
-        found.problem(
-            "configuration",
-            "precision",
-            f"{low} products in 8 or 4 bits, and recipe {manifest.recipe.name} has {wanted}",
-        )
+    graph = build_engine_graph(source)
+    with tempfile.TemporaryDirectory(prefix="octet-verify.") as directory:
+        require_space(Path(directory), graph.weight_bytes)
+        graph.save(Path(directory), inline_limit=INLINE_LIMIT_BYTES)
+        built = {file.name: sha256_file(file) for file in Path(directory).iterdir()}
+    for name in sorted(built.keys() | hashes.keys()):
+        if built.get(name) != hashes.get(name):
+            what = "is another than the one that the calibration gives"
+            found.problem("configuration", f"graph_sha256: {name}", what)
 
 
 def _words(builder: dict[str, Any]) -> str:

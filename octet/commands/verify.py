@@ -121,7 +121,7 @@ def _sentence(divergence: Divergence) -> str:
     if divergence.low is None or divergence.high is None:
         return f"{text}; nothing was predicted to compare with"
     inside = "inside" if divergence.inside else "[red]outside[/red]"
-    return f"{text}; {inside} the expected {divergence.low:.3g} to {divergence.high:.3g}"
+    return f"{text}; {inside} what is accepted, {divergence.low:.3g} to {divergence.high:.3g}"
 
 
 def _verdict(found: Verification) -> str:

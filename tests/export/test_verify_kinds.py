@@ -10,7 +10,8 @@ import pytest
 from export.checkpoint import export_checkpoint
 from export.triton import export_triton
 from export.verify import verify
-from octet.artifact import MANIFEST_FILE, Manifest, write_artifact
+from octet.artifact import MANIFEST_FILE, Manifest, software, write_artifact
+from octet.checkpoint import sha256_file
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.test_triton import make_engine
@@ -73,18 +74,47 @@ def test_an_engine_is_read_as_far_as_it_can_be(
     unlabelled = rewritten(engine, tmp_path / "b", sound, details=details)
     assert [problem.where for problem in verify(unlabelled).problems] == ["status"]
 
-    precision = {"fp8_matmuls": 13}
+    products = {linear.name: "fp8" for linear in Manifest.load(engine).model.spec.linears()}
+    report = {"products": products | {"model.layers.1.mlp.up_proj": "float16"}}
     slow = rewritten(
-        engine, tmp_path / "c", sound, details=details | status | {"precision": precision}
+        engine, tmp_path / "c", sound, details=details | status | {"precision": report}
     )
-    (problem,) = verify(slow).problems
-    assert problem.what == "13 products in 8 or 4 bits, and recipe fp8-static has 14"
+    assert [str(problem) for problem in verify(slow).problems] == [
+        "model.layers.1.mlp.up_proj: runs in float16, and recipe fp8-static has fp8"
+    ]
 
     def empty(path: Path) -> None:
         (path / "model.plan").write_bytes(b"")
 
     hollow = rewritten(engine, tmp_path / "d", empty, details=details | status)
     assert "is empty" in [problem.what for problem in verify(hollow).problems]
+
+
+def test_the_graph_of_an_engine_is_built_again_and_compared(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    from export.engine_graph import build_engine_graph
+    from export.source import Source
+    from export.verify_engine import INLINE_LIMIT_BYTES
+
+    graph = build_engine_graph(Source.open(calibrations["fp8-static"]))
+    (tmp_path / "graph").mkdir()
+    graph.save(tmp_path / "graph", inline_limit=INLINE_LIMIT_BYTES)
+    hashes = {file.name: sha256_file(file) for file in (tmp_path / "graph").iterdir()}
+    engine = make_engine(tmp_path / "engine", calibrations["fp8-static"])
+    details = Manifest.load(engine).details | {"status": "built, unproven", "graph_sha256": hashes}
+    same = rewritten(
+        engine, tmp_path / "a", lambda path: None, details=details, software=software("onnx")
+    )
+    assert verify(same, calibration=calibrations["fp8-static"]).problems == []
+    details["graph_sha256"] = hashes | {"model.onnx": "0" * 64}
+    other = rewritten(
+        engine, tmp_path / "b", lambda path: None, details=details, software=software("onnx")
+    )
+    (problem,) = verify(other, calibration=calibrations["fp8-static"]).problems
+    assert problem.where == "graph_sha256: model.onnx" and "is another" in problem.what
+    note = "the graph that was compiled can be compared with --calibration"
+    assert note in verify(other).notes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Every architecture: biases, experts, fused projections, tied heads, unknown decoders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.checkpoint import export_checkpoint
+from export.verify import verify
+from octet.artifact import Manifest, write_artifact
+from octet.checkpoint import Checkpoint
+from octet.recipe import Recipe
+from tests.export.conftest import make_calibration
+from tests.models import GENERIC, KNOWN, write_model
+
+MODELS = KNOWN | GENERIC
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def exported(name: str, models: Path, recipe: str, out: Path) -> tuple[Path, Path]:
+    """The calibration and the export of a model, which is written once."""
+    kind, settings = MODELS[name]
+    model = models / name
+    if not model.exists():
+        write_model(model, kind, **settings)
+    calibration = make_calibration(out / "cal", model, Recipe.load(recipe))
+    export_checkpoint(calibration, out / "out")
+    return calibration, out / "out"
+
+
+@pytest.mark.filterwarnings("default")  # an unknown architecture is exported with a warning
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_of_every_architecture_is_read_back(
+    name: str, models: Path, tmp_path: Path
+) -> None:
+    calibration, out = exported(name, models, "fp8", tmp_path)
+    found = verify(out, calibration=calibration)
+    assert found.problems == [] and found.exit_code == 0
+    checkpoint = Checkpoint.open(models / name)
+    assert len(found.rows) == len(list(checkpoint.spec.linears()))
+    assert len(found.rows) + found.copied == len(checkpoint.tensor_names)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3_moe", "phi3"])
+def test_four_bits_of_biases_experts_and_fused_projections(
+    name: str, models: Path, tmp_path: Path
+) -> None:
+    calibration, out = exported(name, models, "nvfp4", tmp_path)
+    found = verify(out, calibration=calibration)
+    assert found.problems == [] and all(row.sqnr > 19 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("llama-biases", "model.layers.1.mlp.down_proj.bias"),
+        ("qwen3_moe", "model.layers.1.mlp.gate.weight"),
+        ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
+        ("mixtral", "lm_head.weight"),
+    ],
+)
+def test_what_is_not_quantized_is_compared_in_every_bit(
+    name: str, tensor: str, models: Path, tmp_path: Path
+) -> None:
+    calibration, out = exported(name, models, "fp8", tmp_path)
+    manifest = Manifest.load(out)
+    tensors = load_file(out / "model.safetensors")
+    tensors[tensor].view(torch.int16).reshape(-1)[5] ^= 1
+    with write_artifact(out, force=True) as writer:
+        for file in manifest.files:
+            (writer.path / file).write_bytes((out / file).read_bytes())
+        save_file(tensors, writer.path / "model.safetensors", {"format": "pt"})
+        writer.finish(manifest)
+    (problem,) = verify(out, calibration=calibration).problems
+    assert problem.where == tensor and problem.what.startswith("1 of ")

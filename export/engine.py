@@ -44,6 +44,8 @@ REPRODUCIBLE = (
     "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
 )
 
+_INLINE_LIMIT_BYTES = 100_000_000  # of weights; more are streamed to a file of their own
+
 Prove = Callable[[Path], dict[str, Any]]
 
 
@@ -122,8 +124,9 @@ class _Build:
         The ONNX file exists only meanwhile, in a directory beside it.
         """
         with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
-            file = graph.graph.save(Path(onnx), inline_limit=100_000_000)
+            file = graph.graph.save(Path(onnx), inline_limit=_INLINE_LIMIT_BYTES)
             hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
+            self.source.checkpoint.release()  # its pages: the builder needs the memory
             plan = build_plan(
                 self.name, self.trt, file, profiles, self.options, graph.products, console
             )

@@ -81,6 +81,7 @@ class Decoder:
     order: KeyOrder
     linears: Linears
     compute: int
+    head: str | None = None  # what the head reads, where the embeddings have made it
 
     def build(self) -> None:
         graph, spec = self.graph, self.source.spec
@@ -106,14 +107,20 @@ class Decoder:
         self._logits(x, wanted)
 
     def _embed(self, ids: str) -> str:
-        """Looks the rows up in the stored dtype, then casts them: the table stays small."""
-        graph, name = self.graph, "model.embed_tokens"
-        table = add_stored(graph, self.source, f"{name}.weight")
+        """Looks the rows up in the stored dtype, then casts them: the table stays small.
+
+        In FP16 a head that is tied reads the same cast table, which TensorRT keeps once.
+        """
+        graph, name, spec = self.graph, "model.embed_tokens", self.source.spec
+        if spec.tied_embeddings and self.compute == TensorProto.FLOAT16:
+            table = self.head = stored_weight(graph, self.source, f"{name}.weight", self.compute)
+        else:
+            table = add_stored(graph, self.source, f"{name}.weight")
         rows = graph.node("Gather", [table, ids], f"{name}.rows", axis=0)
-        scale = self.source.spec.embedding_scale
+        scale = spec.embedding_scale
         if scale == 1.0:
             return graph.node("Cast", [rows], name, to=self.compute)
-        cast = graph.node("Cast", [rows], f"{name}.cast", to=self.compute)
+        cast = graph.node("Cast", [rows], f"{name}.rows.cast", to=self.compute)
         factor = graph.array(f"{name}.scale", np.array(scale, self.linears.dtype))
         return graph.node("Mul", [cast, factor], name)
 
@@ -208,7 +215,7 @@ class Decoder:
         rows = graph.node("GatherND", [x, indices], "logit_rows", batch_dims=1)
         normed = self._norm(rows, "model.norm")
         name = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
-        head = stored_weight(graph, self.source, f"{name}.weight", self.compute)
+        head = self.head or stored_weight(graph, self.source, f"{name}.weight", self.compute)
         transposed = graph.node("Transpose", [head], "lm_head.weight.transposed", perm=[1, 0])
         if self.compute == TensorProto.FLOAT:
             graph.node("MatMul", [normed, transposed], "logits")

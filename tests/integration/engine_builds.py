@@ -5,6 +5,7 @@ arguments of `build_engine`; for each, a JSON object gives the manifest's detail
 this process's memory so far, or the error's line.
 """
 
+import gc
 import json
 import resource
 import sys
@@ -17,6 +18,7 @@ from octet.errors import OctetError
 
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()  # a graph and what reads its weights refer to each other
     calibration = Path(job.pop("calibration"))
     with tempfile.TemporaryDirectory(dir=calibration.parent) as directory:
         try:

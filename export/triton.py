@@ -162,9 +162,9 @@ class _Plan:
         return self.manifest
 
     @property
-    def slots(self) -> int:
-        """Sequences in one decoding step."""
-        return int(self.manifest.details["profiles"]["decode"]["input_ids"][-1][0])
+    def limits(self) -> tuple[int, int]:
+        """Sequences in one decoding step, and tokens of the longest."""
+        return self.manifest.details["max_batch"], self.manifest.details["max_length"]
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,14 @@ def _write_python(job: _Job) -> _Written:
     template = files("export").joinpath("triton_model.py.txt")
     (job.version / "model.py").write_text(template.read_text())
     if job.plan is not None:
-        entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, job.plan.slots))
+        batch, length = job.plan.limits
+        entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, batch), context=length)
         return entry, job.plan.copy(job.version / "engine"), "engine"
     from export.onnx import export_onnx
 
     content = export_onnx(job.calibration, job.version / "onnx", model=job.model)
-    return python_entry(job.name), content, "onnx"
+    context = content.model.spec.max_positions
+    return python_entry(job.name, context=context), content, "onnx"
 
 
 def _write_vllm(job: _Job) -> _Written:
@@ -234,7 +236,9 @@ def _write_tensorrt(job: _Job) -> _Written:
         raise UnsupportedError(
             f"{job.plan.path}: its inputs are not this release's; build it again"
         )
-    return tensorrt_entry(job.name, inputs, outputs), job.plan.copy(job.version), ""
+    batch, length = job.plan.limits
+    entry = tensorrt_entry(job.name, inputs, outputs, max_batch=batch, max_length=length)
+    return entry, job.plan.copy(job.version), ""
 
 
 _WRITERS: dict[Backend, Callable[[_Job], _Written]] = {

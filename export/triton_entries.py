@@ -44,20 +44,24 @@ class Entry:
     warmup: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def python_entry(name: str, *, on_gpu: bool = False, slots: int = SLOTS) -> Entry:
-    """`slots` and `threads` (0: one per core) are the embedded engine's."""
+def python_entry(
+    name: str, *, on_gpu: bool = False, slots: int = SLOTS, context: int = 1024
+) -> Entry:
+    """`slots` and `threads` (0: one per core) are the embedded engine's.
+
+    `context` is what prompt and answer may have together. On GPUs there is an engine, with a cache
+    of its own, on each.
+    """
     flag, text = DataType.BOOL, DataType.STRING
     inputs = {
-        "input_ids": WarmupInput(DataType.INT64, (WARM_TOKENS,), zero_data=True),
+        "input_ids": WarmupInput(DataType.INT64, (min(WARM_TOKENS, context - 1),), zero_data=True),
         "sampling_parameters": WarmupInput(text, (1,), input_data_file="sampling_parameters"),
     }
-    # On the first GPU alone: an instance is a whole engine with a cache of its own.
-    group = InstanceGroup(Kind.GPU, gpus=(0,)) if on_gpu else InstanceGroup(Kind.CPU)
     config = ModelConfig(
         name=name,
         backend="python",
         model_transaction_policy=_DECOUPLED,
-        instance_group=(group,),
+        instance_group=(InstanceGroup(Kind.GPU if on_gpu else Kind.CPU),),
         input=(
             Tensor("text_input", text, optional=True),
             Tensor("input_ids", DataType.INT64, (-1,), optional=True),

@@ -140,26 +140,34 @@ def onnxruntime_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
     return Entry(config, _files())
 
 
-def tensorrt_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
-    """An instance has both profiles; the backend takes the one that fits a request's shapes."""
+def tensorrt_entry(
+    name: str, inputs: Tensors, outputs: Tensors, *, max_batch: int, max_length: int
+) -> Entry:
+    """An instance on each GPU, with both profiles: the one that fits a request's shapes is taken.
+
+    `max_batch` and `max_length` are what the plan was built for.
+    """
+    window, tokens = min(WARM_WINDOW, max_length), min(WARM_TOKENS, max_length)
     config = ModelConfig(
         name=name,
         platform="tensorrt_plan",
-        instance_group=(InstanceGroup(Kind.GPU, gpus=(0,), profile=("0", "1")),),
+        instance_group=(InstanceGroup(Kind.GPU, profile=("0", "1")),),
         input=tuple(tensor.declared() for tensor in inputs),
         output=tuple(tensor.declared() for tensor in outputs),
         # Two tokens fit the profile of prompts alone, two sequences that of decoding alone.
         model_warmup=(
-            Warmup("prompt", 1, _step(inputs, 1, WARM_TOKENS)),
-            Warmup("decode", 1, _step(inputs, 2, 1)),
+            Warmup("prompt", 1, _step(inputs, 1, tokens, window)),
+            Warmup("decode", 1, _step(inputs, min(2, max_batch), 1, window)),
         ),
     )
     return Entry(config, _files())
 
 
-def _step(inputs: Tensors, batch: int, tokens: int) -> dict[str, WarmupInput]:
-    sizes = {"batch": batch, "sequence": tokens, "logits": 1, "past": WARM_WINDOW}
-    sizes["total"] = WARM_WINDOW + tokens
+def _step(
+    inputs: Tensors, batch: int, tokens: int, window: int = WARM_WINDOW
+) -> dict[str, WarmupInput]:
+    sizes = {"batch": batch, "sequence": tokens, "logits": 1, "past": window}
+    sizes["total"] = window + tokens
     return {tensor.name: tensor.warm(sizes) for tensor in inputs}
 
 

@@ -10,7 +10,7 @@ import pytest
 from export.onnx import export_onnx
 from export.triton import export_all, export_triton
 from export.triton_entries import SLOTS, python_entry, vllm_engine
-from export.triton_steps import plan_tensors, read_graph
+from export.triton_steps import plan_tensors, read_graph, tensorrt_entry
 from octet.artifact import MANIFEST_FILE, Manifest, software, write_artifact
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.model import ModelSpec
@@ -38,6 +38,8 @@ def make_engine(
         "builder": {"name": builder, "version": "10.16"},
         "profiles": {"prefill": profile, "decode": profile},
         "kv_cache": {"dtype": cache},
+        "max_batch": batch,
+        "max_length": 1024,
     }
     with write_artifact(path) as writer:
         (writer.path / "model.plan").write_bytes(PLAN)
@@ -183,7 +185,7 @@ def test_the_tensorrt_entry_is_the_plan_with_both_profiles(
     config = config_of(out)
     assert config.platform == "tensorrt_plan" and config.max_batch_size == 0
     (group,) = config.instance_group
-    assert list(group.profile) == ["0", "1"] and list(group.gpus) == [0]
+    assert list(group.profile) == ["0", "1"] and group.kind == 1  # KIND_GPU, each that there is
     spec = Manifest.load(engine).model.spec
     past = next(t for t in config.input if t.name == "past_key_values.0.key")
     assert list(past.dims) == [-1, spec.kv_heads, -1, spec.head_dim]
@@ -237,6 +239,27 @@ def test_triton_loads_no_plan_of_tensorrt_rtx(
     assert "tiny-engine" in written.manifests
     assert "loads no plan of TensorRT-RTX" in written.left_out["tiny-tensorrt"]
     assert not (tmp_path / "models" / "tiny-tensorrt").exists()
+
+
+def test_a_plan_with_an_e4m3_cache_has_no_bare_entry(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    calibration = calibrations["fp8-static"]
+    engine = make_engine(tmp_path / "engine", calibration, cache="e4m3")
+    with pytest.raises(UnsupportedError, match="a cache of e4m3 has no Triton entry; build it wi"):
+        export_triton(calibration, tmp_path / "a", backend="tensorrt", engine=engine)
+
+
+def test_a_small_plan_is_warmed_up_within_its_profiles(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    spec = Manifest.load(calibrations["fp8-static"]).model.spec
+    tensors = plan_tensors(spec, "e5m2")
+    prompt, decode = tensorrt_entry("m", *tensors, max_batch=1, max_length=12).config.model_warmup
+    assert prompt.inputs["attention_mask"].dims == (1, 1, 12, 24)
+    assert decode.inputs["attention_mask"].dims == (1, 1, 1, 13)
+    (sample,) = python_entry("m", context=12).config.model_warmup
+    assert sample.inputs["input_ids"].dims == (11,)
 
 
 def test_an_engine_of_another_calibration_is_refused(

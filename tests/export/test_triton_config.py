@@ -66,7 +66,7 @@ CONFIGS = {
     "python on an engine": python_entry("m", on_gpu=True, slots=4).config,
     "vllm": vllm_entry("m").config,
     "onnxruntime": onnxruntime_entry("m", *TENSORS).config,
-    "tensorrt": tensorrt_entry("m", *TENSORS).config,
+    "tensorrt": tensorrt_entry("m", *TENSORS, max_batch=16, max_length=1024).config,
     "everything": EVERYTHING,
     "latest": dataclasses.replace(EVERYTHING, version_policy=VersionPolicy(latest=Latest(2))),
     "all": dataclasses.replace(EVERYTHING, version_policy=VersionPolicy(all=All())),

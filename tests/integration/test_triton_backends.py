@@ -150,9 +150,7 @@ def complete(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     shutil.copytree(layout.TRITON_BACKENDS / "python", root / "backends" / "python")
     config = root / "moved" / "lm-tensorrt" / "config.pbtxt"
     text = config.read_text()  # this machine has no GPU to name
-    config.write_text(
-        text.replace("kind: KIND_GPU count: 1 gpus: [ 0 ]", "kind: KIND_CPU count: 1")
-    )
+    config.write_text(text.replace("kind: KIND_GPU", "kind: KIND_CPU"))
     (root / "cwd").mkdir()
     with TritonServer(
         model_repository=Path("../moved"), backends=Path("../backends"), log=root / "cwd" / "log"

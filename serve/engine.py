@@ -23,19 +23,16 @@ import numpy as np
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.generation import Generation
-from serve.runner import Runner, StepBatch
+from serve.runner import CHUNK, Runner, StepBatch
 from serve.sampler import sample
 from serve.types import Event
 
-__all__ = ["CHUNK", "Delivery", "Engine", "EngineStats"]
+__all__ = ["Delivery", "Engine", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
 # What happened to a request in one step: events in order, or the error that ended it.
 Delivery: TypeAlias = tuple[Generation, list[Event] | BackendError]
-
-# Prompt tokens read in one step; on two cores some 60 ms of a 7 M parameter model.
-CHUNK = 256
 
 # Bounds the logits of a scored prompt: 2^22 float32 are 16 MiB a chunk.
 _SCORED_LOGITS = 1 << 22

@@ -27,10 +27,8 @@ from octet.errors import ExportError, UnsupportedError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
 from octet.recipe import Recipe
-from serve.backends.embedded import load_runner
 from serve.cache import Slots
-from serve.engine import CHUNK
-from serve.runner import Runner, StepBatch
+from serve.runner import CHUNK, Runner, StepBatch, load_runner
 from serve.sampler import log_softmax
 
 __all__ = ["DECODED", "Range", "expected_range", "prove", "prove_runner"]

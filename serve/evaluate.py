@@ -1,4 +1,4 @@
-"""Held-out perplexity of an ONNX export, as the embedded engine would serve it.
+"""Held-out perplexity of an ONNX export or an engine, as the embedded engine would serve it.
 
 Each sample is read by itself through the cache, in the engine's own chunks, so keys and values are
 rounded as they are in service. The definition is that of the calibration stage's reference: tokens
@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from octet.errors import NumericsError, SampleError
 from serve.cache import Slots
-from serve.engine import CHUNK
-from serve.runner import Runner, StepBatch
+from serve.runner import CHUNK, Runner, StepBatch, load_runner
 from serve.sampler import log_softmax
 from serve.tokenizer import Tokenizer
 
@@ -52,13 +51,11 @@ def perplexity(
     """Perplexity per token over the first `count` samples with any text (all if None).
 
     `max_length` cuts each sample, in tokens; so does the model's context. Raises ArtifactError for
-    what is not an ONNX export, SampleError for samples that are missing, malformed or too short to
+    what is neither, SampleError for samples that are missing, malformed or too short to
     predict anything, NumericsError for NaN or Inf.
     """
-    from serve.onnx_runner import OnnxRunner  # loads ONNX Runtime
-
     texts = list(_texts(samples, text_field))[:count]
-    runner, tokenizer = OnnxRunner(export, threads=threads), Tokenizer.load(export)
+    runner, tokenizer = load_runner(export, threads), Tokenizer.load(export)
     length = min(max_length, runner.spec.max_positions)
     sequences = [ids for text in texts if len(ids := tokenizer.encode(text)[:length]) > 1]
     if not sequences:

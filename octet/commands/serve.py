@@ -14,7 +14,7 @@ __all__ = ["evaluate", "serve"]
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="A checkpoint, or an ONNX export.")],
+    target: Annotated[Path, typer.Argument(help="A checkpoint, an ONNX export or an engine.")],
     samples: Annotated[Path, typer.Option("--samples", help="Held-out JSONL, one text a line.")],
     count: Annotated[int | None, typer.Option("--count", "-n", min=1)] = None,
     text_field: Annotated[
@@ -28,7 +28,7 @@ def evaluate(
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
     with held_back():
-        if (target / "model.onnx").exists():
+        if any((target / name).exists() for name in ("model.onnx", "model.plan")):
             from serve.evaluate import perplexity
         else:
             from calibrate.reference import perplexity  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def evaluate(
 
 def serve(
     target: Annotated[
-        Path | None, typer.Argument(help="An ONNX export, served by the embedded engine.")
+        Path | None, typer.Argument(help="An ONNX export or an engine, served in this process.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")
@@ -62,7 +62,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's completion API over the embedded engine, vLLM or Triton."""
     if (target is None) == (config is None):
-        raise ConfigError("give either an ONNX export to serve, or --config FILE")
+        raise ConfigError("give either an export to serve, or --config FILE")
     from serve.server import run
 
     run(target, config=config, host=host, port=port)

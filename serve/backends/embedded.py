@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octet.artifact import Manifest
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model import ModelSpec
 from serve.engine import Delivery, Engine, EngineStats
 from serve.generation import Generation
-from serve.runner import Runner
+from serve.runner import Runner, load_runner
 from serve.tokenizer import Tokenizer
 from serve.types import Event, Finished, GenerateRequest
 
-__all__ = ["EmbeddedBackend", "Loaded", "load_export", "load_runner"]
+__all__ = ["EmbeddedBackend", "Loaded", "load_export"]
 
 # A prompt of so many characters takes about 10 ms to tokenize: done beside the event loop.
 _LONG_TEXT = 20_000
@@ -199,20 +198,5 @@ class _Stream:
 
 
 def load_export(path: Path, threads: int = 0, device: int = 0) -> tuple[Runner, Tokenizer]:
-    """What runs an ONNX export, or an engine on GPU `device`.
-
-    Raises ArtifactError for what is not a whole, unaltered one, and UnsupportedError for an engine
-    that is not for this machine.
-    """
+    """What `load_runner` loads, with the tokenizer beside it."""
     return load_runner(path, threads, device), Tokenizer.load(path)
-
-
-def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
-    """See `load_export`."""
-    if Manifest.load(path, verify=False).kind == "engine":
-        from serve.tensorrt.runner import TensorRTRunner
-
-        return TensorRTRunner(path, device=device)
-    from serve.onnx_runner import OnnxRunner  # loads ONNX Runtime
-
-    return OnnxRunner(path, threads=threads)

@@ -169,7 +169,8 @@ def _runtime() -> ModuleType:
         from cuda.bindings import runtime
     except ImportError as error:
         raise UnsupportedError(
-            f"running an engine needs cuda-bindings ({error}): pip install 'octet[tensorrt]'"
+            f"running an engine needs an NVIDIA GPU and cuda-bindings ({error}):"
+            " pip install 'octet[tensorrt]'"
         ) from None
     module: ModuleType = runtime
     return module

@@ -22,8 +22,8 @@ from octet.errors import ArtifactError, ExportError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.golden import GoldenSet
 from octet.recipe import Recipe
-from serve.backends.embedded import load_runner
 from serve.engine_proof import expected_range, prove
+from serve.runner import load_runner
 from serve.tokenizer import Tokenizer
 from tests.export.conftest import make_calibration
 from tests.serve.engines import install, make_engine

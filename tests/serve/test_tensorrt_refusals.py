@@ -12,8 +12,9 @@ import pytest
 
 from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
-from serve.backends.embedded import EmbeddedBackend, load_runner
+from serve.backends.embedded import EmbeddedBackend
 from serve.onnx_runner import OnnxRunner
+from serve.runner import load_runner
 from serve.server import _settings
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner

@@ -31,6 +31,12 @@ KvOption = Annotated[
     KvCacheDtype | None,
     typer.Option("--kv-cache", "--kv", help="Format of the cache, if not the recipe's."),
 ]
+Predict = Annotated[
+    bool,
+    typer.Option(
+        "--predict/--no-predict", help="Say what each way of serving it is expected to cost."
+    ),
+]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(help="Pattern of module names to leave in full precision; may be repeated."),
@@ -91,6 +97,7 @@ def calibrate(
     allow_few_samples: Annotated[
         bool, typer.Option("--allow-few-samples", help="Accept fewer than 128 samples.")
     ] = False,
+    predict: Predict = True,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -126,6 +133,7 @@ def calibrate(
             spill=spill,
             restart=restart,
             allow_few_samples=allow_few_samples,
+            predict=predict,
             force=force,
             console=console_for(as_json),
         )
@@ -154,6 +162,7 @@ def rescale(
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     model: ModelOption = None,
+    predict: Predict = True,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -166,7 +175,13 @@ def rescale(
         from calibrate.rescale import rescale as derive
 
     derived = derive(
-        calibration, out, recipe=chosen, model=model, force=force, console=console_for(as_json)
+        calibration,
+        out,
+        recipe=chosen,
+        model=model,
+        predict=predict,
+        force=force,
+        console=console_for(as_json),
     )
     wrote(out, derived.manifest, as_json)
 

@@ -77,7 +77,7 @@ def load(job: dict[str, Any]) -> dict[str, torch.Tensor]:
             loader = get_model_loader(config.load_config)
             loader.load_weights(model, config.model_config)
     found = {name: x.data.contiguous().clone() for name, x in model.named_parameters()}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if size == 1 else ():
         weight = dequantized(dict(module.named_parameters(recurse=False)))
         if weight is not None:
             found[f"dequantized/{name}"] = weight.contiguous()

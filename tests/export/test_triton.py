@@ -296,8 +296,10 @@ def test_an_engine_is_asked_for_where_it_is_needed_and_only_there(
 
 def test_the_committed_entries_are_what_export_writes(tmp_path: Path, example_model: Path) -> None:
     """All but what .gitignore leaves out: manifests, weights and what goes with them."""
-    calibration = make_calibration(tmp_path / "calibration", example_model, Recipe.load("fp8"))
-    export_all(calibration, tmp_path / "models", name="python-lm")
+    recipe = Recipe.load("fp8-static")
+    calibration = make_calibration(tmp_path / "calibration", example_model, recipe)
+    engine = make_engine(tmp_path / "engine", calibration, builder="tensorrt-rtx", batch=16)
+    export_all(calibration, tmp_path / "models", engine=engine, name="python-lm")
     committed, written = kept(COMMITTED), kept(tmp_path / "models")
     assert committed == written
     for file in committed:

@@ -28,12 +28,16 @@ class EngineGraph:
     products: dict[str, str]  # module name -> name of its MatMul
 
 
-def engine_graph(source: Source, compute: int = TensorProto.FLOAT16) -> EngineGraph:
+def engine_graph(
+    source: Source, compute: int = TensorProto.FLOAT16, *, quantize: bool = True
+) -> EngineGraph:
     """The graph in `compute`; FLOAT is for comparing its numbers with those of ONNX Runtime's.
 
-    Raises UnsupportedError for a recipe or an architecture that has no such graph.
+    `quantize=False` builds the same one with the checkpoint's own weights, to compare with. Raises
+    UnsupportedError for a recipe or an architecture that has no such graph.
     """
-    check_recipe(source)
+    if quantize:
+        check_recipe(source)
     made: list[EngineLinears] = []
 
     def linears(graph: Graph, source: Source, quantize: bool, compute: int) -> EngineLinears:
@@ -41,13 +45,18 @@ def engine_graph(source: Source, compute: int = TensorProto.FLOAT16) -> EngineGr
         return made[0]
 
     cache = cache_of(source.kv_cache, compute)
-    graph = build_decoder(source, cache, compute=compute, order=Concatenated(), linears=linears)
+    order = Concatenated()
+    graph = build_decoder(
+        source, cache, quantize=quantize, compute=compute, order=order, linears=linears
+    )
     return EngineGraph(graph, made[0].products)
 
 
-def build_engine_graph(source: Source, compute: int = TensorProto.FLOAT16) -> Graph:
+def build_engine_graph(
+    source: Source, compute: int = TensorProto.FLOAT16, *, quantize: bool = True
+) -> Graph:
     """The very graph that `build-engine` compiles."""
-    return engine_graph(source, compute).graph
+    return engine_graph(source, compute, quantize=quantize).graph
 
 
 def check_recipe(source: Source) -> None:

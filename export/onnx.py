@@ -23,7 +23,6 @@ from export.onnx_cache import CACHES
 from export.onnx_decoder import build_decoder
 from export.source import Source, require_space
 from octet.artifact import Manifest, check_destination, write_artifact
-from octet.errors import UnsupportedError
 from octet.recipe import KvCacheDtype
 
 __all__ = ["Target", "export_onnx"]
@@ -53,7 +52,7 @@ def export_onnx(
     float16. Raises UnsupportedError for a model, a recipe or a cache that `target` cannot express.
     """
     check_destination(out, force=force, inputs=[calibration])
-    if not quantize and kv_cache is None and target == "onnxruntime":
+    if not quantize and kv_cache is None:
         kv_cache = "float16"
     source = Source.open(calibration, model, kv_cache=kv_cache)
     graph = _graph(source, target, quantize)
@@ -76,11 +75,7 @@ def export_onnx(
 def _graph(source: Source, target: Target, quantize: bool) -> Graph:
     if target == "onnxruntime":
         return build_decoder(source, CACHES[source.kv_cache], quantize=quantize)
-    if not quantize:
-        raise UnsupportedError(
-            "a full-precision graph for TensorRT is not built; without --for tensorrt it is"
-        )
-    return build_engine_graph(source)
+    return build_engine_graph(source, quantize=quantize)
 
 
 def _least_onnxruntime(graph: Graph) -> str | None:

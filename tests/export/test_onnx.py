@@ -259,6 +259,23 @@ def test_both_forms_read_every_input_and_none_names_the_number_of_keys(
         assert len(attention) == 2 and all(len(node.input) == 4 for node in attention)
 
 
+def test_the_same_graph_in_full_precision_for_tensorrt_too(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    """Even of a recipe that TensorRT has no operators for: nothing of it is in the graph."""
+    for name, quantize in (("fp8-static", True), ("mxfp4", False)):
+        export_onnx(calibrations[name], tmp_path / name, target="tensorrt", quantize=quantize)
+    static, plain = (
+        onnx.load(tmp_path / name / "model.onnx").graph for name in ("fp8-static", "mxfp4")
+    )
+    assert [item.name for item in plain.input] == [item.name for item in static.input]
+    kinds = {tensor.data_type for tensor in plain.initializer}
+    assert not kinds & {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT4E2M1}
+    assert not any("QuantizeLinear" in node.op_type for node in plain.node)
+    manifest = Manifest.load(tmp_path / "mxfp4")
+    assert (manifest.details["quantized"], manifest.details["kv_cache"]) == (False, "float16")
+
+
 # What is refused
 
 

@@ -119,13 +119,6 @@ def test_fp4_is_refused_where_onnx_runtime_runs_the_file_as_it_is(
     assert not list(tmp_path.iterdir())
 
 
-def test_full_precision_for_tensorrt_is_refused(
-    calibrations: dict[str, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedError, match=r"full-precision .* is not built; without --for"):
-        export_onnx(calibrations["fp8-static"], tmp_path / "out", target="tensorrt", quantize=False)
-
-
 # What it computes
 
 

@@ -93,6 +93,35 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
 }
+# What no field of a ModelSpec describes: transformers computes it, no graph of ours does.
+UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 8192,
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            },
+        },
+    ),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+}
 GENERIC: dict[str, tuple[str, dict[str, Any]]] = {
     kind: (kind, {})
     for kind in (

@@ -13,12 +13,14 @@ import torch
 
 from calibrate.batches import Batch
 from calibrate.counting import count_reference
+from calibrate.divergence import experts_one_by_one
 from calibrate.golden import CONTINUATION, golden_set
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype, load_model
 from calibrate.predict import predict
 from calibrate.simulate import simulate
 from calibrate.streaming import observe_checkpoint
+from calibrate.tail import Tail
 from octet.checkpoint import Checkpoint
 from octet.expected import ServingPath
 from octet.formats import E4M3, round_to
@@ -26,9 +28,9 @@ from octet.golden import top_k_divergence
 from octet.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
 from tests.calibrate.runs import batches_of
-from tests.models import GENERIC, KNOWN, write_model
+from tests.models import GENERIC, KNOWN, UNDESCRIBED, write_model
 
-MODELS = KNOWN | GENERIC
+MODELS = KNOWN | UNDESCRIBED | GENERIC
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -117,6 +119,20 @@ def test_the_layered_model_is_the_whole_one_to_the_bit(
     with torch.inference_mode():
         whole = load_model(checkpoint, dtype)(ids).logits
     assert torch.equal(layered.logits([hidden])[0], whole)
+
+
+@pytest.mark.parametrize("name", KNOWN | UNDESCRIBED)  # the others are refused --sensitivity
+def test_the_rest_of_a_decoder_is_the_same_from_any_layer(name: str, tmp_path: Path) -> None:
+    kind, settings = MODELS[name]
+    checkpoint = Checkpoint.open(write_model(tmp_path, kind, num_hidden_layers=3, **settings))
+    model = load_model(checkpoint, "float32")
+    (batch,) = batches_of(1)
+    tail = Tail(model, checkpoint.spec, [batch])
+    with torch.inference_mode(), experts_one_by_one(model, checkpoint.spec):
+        whole = model.base_model(batch.token_ids, use_cache=False).last_hidden_state
+        for layer in range(checkpoint.spec.layers):
+            tail.move_to(layer)
+            assert torch.equal(tail.states(0).flatten(), rows_of(whole, batch))
 
 
 def test_golden_records_are_what_transformers_says(checkpoint: Checkpoint, model: Any) -> None:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from export.verify_original import Original
+
 __all__ = ["Divergence", "LayerRow", "Problem", "Row", "Verification", "decibels", "layer_of"]
 
 Check = Literal["files", "configuration", "names", "scales", "copies", "numbers", "divergence"]
@@ -100,6 +102,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)  # true and worth knowing, not wrong
     unchecked: list[str] = field(default_factory=list)  # what the user can make checkable
     divergence: Divergence | None = None
+    original: Original | None = None  # what it was compared with
 
     @property
     def ok(self) -> bool:

@@ -67,7 +67,7 @@ def verify(
         )
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)
-    original = find_original(manifest, model, calibration)
+    original = found.original = find_original(manifest, model, calibration)
     _verify_kind(path, manifest, original, found, console)
     return found
 

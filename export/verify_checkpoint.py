@@ -26,6 +26,7 @@ __all__ = ["compare_copies", "judge", "row_of", "slack", "verify_checkpoint"]
 # How far below plain rounding's an SQNR may be, in dB. The scales of Octet are at least as good.
 # GPTQ and AWQ of others worsen single weights on purpose, to better what comes out of the layer.
 _SLACK_DB, _SLACK_OTHERS_DB = 1.0, 6.0
+_PART = 1 << 24  # numbers of a copied tensor that are compared at a time
 
 Advance = Callable[[int], None]
 
@@ -118,7 +119,8 @@ class _Comparison:
         if name not in self.original.shapes:
             return
         hint = self._hint()
-        compare_copies(name, self.original.read(name), self.written.read(name), self.found, hint)
+        before, after = self.original.read(name), self.written.read(name)
+        compare_copies(name, before, after, self.found, hint, self._release)
 
     def _hint(self) -> str:
         if self.original.calibration is not None:
@@ -129,9 +131,17 @@ class _Comparison:
 
 
 def compare_copies(
-    name: str, before: Tensor, after: Tensor, found: Verification, hint: str = ""
+    name: str,
+    before: Tensor,
+    after: Tensor,
+    found: Verification,
+    hint: str = "",
+    release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adds to `found` where a tensor that was to be copied is not the same, or counts it."""
+    """Adds to `found` where a tensor that was to be copied is not the same, or counts it.
+
+    `release` lets go of the memory of what has been compared, a part at a time.
+    """
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         found.problem(
             "copies",
@@ -139,17 +149,25 @@ def compare_copies(
             f"stored as {after.dtype} {list(after.shape)}, the original is {before.dtype}"
             f" {list(before.shape)}",
         )
-    elif np.array_equal(_bytes(before.codes), _bytes(after.codes)):
+        return
+    left, right = _bits(before.codes), _bits(after.codes)
+    first, count = 0, 0
+    for start in range(0, left.size, _PART):
+        part = slice(start, start + _PART)
+        if not np.array_equal(left[part], right[part]):
+            different = np.flatnonzero(left[part] != right[part])
+            first = first if count else start + int(different[0])
+            count += different.size
+        release()
+    if not count:
         found.copied += 1
-    else:
-        different = np.flatnonzero(_bits(before.codes) != _bits(after.codes))
-        at = [int(index) for index in np.unravel_index(int(different[0]), before.shape)]
-        found.problem(
-            "copies",
-            name,
-            f"{different.size} of {before.codes.size} values are not the original's, the first"
-            f" at {at}{hint}",
-        )
+        return
+    at = [int(index) for index in np.unravel_index(first, before.shape)]
+    found.problem(
+        "copies",
+        name,
+        f"{count} of {left.size} values are not the original's, the first at {at}{hint}",
+    )
 
 
 def row_of(tensor: str, label: str, numbers: Numbers) -> Row:
@@ -309,10 +327,6 @@ def _check_recipe(
                     f"stored as {group.stored.elements} by {group.stored.granularity}, and recipe"
                     f" {manifest.recipe.name} has {kind[0]} by {kind[1]}",
                 )
-
-
-def _bytes(codes: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(codes).reshape(-1).view(np.uint8)
 
 
 def _bits(codes: NDArray[Any]) -> NDArray[Any]:

@@ -58,7 +58,8 @@ def verify_onnx(
             if not _left_out(name, spec.tied_embeddings):
                 found.problem("names", name, "missing: the original has it")
             continue
-        compare_copies(name, original.read(name), graph.tensor(name), found)
+        before, after = original.read(name), graph.tensor(name)
+        compare_copies(name, before, after, found, release=original.release)
         advance(math.prod(original.shapes[name]))
         original.release()
 

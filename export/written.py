@@ -65,7 +65,7 @@ class Coded:
         return real
 
 
-def slabs(shape: tuple[int, ...], elements: int = 1 << 21) -> Iterator[tuple[int, int]]:
+def slabs(shape: tuple[int, ...], elements: int = 1 << 17) -> Iterator[tuple[int, int]]:
     """Spans of rows with about that many elements."""
     step = max(1, elements // max(1, shape[1]))
     for start in range(0, shape[0], step):

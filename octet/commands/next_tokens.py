@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from export.verification import Divergence, Verification
 from export.verify_cache import cache_of
-from export.verify_original import Original, find_original
+from export.verify_original import Original
 from export.verify_triton import held_models
 from export.written import Written
 from octet.artifact import MANIFEST_FILE, Manifest
@@ -31,9 +31,7 @@ __all__ = ["add_divergence"]
 _BLOCKING = ("files", "names", "configuration")  # problems that leave nothing to run
 
 
-def add_divergence(
-    found: Verification, *, model: Path | None, calibration: Path | None, console: Console | None
-) -> None:
+def add_divergence(found: Verification, *, console: Console | None = None) -> None:
     """Adds to `found` how far the next token is from the original's, or why that is left out."""
     if found.kind == "calibration" or not (found.path / MANIFEST_FILE).is_file():
         return
@@ -55,12 +53,8 @@ def add_divergence(
         return
     if manifest.kind in ("onnx", "engine"):
         _by_itself(directory, manifest, found)
-    elif found.unchecked:
-        return  # without the original; that has been said
-    else:
-        original = find_original(manifest, model, calibration)
-        assert original is not None, "numbers were compared"
-        _of_checkpoint(directory, manifest, original, found, console)
+    elif found.original is not None:  # if it is None, that has been said
+        _of_checkpoint(directory, manifest, found.original, found, console)
 
 
 def _of_checkpoint(

@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from export.verification import Divergence, LayerRow, Row, Verification
 from octet.commands.options import Json, console_for
 from octet.interrupts import held_back
 
-__all__ = ["verify"]
+if TYPE_CHECKING:
+    from export.verification import Divergence, LayerRow, Row, Verification
+
+__all__ = ["report", "verify"]
 
 _WORST = 10  # rows of the table that are shown without --all
 
@@ -47,7 +49,7 @@ def verify(
     if not numbers_only:
         with held_back():
             from octet.commands.next_tokens import add_divergence
-        add_divergence(found, model=model, calibration=calibration, console=console)
+        add_divergence(found, console=console)
     if as_json:
         print(json.dumps(found.as_json()))
     else:
@@ -55,7 +57,7 @@ def verify(
     raise typer.Exit(found.exit_code)
 
 
-def report(found: Verification, console: Console, *, show_all: bool = False) -> None:
+def report(found: "Verification", console: Console, *, show_all: bool = False) -> None:
     """One table for people, the worst first, readable in 100 columns."""
     console.print(Text.assemble((str(found.path), "bold"), f": {found.kind}, {found.format}"))
     if found.problems:
@@ -74,7 +76,7 @@ def report(found: Verification, console: Console, *, show_all: bool = False) -> 
     console.print(_verdict(found), highlight=False)
 
 
-def _problems(found: Verification) -> Table:
+def _problems(found: "Verification") -> Table:
     table = Table(
         title=f"{len(found.problems)} problems", title_justify="left", box=None, padding=(0, 1)
     )
@@ -85,7 +87,7 @@ def _problems(found: Verification) -> Table:
     return table
 
 
-def _tensors(rows: list[Row], total: int, wrong: set[str]) -> Table:
+def _tensors(rows: "list[Row]", total: int, wrong: set[str]) -> Table:
     title = f"{total} quantized tensors" if len(rows) == total else f"worst of {total} tensors"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("tensor", overflow="fold")
@@ -99,7 +101,7 @@ def _tensors(rows: list[Row], total: int, wrong: set[str]) -> Table:
     return table
 
 
-def _layers(layers: list[LayerRow]) -> Table:
+def _layers(layers: "list[LayerRow]") -> Table:
     table = Table(title="by layer", title_justify="left", box=None, padding=(0, 1))
     table.add_column("layer", overflow="fold")
     for name in ("tensors", "SQNR dB", "expected", "max |error|"):
@@ -113,7 +115,7 @@ def _layers(layers: list[LayerRow]) -> Table:
     return table
 
 
-def _sentence(divergence: Divergence) -> str:
+def _sentence(divergence: "Divergence") -> str:
     text = (
         f"next tokens: KL {divergence.mean:.3g} nats from the original, mean over"
         f" {divergence.prompts} golden prompts ({divergence.path})"
@@ -124,7 +126,7 @@ def _sentence(divergence: Divergence) -> str:
     return f"{text}; {inside} what is accepted, {divergence.low:.3g} to {divergence.high:.3g}"
 
 
-def _verdict(found: Verification) -> str:
+def _verdict(found: "Verification") -> str:
     if found.problems:
         count = len(found.problems)
         return f"[red]wrong[/red]: {count} problem{'s' if count > 1 else ''}"

@@ -1,5 +1,7 @@
 """Every architecture: biases, experts, fused projections, tied heads, unknown decoders."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.models import GENERIC, KNOWN, write_model
 
+ROOT = Path(__file__).parents[2]
 MODELS = KNOWN | GENERIC
 
 
@@ -78,3 +81,28 @@ def test_what_is_not_quantized_is_compared_in_every_bit(
         writer.finish(manifest)
     (problem,) = verify(out, calibration=calibration).problems
     assert problem.where == tensor and problem.what.startswith("1 of ")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from export.verify import verify
+assert verify(Path(sys.argv[1]), calibration=Path(sys.argv[2])).exit_code == 0
+lines = Path("/proc/self/status").read_text().splitlines()
+print(*[int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """600 MB of originals and exports are compared in half of that, most of it libraries."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 24_000}
+    model = write_model(tmp_path / "model", "llama", num_hidden_layers=2, **sizes)
+    calibration = make_calibration(tmp_path / "cal", model, Recipe.load("nvfp4"))
+    export_checkpoint(calibration, tmp_path / "out")
+    total = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "out"), str(calibration)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert total > 550e6
+    assert int(done.stdout) < 300e6

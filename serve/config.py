@@ -49,6 +49,8 @@ class EmbeddedConfig(_Section):
     path: Path
     # Requests decoded together; 16, or what an engine was built for.
     slots: Annotated[int, Field(gt=0)] | None = None
+    # Tokens of prompt and answer together; what the model has, or an engine was built for.
+    context: Annotated[int, Field(gt=0)] | None = None
 
 
 class HttpConfig(_Section):

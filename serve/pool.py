@@ -64,7 +64,7 @@ def make_backend(model: str, config: BackendConfig) -> Backend:
     if isinstance(config, EmbeddedConfig):
         from serve.backends.embedded import EmbeddedBackend
 
-        return EmbeddedBackend(config.path, model=model, slots=config.slots)
+        return EmbeddedBackend(config.path, model=model, slots=config.slots, context=config.context)
     if isinstance(config, HttpConfig):
         from serve.backends.openai_http import OpenAiHttpBackend
 

@@ -57,9 +57,9 @@ class TensorRTRunner:
             for index in range(self._engine.num_optimization_profiles)
         ]
         # One new token a row decodes; the other profile is for prompts.
+        order = sorted(enumerate(profiles), key=lambda item: (item[1].tokens, -item[1].batch))
         self.decode, self.prefill = (
-            Lane(self._engine, index, limits, self.gpu, spec, dtypes)
-            for index, limits in sorted(enumerate(profiles), key=lambda item: item[1].tokens)[:2]
+            Lane(self._engine, index, limits, self.gpu, spec, dtypes) for index, limits in order[:2]
         )
         self.slots = self.decode.limits.batch
         longest = min(self.prefill.limits.cached, self.decode.limits.cached, spec.max_positions)

@@ -13,7 +13,9 @@ import pytest
 from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
+from serve.config import EmbeddedConfig
 from serve.onnx_runner import OnnxRunner
+from serve.pool import make_backend
 from serve.runner import load_runner
 from serve.server import _settings
 from serve.tensorrt import gpu as gpu_module
@@ -162,6 +164,17 @@ class TestServing:
         await backend.start()
         assert backend.stats is not None and backend.stats.slots == 8
         assert len(await generate(backend, (5, 6, 7), 9)) == 9
+        await backend.close()
+
+    async def test_a_configuration_may_ask_for_fewer_and_shorter_ones(
+        self, engines: Callable[[str], Path], gpu: FakeGpu
+    ) -> None:
+        """Which is what a GPU with too little memory needs."""
+        asked = EmbeddedConfig(type="embedded", path=engines("e5m2"), slots=2, context=100)
+        backend: Any = make_backend("m", asked)
+        await backend.start()
+        assert backend.context_length == 100 and backend.stats.slots == 2
+        assert backend.stats.cache_bytes == 2 * 4 * 2 * 128 * 64
         await backend.close()
 
     def test_the_triton_entry_takes_the_engine_of_its_version(

@@ -202,8 +202,15 @@ class LayeredModel:
     def _fill(self, module: Any, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Gives `module` its weights, in place of tensors on the meta device."""
         for key in module.state_dict():
-            if key not in weights:
-                raise CheckpointError(f"{self.checkpoint.path}: tensor {name}.{key} is missing")
+            if key in weights:
+                continue
+            if self.spec.generic:  # whose tensors' names and shapes nobody has checked
+                raise UnsupportedError(
+                    f"{self.checkpoint.path}: {self.spec.architecture} has a tensor {name}.{key} in"
+                    " transformers, but not in the checkpoint: an architecture whose tensors are"
+                    " renamed is not supported"
+                )
+            raise CheckpointError(f"{self.checkpoint.path}: tensor {name}.{key} is missing")
         state = {key: weights[key].to(self.device) for key in module.state_dict()}
         module.load_state_dict(state, assign=True)
 

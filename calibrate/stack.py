@@ -60,16 +60,18 @@ def run_layers(decoder: Any, kept: range) -> Iterator[None]:
 
 
 def find_norm(decoder: nn.Module) -> str:
-    """The name of the norm after the last layer: what has weights besides layers and embeddings.
+    """The name of the norm after the last layer: what has weights besides layers and embeddings, or
+    else a norm without any.
 
-    ValueError names what else has, or says that nothing does.
+    ValueError names what else has, or says that there is no norm.
     """
-    found = [
-        name
+    others = {
+        name: next(child.parameters(), None) is not None
         for name, child in decoder.named_children()
         if name != "layers" and not isinstance(child, nn.Embedding)
-        if next(child.parameters(), None) is not None
-    ]
+    }
+    found = [name for name, has_weights in others.items() if has_weights]
+    found = found or [name for name in others if "norm" in name]
     if len(found) != 1 or "norm" not in found[0]:
         raise ValueError(f"besides layers and embeddings there is {', '.join(found) or 'nothing'}")
     return found[0]

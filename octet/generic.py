@@ -47,7 +47,7 @@ def generic_fields(
             " count"
         )
     prefix = _layers_prefix(tensors, layers, where)
-    linears = find_linears(tensors, prefix)
+    linears = find_linears(tensors, prefix, layers)
     for index in range(layers):
         if not any(linear.name.startswith(f"{prefix}.{index}.self_attn.") for linear in linears):
             raise UnsupportedError(
@@ -80,13 +80,17 @@ def generic_fields(
     }
 
 
-def find_linears(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> tuple[Linear, ...]:
-    """The linears below `prefix`, layer by layer: every matrix `<module>.weight` that is not an
-    embedding, a norm or a router."""
+def find_linears(
+    shapes: Mapping[str, tuple[int, ...]], prefix: str, layers: int
+) -> tuple[Linear, ...]:
+    """The linears of the first `layers` layers below `prefix`, in order: every matrix
+    `<module>.weight` that is not an embedding, a norm or a router."""
     modules: dict[tuple[int, str], tuple[int, ...]] = {}
     for name, shape in shapes.items():
         match = _IN_LAYER.fullmatch(name)
         if match is None or match["prefix"] != prefix or len(shape) != 2:
+            continue
+        if int(match["index"]) >= layers:
             continue
         if not any(_EXCLUDED.fullmatch(part) for part in match["module"].split(".")):
             modules[int(match["index"]), match["module"]] = shape
@@ -111,7 +115,10 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
         match = _IN_LAYER.fullmatch(name)
         if match:
             found.setdefault(match["prefix"], set()).add(int(match["index"]))
-    whole = [prefix for prefix, indices in found.items() if indices == set(range(layers))]
+    wanted = set(range(layers))
+    whole = [prefix for prefix, indices in found.items() if indices == wanted]
+    # More of them: layers after the last predict further tokens, and are not part of the decoder.
+    whole = whole or [prefix for prefix, indices in found.items() if indices > wanted]
     if len(whole) == 1:
         return whole[0]
     told = f"{len(whole)} stacks of so many ({', '.join(whole)})" if whole else "none such"

@@ -45,6 +45,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 32},
     "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 32},
     "olmo2": {},
+    "olmo": {},  # norms without weights
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "stablelm": {"head_dim": 16, "use_qkv_bias": True, "partial_rotary_factor": 0.25},
     "phi": {"head_dim": 16, "partial_rotary_factor": 0.5},
@@ -125,7 +126,7 @@ UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
 GENERIC: dict[str, tuple[str, dict[str, Any]]] = {
     kind: (kind, {})
     for kind in (
-        *("gemma2", "gemma3_text", "olmo2", "granite", "stablelm", "phi"),
+        *("gemma2", "gemma3_text", "olmo", "olmo2", "granite", "stablelm", "phi"),
         *("olmoe", "qwen2_moe"),
     )
 }

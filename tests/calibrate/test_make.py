@@ -76,6 +76,15 @@ def test_layers_that_transformers_has_elsewhere(olmo: Path, tmp_path: Path) -> N
     refused(moved, "has 2 layers in model.layers, the checkpoint 2 in net.layers")
 
 
+def test_tensors_that_transformers_renames(olmo: Path, tmp_path: Path) -> None:
+    def rename(name: str) -> str:
+        return name.replace("post_feedforward_layernorm", "norm_of_mlp")
+
+    layered = LayeredModel(copied(olmo, tmp_path, {}, rename), "float32")
+    with pytest.raises(UnsupportedError, match=r"has a tensor model.layers.0.post_feedforward_lay"):
+        next(layered.sweep())
+
+
 def test_weights_around_the_layers(gemma: Path) -> None:
     """OPT's decoder, say, projects what leaves its last layer."""
     from calibrate.stack import find_norm

@@ -419,6 +419,15 @@ def test_embeddings_norms_and_routers_are_no_linears() -> None:
     assert {x.name.removeprefix("model.layers.2.") for x in spec.linears(2)} == {"self_attn.qkv"}
 
 
+def test_layers_after_the_last_are_left_alone() -> None:
+    """Those that predict further tokens, where transformers has none."""
+    shapes = shapes_below("model.layers", "self_attn.q_proj", layers=37)
+    spec = ModelSpec.from_config(
+        UNKNOWN, "m", shapes | shapes_below("vision.layers", "fc", layers=9)
+    )
+    assert len(list(spec.linears())) == 36 and list(spec.linears(36)) == []
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

@@ -144,9 +144,14 @@ class Source:
             recipe=origin.recipe,
             samples=origin.samples,
             calibration=origin.identity,
-            details=details | self._expected(),
+            details=details | self._algorithm() | self._expected(),
             software=software("numpy", *packages),
         )
+
+    def _algorithm(self) -> dict[str, Any]:
+        """What changed weights before they were quantized: an export is then not the original's."""
+        found = self.calibration.manifest.details.get("algorithm")
+        return {"algorithm": found["name"]} if isinstance(found, dict) and "name" in found else {}
 
     def _expected(self) -> dict[str, Any]:
         """What serving it may cost in nats, by path with this cache; {} if nobody predicted."""

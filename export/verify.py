@@ -38,7 +38,7 @@ Advance = Callable[[int], None]
 
 
 def verify(
-    path: Path,
+    path: Path | str,
     *,
     model: Path | None = None,
     calibration: Path | None = None,
@@ -50,11 +50,12 @@ def verify(
     numbers be compared. Raises an OctetError for what cannot be checked at all, and for an original
     that is not the one.
     """
-    if "://" in str(path) or str(path).startswith(("http:", "https:")):
+    if "://" in str(path):
         raise ConfigError(
             f"{path}: verifying what a server answers is not there yet; it comes with a later"
             " release. Give the directory of an export"
         )
+    path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; give what an export wrote")
     if (path / MANIFEST_FILE).is_file():
@@ -79,7 +80,13 @@ def _verify_kind(
     found: Verification,
     console: Console | None,
 ) -> None:
-    if original is None and manifest.kind in ("checkpoint", "onnx", "triton"):
+    algorithm = manifest.details.get("algorithm")
+    if algorithm is not None and original is not None and original.calibration is None:
+        found.unchecked.append(
+            f"numbers: {algorithm} changed the weights in calibration: give it with --calibration"
+        )
+        original = None
+    elif original is None and manifest.kind in ("checkpoint", "onnx", "triton"):
         found.unchecked.append(
             f"numbers: give the original {manifest.model.name} with --model, or the calibration"
             " with --calibration (a manifest holds hashes and no paths)"

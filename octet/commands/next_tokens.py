@@ -53,7 +53,7 @@ def add_divergence(found: Verification, *, console: Console | None = None) -> No
         return
     if manifest.kind in ("onnx", "engine"):
         _by_itself(directory, manifest, found)
-    elif found.original is not None:  # if it is None, that has been said
+    elif found.original is not None and not found.unchecked:  # which have been said
         _of_checkpoint(directory, manifest, found.original, found, console)
 
 

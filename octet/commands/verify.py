@@ -45,7 +45,7 @@ def verify(
     from export.verify import verify as check
 
     console = console_for(as_json)
-    found = check(Path(path), model=model, calibration=calibration, console=console)
+    found = check(path, model=model, calibration=calibration, console=console)
     if not numbers_only:
         with held_back():
             from octet.commands.next_tokens import add_divergence
@@ -97,7 +97,7 @@ def _tensors(rows: "list[Row]", total: int, wrong: set[str]) -> Table:
         style = "red" if row.tensor in wrong else ""
         expected = "" if row.expected is None else f"{row.expected:.2f}"
         numbers = (f"{row.sqnr:.2f}", expected, f"{row.max_abs:.3g}", f"{row.relative:.3g}")
-        table.add_row(Text(row.tensor), *numbers, f"{row.unrounded:,}", style=style)
+        table.add_row(Text(_module(row.tensor)), *numbers, f"{row.unrounded:,}", style=style)
     return table
 
 
@@ -110,9 +110,14 @@ def _layers(layers: "list[LayerRow]") -> Table:
     for layer in layers:
         expected = "" if layer.expected is None else f"{layer.expected:.2f}"
         numbers = (str(layer.tensors), f"{layer.sqnr:.2f}", expected, f"{layer.max_abs:.3g}")
-        worst = layer.worst.removeprefix(f"{layer.layer}.")
+        worst = _module(layer.worst).removeprefix(f"{layer.layer}.")
         table.add_row(Text(layer.layer), *numbers, Text(worst))
     return table
+
+
+def _module(tensor: str) -> str:
+    """Names are long, and all of these are weights."""
+    return tensor.removesuffix(".weight_packed").removesuffix(".weight")
 
 
 def _sentence(divergence: "Divergence") -> str:

@@ -179,7 +179,7 @@ def test_another_original_is_refused(
 
 def test_what_cannot_be_verified_is_refused_in_a_line(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not there yet"):
-        verify(Path("http://127.0.0.1:8000"))
+        verify("http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="no such directory"):
         verify(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -235,10 +235,17 @@ def test_weights_that_an_algorithm_changed_are_compared_with_the_calibration(
     scales = dict(opened.scales)
     scales[f"{name}_scale"] = scales[f"{name}_scale"] / np.float32(2)
     extra = {WEIGHTS_FILE: tmp_path / "changed.safetensors"}
-    Calibration.save(
-        tmp_path / "cal", opened.manifest, {}, {}, scales, opened.golden, extra_files=extra
-    )
-    export_checkpoint(tmp_path / "cal", tmp_path / "out")
-    assert verify(tmp_path / "out", calibration=tmp_path / "cal").problems == []
-    (problem,) = verify(tmp_path / "out", model=tiny_model).problems
+    for algorithm in (None, "gptq"):
+        details = opened.manifest.details | (
+            {"algorithm": {"name": algorithm}} if algorithm else {}
+        )
+        manifest = opened.manifest.model_copy(update={"details": details})
+        saved = tmp_path / f"cal-{algorithm}"
+        Calibration.save(saved, manifest, {}, {}, scales, opened.golden, extra_files=extra)
+        export_checkpoint(saved, tmp_path / f"out-{algorithm}")
+        assert verify(tmp_path / f"out-{algorithm}", calibration=saved).problems == []
+    found = verify(tmp_path / "out-gptq", model=tiny_model)
+    assert found.rows == [] and found.exit_code == 2
+    assert "gptq changed the weights" in found.unchecked[0]
+    (problem,) = verify(tmp_path / "out-None", model=tiny_model).problems
     assert problem.where == name and "every scale is 0.5 times" in problem.what

@@ -15,6 +15,7 @@ Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compr
 """
 
 import json
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,22 +98,26 @@ def _write_shards(
     hashes = {}
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=console is None)
-    total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
+    inputs = [shard.path for shard in source.checkpoint.shards]
     with progress, ThreadPoolExecutor(1) as reading:
-        task = progress.add_task("export", total=total)
-        for shard in source.checkpoint.shards:
-            digest = reading.submit(sha256_file, shard.path)
-            target = directory / shard.path.name
-            release = source.checkpoint.release
+        task = progress.add_task("export", total=sum(path.stat().st_size for path in inputs))
+        # One shard ahead, so that neither thread waits for the other at the end of each.
+        digests = deque([reading.submit(sha256_file, inputs[0])])
+        for index, path in enumerate(inputs):
+            digests.extend(reading.submit(sha256_file, x) for x in inputs[index + 1 : index + 2])
+            digest = digests.popleft()
             try:
-                hashes[target.name] = write_tensors(
-                    target, shards[target.name], _METADATA, release=release
+                hashes[path.name] = write_tensors(
+                    directory / path.name,
+                    shards[path.name],
+                    _METADATA,
+                    release=source.checkpoint.release,
                 )
             except OctetError:  # such as a NaN, which may come of the very alteration
-                source.require_shard(shard.path, digest.result())
+                source.require_shard(path, digest.result())
                 raise
-            source.require_shard(shard.path, digest.result())
-            progress.advance(task, shard.path.stat().st_size)
+            source.require_shard(path, digest.result())
+            progress.advance(task, path.stat().st_size)
     return hashes
 
 

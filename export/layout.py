@@ -1,15 +1,18 @@
 """A checkpoint's layout: which tensors stand for a quantized linear, and what config.json says."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from export.codes import weight_codes
 from export.source import Source
 from octet import formats
+from octet.errors import NumericsError
 from octet.formats import E4M3, E8M0
 from octet.model import Linear
+from octet.recipe import BLOCK
 from octet.tensors import PendingTensor, Tensor
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
 
 Tensors = dict[str, Tensor | PendingTensor]
 CacheScale = Literal["q", "k", "v"]
+_PART = 4 << 20  # weights encoded at a time
 
 
 class Layout(Protocol):
@@ -56,7 +60,30 @@ def weight(source: Source, linear: Linear) -> PendingTensor:
     rows, columns = linear.out_features, linear.in_features
     packed = schemes[0].format == "e2m1"
     dtype, shape = ("U8", (rows, columns // 2)) if packed else ("F8_E4M3", (rows, columns))
-    return PendingTensor(dtype, shape, lambda: source.weight_codes(linear))
+    return PendingTensor(
+        dtype, shape, lambda: source.weight_codes(linear), lambda: _parts(source, linear)
+    )
+
+
+def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
+    """`weight_codes`, some rows at a time: what stays in the cache is hashed and written faster."""
+    schemes = source.schemes(linear)
+    assert schemes is not None
+    name = f"{linear.name}.weight"
+    stored, scale = source.checkpoint.read(name), source.weight_scale(linear)
+    shared = source.weight_global_scale(linear)
+    step = max(1, _PART // (linear.in_features * BLOCK)) * BLOCK
+    for start in range(0, linear.out_features, step):
+        part = Tensor(stored.dtype, stored.codes[start : start + step])
+        own = scale
+        if scale.ndim:  # a row of scales a row of weights, or of blocks
+            each = BLOCK if schemes[0].granularity == "block" else 1
+            own = scale[start // each : (start + step) // each]
+        try:
+            yield weight_codes(part, own, shared, schemes[0], name=name)
+        except NumericsError:
+            source.weight_codes(linear)  # says how much of the whole is wrong
+            raise
 
 
 def float32(scale: npt.NDArray[np.float32], shape: tuple[int, ...]) -> Tensor:

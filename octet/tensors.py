@@ -82,11 +82,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor to be written, whose codes are made by `read` when its turn comes."""
+    """A tensor to be written, whose codes are made when its turn comes.
+
+    `parts` makes them a number of whole rows at a time, `read` at once.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], npt.NDArray[Any]]
+    parts: Callable[[], Iterator[npt.NDArray[Any]]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -191,9 +195,9 @@ def write_tensors(
 ) -> str:
     """Writes one safetensors file, tensors in the order given; returns its SHA-256 in hex.
 
-    A `PendingTensor` is in memory only while it is written. `release` is called between parts of
-    64 MB, for a source that is mapped to let go of its pages. The hash is of the bytes as they are
-    handed to the file, computed beside the writing: nothing is read again.
+    A `PendingTensor`, or a part of it, is in memory only while it is written. `release` is called
+    every 64 MB, for a source that is mapped to let go of its pages. The hash is of the bytes as
+    they are handed to the file, computed beside the writing: nothing is read again.
     """
     pending = {name: _pending(tensor) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
@@ -234,10 +238,14 @@ def _contents(
     """What a file holds, in order: its header, and the codes of each tensor."""
     yield np.frombuffer(_header(pending, metadata), np.uint8)
     for name, tensor in pending.items():
-        codes = tensor.read()
-        if codes.shape != tensor.shape or codes.dtype != CONTAINERS[tensor.dtype]:
-            raise RuntimeError(f"{name}: {codes.dtype} {codes.shape} is not what was announced")
-        yield codes
+        rows = 0
+        for codes in (tensor.read(),) if tensor.parts is None else tensor.parts():
+            rows += len(codes) if codes.ndim else 0
+            if codes.shape[1:] != tensor.shape[1:] or codes.dtype != CONTAINERS[tensor.dtype]:
+                raise RuntimeError(f"{name}: {codes.dtype} {codes.shape} is not what was announced")
+            yield codes
+        if tensor.shape and rows != tensor.shape[0]:
+            raise RuntimeError(f"{name}: {rows} rows are not those of {tensor.shape}")
 
 
 def _header(pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:

@@ -17,6 +17,7 @@ from serve.pool import Pool
 from serve.server import DrainingServer, bind, serve_gateway
 
 if TYPE_CHECKING:
+    from octet.golden import GoldenSet
     from serve.onnx_runner import OnnxRunner
     from tests.serve.fake_gpu import FakeGpu
 
@@ -166,3 +167,53 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
     gpu = FakeGpu()
     install(monkeypatch, gpu)
     return gpu
+
+
+@pytest.fixture(scope="session")
+def proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet":
+    """16 records of the trained example: a random model agrees with anything."""
+    import json
+
+    import torch
+
+    from calibrate.golden import golden_set
+    from octet.checkpoint import Checkpoint
+    from serve.tokenizer import Tokenizer
+
+    lengths = (1, 3, 6, 12, 20, 35, 50, 64, 80, 100, 120, 150, 180, 200, 230, 260)
+    tokenizer = Tokenizer.load(example_model)
+    lines = (example_samples / "heldout.jsonl").read_text().splitlines()
+    texts = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
+    long = [ids for ids in texts if len(ids) >= max(lengths)]
+    prompts = [(f"prompt {n}", long[i][:n]) for i, n in enumerate(lengths)]
+    torch.set_num_threads(2)
+    return golden_set(Checkpoint.open(example_model), prompts)
+
+
+@pytest.fixture(scope="session")
+def proof_calibration(
+    example_model: Path, proof_golden: "GoldenSet", tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Recipe fp8 of the example, with those records, and what is expected of three paths."""
+    from calibrate.predict import predict
+    from octet.calibration import Calibration
+    from octet.checkpoint import Checkpoint
+    from octet.expected import ServingPath
+    from octet.recipe import Recipe
+    from tests.export.conftest import make_calibration
+    from tests.serve.engines import rewritten
+
+    paths = [
+        ServingPath(kv_cache="e5m2", compute="float32"),
+        ServingPath(kv_cache="float16", compute="float32"),
+        ServingPath(kv_cache="e4m3", compute="bfloat16"),
+    ]
+    path = tmp_path_factory.mktemp("proof") / "calibration"
+    recipe, checkpoint = Recipe.load("fp8"), Checkpoint.open(example_model)
+    layers = range(checkpoint.spec.layers)
+    cache = {f"model.layers.{i}.self_attn.{kind}_scale_e4m3": 0.05 for i in layers for kind in "kv"}
+    make_calibration(path, example_model, recipe, scales=cache)
+    scales = Calibration.load(path).scales
+    predict(checkpoint, recipe, scales, proof_golden, paths).save(path)
+    proof_golden.save(path)
+    return rewritten(path)

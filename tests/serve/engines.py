@@ -10,14 +10,14 @@ from onnx import TensorProto
 
 from export.engine_graph import build_engine_graph
 from export.source import Source
-from octet.artifact import write_artifact
+from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest, write_artifact
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype
 from serve.tensorrt import kernels
 from tests.serve.fake_gpu import FakeGpu, fake_code
 from tests.serve.fake_tensorrt import VERSION, FakeTensorRT, plan_of
 
-__all__ = ["install", "make_engine"]
+__all__ = ["install", "make_engine", "rewritten"]
 
 
 def make_engine(
@@ -62,6 +62,15 @@ def make_engine(
         }
         writer.finish(source.manifest("engine", described | details))
     return out
+
+
+def rewritten(directory: Path, **details: Any) -> Path:
+    """`directory`, its manifest anew over the files as they are; `details` replace some."""
+    manifest = Manifest.load(directory, verify=False)
+    (directory / MANIFEST_FILE).unlink()
+    changed = manifest.model_copy(update={"details": manifest.details | details})
+    ArtifactWriter(directory).finish(changed)
+    return directory
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, version: str = VERSION) -> None:

@@ -1,6 +1,5 @@
 """The proof of an export: what computes its recipe is proven, what does not is refused."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,67 +8,25 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 
-from calibrate.golden import golden_set
-from calibrate.predict import predict
 from export.onnx import export_onnx
-from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifact import Manifest
 from octet.errors import ArtifactError, ExportError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.golden import GoldenSet
-from octet.recipe import Recipe
 from serve.engine_proof import expected_range, prove
 from serve.runner import load_runner
-from serve.tokenizer import Tokenizer
-from tests.export.conftest import make_calibration
-from tests.serve.engines import install, make_engine
+from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 
-LENGTHS = (1, 3, 6, 12, 20, 35, 50, 64, 80, 100, 120, 150, 180, 200, 230, 260)
-PATHS = [
-    ServingPath(kv_cache="e5m2", compute="float32"),
-    ServingPath(kv_cache="float16", compute="float32"),
-    ServingPath(kv_cache="e4m3", compute="bfloat16"),
-]
+E5M2 = ServingPath(kv_cache="e5m2", compute="float32")
 
 
 @pytest.fixture(scope="module")
-def golden(example_model: Path, example_samples: Path) -> GoldenSet:
-    """Of the trained example, as calibration makes it: a random model agrees with anything."""
-    tokenizer = Tokenizer.load(example_model)
-    lines = (example_samples / "heldout.jsonl").read_text().splitlines()
-    texts = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
-    long = [ids for ids in texts if len(ids) >= max(LENGTHS)]
-    prompts = [(f"prompt {n}", long[i][:n]) for i, n in enumerate(LENGTHS)]
-    torch.set_num_threads(2)
-    return golden_set(Checkpoint.open(example_model), prompts)
-
-
-@pytest.fixture(scope="module")
-def calibration(
-    example_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Of the recipe fp8, with those golden records, and what is expected of two paths."""
-    path = tmp_path_factory.mktemp("proof") / "calibration"
-    recipe = Recipe.load("fp8")
-    layers = range(Checkpoint.open(example_model).spec.layers)
-    cache = {f"model.layers.{i}.self_attn.{kind}_scale_e4m3": 0.05 for i in layers for kind in "kv"}
-    make_calibration(path, example_model, recipe, scales=cache)
-    scales = Calibration.load(path).scales
-    expected = predict(Checkpoint.open(example_model), recipe, scales, golden, PATHS)
-    golden.save(path)
-    expected.save(path)
-    return rewritten(path)
-
-
-@pytest.fixture(scope="module")
-def export(calibration: Path) -> Path:
-    path = calibration.parent / "onnx"
-    export_onnx(calibration, path)
+def export(proof_calibration: Path) -> Path:
+    path = proof_calibration.parent / "onnx"
+    export_onnx(proof_calibration, path)
     return path
 
 
@@ -79,8 +36,8 @@ def facts_of_onnx(export: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(calibration: Path) -> Path:
-    return make_engine(calibration, calibration.parent / "engine")
+def engine(proof_calibration: Path) -> Path:
+    return make_engine(proof_calibration, proof_calibration.parent / "engine")
 
 
 @pytest.fixture
@@ -88,14 +45,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     install(monkeypatch, gpu)
     yield gpu
-
-
-def rewritten(directory: Path, **fields: Any) -> Path:
-    """Its manifest anew, over the files as they are."""
-    manifest = Manifest.load(directory, verify=False)
-    (directory / MANIFEST_FILE).unlink()
-    ArtifactWriter(directory).finish(manifest.model_copy(update=fields))
-    return directory
 
 
 def with_changed(export: Path, to: Path, names: str, change: Callable[[Any], Any]) -> Path:
@@ -113,26 +62,26 @@ def with_changed(export: Path, to: Path, names: str, change: Callable[[Any], Any
 
 def check(facts: dict[str, Any], golden: GoldenSet) -> None:
     assert facts["status"] == "proven"
-    assert facts["prompts"] == len(LENGTHS)
+    assert facts["prompts"] == len(golden.records)
     assert facts["tokens"] == sum(len(r.continuation_token_ids) for r in golden.records)
     assert facts["accepted"]["low"] < facts["kl"] < facts["accepted"]["high"]
     assert facts["kl"] <= facts["kl_max"]
     assert 0 < facts["tokens_agree"] <= facts["tokens"]
 
 
-def test_an_onnx_export_is_proven(facts_of_onnx: dict[str, Any], golden: GoldenSet) -> None:
+def test_an_onnx_export_is_proven(facts_of_onnx: dict[str, Any], proof_golden: GoldenSet) -> None:
     facts = facts_of_onnx
-    check(facts, golden)
+    check(facts, proof_golden)
     assert facts["kl_decoding"] == facts["kl"], "ONNX Runtime's rows are the same in any company"
     assert facts["rows_independent"] is True
     assert "weights+activations, e5m2 (nearest), float32" in facts["accepted"]["from"]
 
 
 def test_an_engine_is_proven_by_what_it_computes(
-    engine: Path, gpu: FakeGpu, golden: GoldenSet, facts_of_onnx: dict[str, Any]
+    engine: Path, gpu: FakeGpu, proof_golden: GoldenSet, facts_of_onnx: dict[str, Any]
 ) -> None:
     facts = prove(engine)
-    check(facts, golden)
+    check(facts, proof_golden)
     assert facts["kl"] == pytest.approx(facts_of_onnx["kl"], rel=0.5)
     assert facts["accepted"] == facts_of_onnx["accepted"]
 
@@ -150,12 +99,11 @@ def test_an_export_with_other_scales_is_refused(
 
 
 def test_an_export_that_is_not_quantized_at_all_is_refused(
-    calibration: Path, tmp_path: Path
+    proof_calibration: Path, tmp_path: Path
 ) -> None:
     """It claims a recipe, and answers better than that can."""
-    export_onnx(calibration, tmp_path / "plain", quantize=False)
-    plain = Manifest.load(tmp_path / "plain")
-    rewritten(tmp_path / "plain", details=plain.details | {"quantized": True})
+    export_onnx(proof_calibration, tmp_path / "plain", quantize=False)
+    rewritten(tmp_path / "plain", quantized=True)
     with pytest.raises(ExportError, match="nats, below"):
         prove(tmp_path / "plain", threads=2)
 
@@ -212,14 +160,14 @@ class TestRange:
         self, export: Path, tmp_path: Path, low: float, high: float, accepted: tuple[float, float]
     ) -> None:
         copy = shutil.copytree(export, tmp_path / "copy")
-        one = Expectation(path=PATHS[0], mean=0.01, low=0.01 * low, high=0.01 * high, prompts=64)
+        one = Expectation(path=E5M2, mean=0.01, low=0.01 * low, high=0.01 * high, prompts=64)
         ExpectedSet(recipe="fp8", expectations=(one,)).save(copy)
         rewritten(copy)
         found = expected_range(copy, Manifest.load(copy), load_runner(copy, 2))
         assert (100 * found.low, 100 * found.high) == pytest.approx(accepted)
 
-    def test_of_a_bfloat16_path_only_the_top(self, calibration: Path, tmp_path: Path) -> None:
-        export_onnx(calibration, tmp_path / "onnx", kv_cache="e4m3")
+    def test_of_a_bfloat16_path_only_the_top(self, proof_calibration: Path, tmp_path: Path) -> None:
+        export_onnx(proof_calibration, tmp_path / "onnx", kv_cache="e4m3")
         accepted = expected_range(
             tmp_path / "onnx", Manifest.load(tmp_path / "onnx"), load_runner(tmp_path / "onnx", 2)
         )
@@ -227,12 +175,12 @@ class TestRange:
         assert prove(tmp_path / "onnx", threads=2)["status"] == "proven"
 
     def test_without_a_prediction_a_bound_for_the_format(
-        self, export: Path, calibration: Path, tmp_path: Path
+        self, export: Path, proof_calibration: Path, tmp_path: Path
     ) -> None:
         copy = shutil.copytree(export, tmp_path / "copy")
         (copy / EXPECTED_FILE).unlink()
         facts = prove(rewritten(copy), threads=2)
         assert facts["accepted"]["high"] == 0.1 and "bound of fp8" in facts["accepted"]["from"]
         assert "in_predicted_range" not in facts
-        export_onnx(calibration, tmp_path / "plain", quantize=False)
+        export_onnx(proof_calibration, tmp_path / "plain", quantize=False)
         assert prove(tmp_path / "plain", threads=2)["accepted"]["high"] == 0.01

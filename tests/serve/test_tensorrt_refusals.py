@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest
+from octet.artifact import MANIFEST_FILE
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
 from serve.config import EmbeddedConfig
@@ -21,20 +21,11 @@ from serve.server import _settings
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner
 from serve.triton_entry import TritonEntry
-from tests.serve.engines import install, make_engine
+from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.serve.fake_tensorrt import VERSION
 from tests.serve.test_tensorrt_runner import forward, generate, prompt_of
 from tests.serve.test_triton_entry import PbUtils, arguments, streamed
-
-
-def rewritten(directory: Path, **details: Any) -> Path:
-    """`directory`, its manifest anew over the files as they are; `details` replace some."""
-    manifest = Manifest.load(directory, verify=False)
-    (directory / MANIFEST_FILE).unlink()
-    changed = manifest.model_copy(update={"details": manifest.details | details})
-    ArtifactWriter(directory).finish(changed)
-    return directory
 
 
 class TestRefusals:

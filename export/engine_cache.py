@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
+from export.engine_inputs import dequantize, widened
 from export.graph import Graph
 from export.onnx_cache import Cache
 from octet.formats import E5M2, decode
@@ -103,18 +104,15 @@ class E4M3Cache:
         return graph.input(f"past_key_values.{name}", TensorProto.FLOAT8E4M3FN, shape)
 
     def read(self, graph: Graph, past: str, scale: float) -> str:
-        return self._dequantized(graph, past, f"{past}.values", scale)
+        return dequantize(graph, past, _scale(graph, scale), f"{past}.values", self.compute)
 
     def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
         output = f"present.{name}"
         zero = graph.array("zero.e4m3", np.zeros((), np.uint8), TensorProto.FLOAT8E4M3FN)
+        rows = widened(graph, rows, f"{output}.float32", self.compute)
         graph.node("QuantizeLinear", [rows, _scale(graph, scale), zero], output, saturate=1)
         graph.output(output, TensorProto.FLOAT8E4M3FN, _shape(spec, "sequence"))
-        return self._dequantized(graph, output, f"{output}.real", scale)
-
-    def _dequantized(self, graph: Graph, codes: str, name: str, scale: float) -> str:
-        inputs = [codes, _scale(graph, scale)]
-        return graph.node("DequantizeLinear", inputs, name, output_dtype=self.compute)
+        return dequantize(graph, output, _scale(graph, scale), f"{output}.real", self.compute)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from octet.formats import E4M3
 from octet.model import Linear
 from octet.recipe import TensorScheme
 
-__all__ = ["BLOCK", "DOMAIN", "Inputs", "Rounded", "dequantize", "one"]
+__all__ = ["BLOCK", "DOMAIN", "Inputs", "Rounded", "dequantize", "one", "widened"]
 
 BLOCK = 128  # columns that share a scale in the recipes with blocks
 DOMAIN = "trt"  # of TensorRT's own operators
@@ -63,9 +63,9 @@ class Inputs:
             return self._nvfp4(x, scale, name)
         if own.kind != "fp8":
             return self._mxfp8(x, own.group_size or 0, name)
+        x = widened(self.graph, x, f"{name}.float32", self.compute)
         if scale is not None and not blocks:
             return Rounded(self._fp8(x, scale, name, self.compute))
-        x = cast(self.graph, x, _FLOAT, f"{name}.float32", self.compute)
         if blocks:
             x = self._grouped(x, linear.in_features // BLOCK, name)
         if scale is not None:
@@ -74,7 +74,7 @@ class Inputs:
         return Rounded(self._fp8(scaled, None, name, _FLOAT), by)
 
     def _fp8(self, x: str, scale: np.ndarray | None, name: str, kind: int) -> str:
-        """x by QuantizeLinear and DequantizeLinear with one scale, or 1; of type `kind`."""
+        """float32 x by QuantizeLinear and DequantizeLinear with one scale, or 1; in `kind`."""
         graph = self.graph
         factor = one(graph) if scale is None else graph.array(f"{name}_scale", scale)
         zero = graph.array("zero.e4m3", np.zeros((), np.uint8), _E4M3)
@@ -100,7 +100,6 @@ class Inputs:
         return graph.node("Div", [x, scale], f"{name}.scaled"), scale
 
     def _nvfp4(self, x: str, scale: np.ndarray, name: str) -> Rounded:
-        """DQ computes in float32: TensorRT has no rule for FP4 with float32 scales to FP16."""
         graph = self.graph
         factor = graph.array(f"{name}_global_scale", scale)
         codes, scales = f"{name}.quantized", f"{name}.scales"
@@ -113,10 +112,11 @@ class Inputs:
             block_size=16,
             scale_type=_E4M3,
         )
-        real = dequantize(graph, scales, factor, f"{name}.scales.float32", _FLOAT)
+        real = dequantize(graph, scales, factor, f"{name}.scales.dequantized", _FLOAT)
         groups = {"axis": -1, "block_size": 16}
-        values = dequantize(graph, codes, real, f"{name}.float32", _FLOAT, **groups)
-        return Rounded(cast(graph, values, self.compute, f"{name}.dequantized", self.compute))
+        return Rounded(
+            dequantize(graph, codes, real, f"{name}.dequantized", self.compute, **groups)
+        )
 
     def _mxfp8(self, x: str, size: int, name: str) -> Rounded:
         codes, scales = f"{name}.quantized", f"{name}.scales"
@@ -136,15 +136,19 @@ class Inputs:
 def dequantize(
     graph: Graph, codes: str, scale: str, name: str, kind: int, **attributes: int
 ) -> str:
-    """In `kind`, from float32 scales: as FP16, small ones would lose bits."""
-    if kind != _FLOAT:
-        attributes["output_dtype"] = kind
-    return graph.node("DequantizeLinear", [codes, scale], name, **attributes)
+    """In `kind`, FLOAT or FLOAT16; scale and result of DequantizeLinear are float32.
+
+    As FP16, small scales would lose bits, and not every TensorRT has rules for mixed types.
+    """
+    if kind == _FLOAT:
+        return graph.node("DequantizeLinear", [codes, scale], name, **attributes)
+    real = graph.node("DequantizeLinear", [codes, scale], f"{name}.float32", **attributes)
+    return graph.node("Cast", [real], name, to=kind)
 
 
-def cast(graph: Graph, value: str, kind: int, name: str, compute: int) -> str:
-    """`value` in `kind`, where the graph computes in `compute`; itself where that is float32."""
-    return value if compute == _FLOAT else graph.node("Cast", [value], name, to=kind)
+def widened(graph: Graph, value: str, name: str, compute: int) -> str:
+    """`value`, of type `compute`, in float32."""
+    return value if compute == _FLOAT else graph.node("Cast", [value], name, to=_FLOAT)
 
 
 def one(graph: Graph) -> str:

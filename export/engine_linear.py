@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
-from export.engine_inputs import BLOCK, DOMAIN, Inputs, cast, dequantize, one
+from export.engine_inputs import BLOCK, DOMAIN, Inputs, dequantize, one
 from export.graph import Weight
 from export.onnx_linear import Linears, stored_weight
 from octet.formats import E4M3, E8M0, encode
@@ -67,9 +67,9 @@ class EngineLinears(Linears):
             value = self.graph.node("Mul", [value, rounded.scale], f"{name}.by_input")
         if blocks:
             value = self._sum(linear, x, value)
-        if outside and (biased or self.compute != _FLOAT):
+        if outside and self.compute != _FLOAT:
             last = f"{linear.name}.unbiased" if biased else linear.name
-            value = cast(self.graph, value, self.compute, last, self.compute)
+            value = self.graph.node("Cast", [value], last, to=self.compute)
         if biased:
             bias = stored_weight(self.graph, self.source, f"{linear.name}.bias", self.compute)
             value = self.graph.node("Add", [value, bias], linear.name)
@@ -86,10 +86,9 @@ class EngineLinears(Linears):
             assert shared is not None, "a scheme in two levels has a global scale"
             stored = graph.array(f"{name}_scale", encode(scale, E4M3), TensorProto.FLOAT8E4M3FN)
             whole = graph.array(f"{linear.name}.weight_global_scale", shared)
-            scales = dequantize(graph, stored, whole, f"{name}_scale.float32", _FLOAT)
+            scales = dequantize(graph, stored, whole, f"{name}_scale.dequantized", _FLOAT)
             groups = {"axis": 1, "block_size": size}
-            real = dequantize(graph, codes, scales, f"{name}.float32", _FLOAT, **groups)
-            real = cast(graph, real, kind, f"{name}.dequantized", self.compute)
+            real = dequantize(graph, codes, scales, f"{name}.dequantized", kind, **groups)
         elif scheme.kind == "mxfp8":
             stored = graph.array(f"{name}_scale", encode(scale, E8M0))  # TensorRT takes uint8
             groups = {"axis": 1, "block_size": size, "output_dtype": kind}

@@ -98,9 +98,8 @@ def build_plan(
     # In a thread of its own: TensorRT swallows an exception that Ctrl-C raises in one of its
     # calls to Python, and those are the moments at which the main thread would notice it.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        plan = pool.submit(session.build, model, profiles, products, console, stop)
         try:
-            return plan.result()
+            return pool.submit(session.build, model, profiles, products, console, stop).result()
         except KeyboardInterrupt:
             stop.set()
             raise

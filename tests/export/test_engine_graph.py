@@ -50,35 +50,12 @@ def test_new_rows_are_rounded_as_e5m2_rounds_every_float16() -> None:
     np.testing.assert_array_equal(got, formats.round_to(x, formats.E5M2))
 
 
-def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same numbers without mixed types in Q and DQ, which ONNX Runtime's CPU kernels lack."""
-    nodes = []
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear":
-            nodes.append(
-                helper.make_node(
-                    "Cast", [node.input[0]], [f"{node.name}.float32"], to=TensorProto.FLOAT
-                )
-            )
-            node.input[0] = f"{node.name}.float32"
-        kinds = [item for item in node.attribute if item.name == "output_dtype"]
-        nodes.append(node)
-        if kinds:
-            name = node.output[0]
-            node.output[0] = f"{name}.float32"
-            nodes.append(helper.make_node("Cast", [node.output[0]], [name], to=kinds[0].i))
-            node.attribute.remove(kinds[0])
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return model
-
-
 class EngineGraph:
     """The graph in ONNX Runtime, with its cache as codes [B, Hkv, S, D]."""
 
     def __init__(self, source: Source, compute: int, directory: Path) -> None:
         path = build_engine_graph(source, compute).save(directory)
-        self.session = session(lowered(onnx.load(path)))
+        self.session = session(onnx.load(path))
         self.inputs = {item.name: item for item in self.session.get_inputs()}
         self.pasts = [name for name in self.inputs if name.startswith("past_key_values.")]
 
@@ -300,13 +277,14 @@ def test_mixed_recipes_take_each_linears_own_form(tiny_model: Path, tmp_path: Pa
 
 def test_every_quantized_linear_has_fp8_on_both_sides(calibrations: dict[str, Path]) -> None:
     """And its scales stay float32: in float16 the smallest would lose bits."""
-    source = Source.open(calibrations["fp8-static"])
-    graph = build_engine_graph(source)
+    made = engine_graph(Source.open(calibrations["fp8-static"]))
+    graph = made.graph
+    nodes = {node.name: node for node in graph.nodes}
     makers = {name: node for node in graph.nodes for name in node.output}
-    for name in source.quantized_linears():
-        left, right = (makers[value] for value in makers[name].input)
-        weights = makers[right.input[0]]
-        assert [left.op_type, weights.op_type] == ["DequantizeLinear", "DequantizeLinear"]
-        assert graph.weights[weights.input[0]].elem_type == TensorProto.FLOAT8E4M3FN
-        for node in (left, weights):
+    for product in made.products.values():
+        for value in nodes[product].input:
+            node = makers[value]
+            while node.op_type in ("Cast", "Transpose"):
+                node = makers[node.input[0]]
+            assert node.op_type == "DequantizeLinear"
             assert graph.weights[node.input[1]].elem_type == TensorProto.FLOAT

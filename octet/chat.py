@@ -28,7 +28,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from None
     return config
@@ -38,7 +38,7 @@ def template_of(directory: Path) -> str | None:
     """The Jinja source from chat_template.jinja, else from tokenizer_config.json, else None."""
     alone = directory / TEMPLATE_FILE
     if alone.exists():
-        return alone.read_text()
+        return alone.read_text(encoding="utf-8")
     source: Any = tokenizer_config(directory).get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((t["template"] for t in source if t.get("name") == "default"), None)

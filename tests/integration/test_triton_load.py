@@ -61,7 +61,10 @@ def cases(count: int, seed: int = 2) -> list[Case]:
 def entry(tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Path:
     require(layout.TRITON)
     root = tmp_path_factory.mktemp("load")
-    calibration = make_calibration(root / "calibration", example_model, Recipe.load("fp8"))
+    model = shutil.copytree(example_model, root / "model")
+    # Triton's stub takes text files for ASCII, unless they are read as what they are.
+    (model / "chat_template.jinja").write_text("« {{ messages[0].content }} »", encoding="utf-8")
+    calibration = make_calibration(root / "calibration", model, Recipe.load("fp8"))
     export_triton(calibration, root / "models" / NAME)
     return root / "models" / NAME
 

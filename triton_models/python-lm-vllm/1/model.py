@@ -4,11 +4,17 @@ The backend hands model.json to vLLM as it is, and vLLM takes `model` from the w
 which is tritonserver's: so this goes to its own directory first. Nothing else is changed.
 """
 
+import contextlib
 import importlib.util
+import locale
 import os
 import sys
 
 import triton_python_backend_utils as pb_utils
+
+# The stub's interpreter takes every text file for ASCII otherwise; torch's own are not.
+with contextlib.suppress(locale.Error):  # where there is no such locale
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
 
 # backends/python has pb_utils, backends/vllm beside it has the backend and its `utils`.
 BACKEND = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(pb_utils.__file__))), "vllm")

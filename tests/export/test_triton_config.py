@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,12 @@ CONFIGS = {
 def parsed(config: ModelConfig) -> Any:
     """As Triton reads it: an unknown field or a misplaced value is an error."""
     return text_format.Parse(pbtxt(config), model_config_pb2.ModelConfig())
+
+
+def config_of(entry: Path) -> Any:
+    """The configuration of an entry that was written."""
+    text = (entry / "config.pbtxt").read_text()
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
 def assert_same(ours: Any, message: Any, where: str = "") -> None:

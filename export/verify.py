@@ -26,6 +26,7 @@ from export.verify_calibration import verify_calibration
 from export.verify_checkpoint import verify_checkpoint
 from export.verify_engine import verify_engine
 from export.verify_original import Original, find_original
+from export.verify_side_files import check_side_files
 from export.verify_triton import check_entry, held_models
 from export.written import is_checkpoint
 from octet.artifact import MANIFEST_FILE, Manifest
@@ -91,6 +92,8 @@ def _verify_kind(
             f"numbers: give the original {manifest.model.name} with --model, or the calibration"
             " with --calibration (a manifest holds hashes and no paths)"
         )
+    if manifest.kind in ("checkpoint", "onnx"):
+        check_side_files(path, manifest, original, found)
     match manifest.kind:
         case "checkpoint":
             with _progress(console, original) as advance:
@@ -184,6 +187,7 @@ def _of_others(
     found.notes.append(
         "no manifest and no golden records: hashes and the divergence of next tokens are left out"
     )
+    check_side_files(path, None, original, found)
     with _progress(console, original) as advance:
         verify_checkpoint(path, None, original, found, advance)
     return found

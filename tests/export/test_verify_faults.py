@@ -236,6 +236,16 @@ def norm_in_another_dtype(tensors: Tensors, _: dict[str, Any]) -> None:
     tensors[name] = tensors[name].half()
 
 
+@fault("ct-channel", "config.json", "rope_theta': 5000.0")
+def another_rope(_: Tensors, config: dict[str, Any]) -> None:
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 5000.0}
+
+
+@fault("ct-channel", "config.json", "rms_norm_eps is None, and 1e-06 in the original")
+def a_key_dropped(_: Tensors, config: dict[str, Any]) -> None:
+    del config["rms_norm_eps"]
+
+
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_a_fault_is_named_with_its_tensor(case: Fault, tiny_model: Path, tmp_path: Path) -> None:
     path = write_handmade(tmp_path / "out", tiny_model, case.form, damage=case.damage)
@@ -263,6 +273,8 @@ def made_from(export: Path, calibration: Path) -> None:
         for file in export.iterdir():
             if file.name != "manifest.json":
                 (writer.path / file.name).write_bytes(file.read_bytes())
+        golden = (calibration / "golden.json").read_bytes()
+        (writer.path / "golden.json").write_bytes(golden)
         writer.finish(manifest.model_copy(update={"calibration": identity}))
 
 

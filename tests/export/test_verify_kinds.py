@@ -167,3 +167,22 @@ def test_files_that_were_added_are_noted(
     found = verify(tmp_path / "out", model=tiny_model)
     assert found.exit_code == 0
     assert found.notes == [f"README.md: not listed in {MANIFEST_FILE}, added afterwards"]
+
+
+def test_a_tokenizer_or_golden_record_of_another_model(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    export_checkpoint(calibrations["fp8"], tmp_path / "out")
+
+    def change(path: Path) -> None:
+        (path / "tokenizer.json").write_text("{}")
+        (path / "tokenizer_config.json").unlink()
+        (path / "golden.json").write_text((path / "golden.json").read_text() + " ")
+
+    path = rewritten(tmp_path / "out", tmp_path / "changed", change)
+    found = verify(path, calibration=calibrations["fp8"])
+    assert {problem.where: problem.what for problem in found.problems} == {
+        "tokenizer.json": "is not the original's tokenizer",
+        "tokenizer_config.json": "missing: the original's tokenizer has it",
+        "golden.json": "is not the calibration's",
+    }

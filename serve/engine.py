@@ -23,7 +23,7 @@ import numpy as np
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.generation import Generation
-from serve.runner import CHUNK, Runner, StepBatch
+from serve.runner import CHUNK, Runner, RunnerLost, StepBatch
 from serve.sampler import sample
 from serve.types import Event
 
@@ -83,6 +83,7 @@ class Engine:
         self._wake = threading.Condition()
         self._accepting = False
         self._stopping = False
+        self._lost: RunnerLost | None = None
         self._prompt_tokens = self._generated_tokens = self._steps = 0
         self._thread = threading.Thread(target=self._run, name="octet-engine", daemon=True)
 
@@ -149,6 +150,10 @@ class Engine:
                 self._admit()
                 self._read_prompts()
                 self._decode()
+                if self._lost is not None:
+                    log.error("the embedded engine stops: %s", self._lost)
+                    self._fail_everything(self._lost)
+                    return
             self._fail_everything(BackendError("the embedded engine was stopped"))
         except Exception:  # a defect of ours: nobody may wait for an answer that will not come
             log.exception("the embedded engine failed")
@@ -257,6 +262,8 @@ class Engine:
 
     def _failure(self, error: Exception) -> BackendError:
         """The error for those concerned; one that is not the runner's own is logged whole."""
+        if isinstance(error, RunnerLost):
+            self._lost = error
         if isinstance(error, BackendError):
             return error
         log.error("a step of the embedded engine failed", exc_info=error)

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.artifact import Manifest
+from octet.errors import BackendError
 from octet.model import ModelSpec
 from serve.cache import CacheDtype, Slots
 
-__all__ = ["CHUNK", "Runner", "StepBatch", "load_runner"]
+__all__ = ["CHUNK", "Runner", "RunnerLost", "StepBatch", "load_runner"]
 
 # Prompt tokens read in one step; on two cores some 60 ms of a 7 M parameter model.
 CHUNK = 256
@@ -28,6 +29,10 @@ class StepBatch:
     token_ids: NDArray[np.int64]
     slots: list[int]
     logit_positions: NDArray[np.int64]
+
+
+class RunnerLost(BackendError):
+    """What the runner computes on has failed: no later step in this process can succeed."""
 
 
 class Runner(Protocol):

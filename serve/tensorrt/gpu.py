@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.errors import BackendError, ConfigError, UnsupportedError
+from serve.runner import RunnerLost
 
 __all__ = ["Event", "Gpu", "Memory", "PinnedMemory", "aligned", "checked"]
 
@@ -71,8 +72,14 @@ class Gpu:
             checked(self.runtime.cudaMemset2DAsync(address, pitch, 0, width, height, self.stream))
 
     def synchronize(self) -> None:
-        """Waits for all work. Raises BackendError for what went wrong in it."""
-        checked(self.runtime.cudaStreamSynchronize(self.stream))
+        """Waits for all work.
+
+        Raises RunnerLost for what went wrong in it: CUDA gives that error from then on.
+        """
+        try:
+            checked(self.runtime.cudaStreamSynchronize(self.stream))
+        except BackendError as error:
+            raise RunnerLost(f"the GPU failed ({error}); restart this process") from None
 
 
 class Memory:

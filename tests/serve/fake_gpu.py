@@ -52,7 +52,7 @@ class FakeGpu:
     ) -> None:
         self.capability, self.devices, self.memory = capability, devices, memory
         self.launches: list[str] = []  # names of kernels, in the order of their launch
-        self.fails: cudaError_t = OK  # what waiting for the stream reports
+        self.fails: cudaError_t = OK  # what waiting for the stream reports, and all that follows
         self._blocks: dict[int, tuple[Any, int, str]] = {}  # address -> buffer, size, kind
         self._work: list[Callable[[], None]] = []
         self._events: dict[int, float] = {}
@@ -98,7 +98,7 @@ class FakeGpu:
 
     def cudaSetDevice(self, device: int) -> Status:
         assert device < self.devices
-        return (OK,)
+        return (self.fails,)
 
     def cudaDeviceGetAttribute(self, attr: cudaDeviceAttr, device: int) -> Status:
         return OK, self.capability[attr - cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor]
@@ -146,6 +146,8 @@ class FakeGpu:
         height: int,
         stream: int,
     ) -> Status:
+        if self.fails != OK:
+            return (self.fails,)
         if width > pitch:
             return (cudaError_t.cudaErrorInvalidValue,)
         whole = self.view(devPtr, pitch * (height - 1) + width)

@@ -169,7 +169,7 @@ def test_a_gpu_does_what_numpy_does(cache: int, present: int, dim: int) -> None:
     try:
         gpu = Gpu()
     except UnsupportedError as error:
-        pytest.skip(f"{error}; there: pytest -m gpu {Path(__file__).name}")
+        pytest.skip(f"{error}; there: pytest -m gpu tests/serve/{Path(__file__).name}")
     kernels = Kernels(gpu, cache_bytes=cache, present_bytes=present, dim=dim)
     for live, count in ((64, 1), (70, 3), (6, 2)):
         case = Case(cache, present, dim, live, count)
@@ -199,7 +199,7 @@ def test_rows_on_a_gpu_are_cleared_and_times_are_measured() -> None:
     try:
         gpu = Gpu()
     except UnsupportedError as error:
-        pytest.skip(f"{error}; there: pytest -m gpu {Path(__file__).name}")
+        pytest.skip(f"{error}; there: pytest -m gpu tests/serve/{Path(__file__).name}")
     from serve.tensorrt.gpu import Event
 
     memory, pinned = Memory(gpu, 1 << 20), PinnedMemory(gpu)

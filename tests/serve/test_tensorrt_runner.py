@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octet.errors import BackendError, ConfigError, UnsupportedError
+from octet.errors import BackendError, BackendUnavailable, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
 from serve.onnx_runner import OnnxRunner
 from serve.runner import Runner, StepBatch
@@ -256,11 +256,21 @@ class TestMemory:
             runner.new_cache(8, 1024)
         runner.new_cache(1, 64)
 
-    def test_a_failure_on_the_gpu_fails_the_step(
+    async def test_a_gpu_that_fails_ends_every_request_and_the_engine(
         self, engines: Callable[[str], Path], gpu: FakeGpu
     ) -> None:
-        runner = TensorRTRunner(engines("e5m2"))
-        cache = runner.new_cache(1, 64)
+        """Nobody waits for an answer that cannot come, and the backend is not ready any more."""
+        backend = EmbeddedBackend(engines("e5m2"), slots=2)
+        await backend.start()
+        tasks = [asyncio.create_task(generate(backend, (5, 6, 7 + i), 200)) for i in range(4)]
+        while not (backend.stats and backend.stats.generated_tokens):
+            await asyncio.sleep(0.01)
         gpu.fails = cudaError_t.cudaErrorIllegalAddress
-        with pytest.raises(BackendError, match="CUDA: cudaErrorIllegalAddress"):
-            forward(runner, cache, prompt_of(4), [0], [[3]])
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, BackendError)
+            assert "CUDA: cudaErrorIllegalAddress" in str(outcome)
+        while await backend.ready():
+            await asyncio.sleep(0.01)
+        with pytest.raises(BackendUnavailable):
+            await generate(backend, (5, 6), 2)
+        await backend.close()

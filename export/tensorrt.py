@@ -140,7 +140,8 @@ class _Session:
         seconds = time.monotonic() - started
         self.log.check(f"{self.name}: the builder for {where}")
         if data is None:
-            raise ExportError(f"{self.name} built no engine for {where} and did not say why")
+            why = f": {one_line(self.log.skipped[0])}" if self.log.skipped else ", not saying why"
+            raise ExportError(f"{self.name} built no engine for {where}{why}")
         if self.options.timing_cache is not None:
             write_timings(config, self.options.timing_cache)
         return Plan(data, self._precision(data, products), seconds, self.log.scratch_bytes)

@@ -24,13 +24,16 @@ def logger(trt: Any) -> Any:
 
             def clear(self) -> None:
                 self.errors: list[str] = []
+                self.skipped: list[str] = []  # of one way to compute something, of several
                 self.unused: list[str] = []
                 self.layers = ""  # of the compiled engine, one a line (TensorRT-RTX)
                 self.scratch_bytes: int | None = None  # memory for what is computed, at most
 
             def log(self, severity: Any, message: str) -> None:
                 if severity <= trt.ILogger.ERROR:
-                    self.errors.append(message)
+                    # TensorRT calls a kernel that it cannot use an error; others may do.
+                    skipped = "Skipping tactic" in message
+                    (self.skipped if skipped else self.errors).append(message)
                 if "Unused Input" in message:
                     self.unused.append(message)
                 if message.startswith("Layers:"):

@@ -166,6 +166,12 @@ class TestTensorRT:
         assert precision["of"] == "the parsed network, which the compiler may have changed"
         assert precision["fp8_matmuls"] == 14
 
+    def test_a_kernel_that_is_skipped_is_no_error(
+        self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        on_h200.says = [(fake_tensorrt.ILogger.ERROR, "Skipping tactic 0x0 due to exception")]
+        assert build_engine(calibrations["fp8"], tmp_path / "out").details["plan_bytes"] == 4
+
     def test_an_engine_that_it_does_not_load_itself(
         self, on_h200: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
     ) -> None:
@@ -290,7 +296,12 @@ class TestComplaints:
 
     def test_no_plan_and_no_reason(self, fake: fake_tensorrt.Behaviour) -> None:
         fake.plan = None
-        self.build("built no engine for sm89 and did not say why")
+        self.build("built no engine for sm89, not saying why$")
+
+    def test_no_kernel_that_can_be_used(self, fake: fake_tensorrt.Behaviour) -> None:
+        fake.plan = None
+        fake.says = [(fake_tensorrt.ILogger.ERROR, "Skipping tactic 0x0: no rule")]
+        self.build("built no engine for sm89: Skipping tactic 0x0: no rule$")
 
     def test_products_that_are_not_fp8(self, fake: fake_tensorrt.Behaviour) -> None:
         fake.multiplies = "Half"

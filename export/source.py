@@ -153,6 +153,10 @@ class Source:
         found = self.calibration.manifest.details.get("algorithm")
         return {"algorithm": found["name"]} if isinstance(found, dict) and "name" in found else {}
 
+    def _warnings(self) -> dict[str, Any]:
+        """What is known to be doubtful about the checkpoint; {} if nothing is."""
+        return {"warnings": list(found)} if (found := self.checkpoint.warnings) else {}
+
     def _expected(self) -> dict[str, Any]:
         """What serving it may cost in nats, by path with this cache; {} if nobody predicted."""
         if not (self.calibration.path / EXPECTED_FILE).is_file():

@@ -51,12 +51,24 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     for name in manifest.files:
         size = (out / name).stat().st_size
         table.add_row(f"  {name}", f"{size:,} B")
+    if manifest.kind != "calibration":  # whose report has said them
+        for warning in manifest.details.get("warnings", ()):
+            Console(stderr=True).print(f"warning: {warning}", style="yellow", markup=False)
     console = Console()
     console.print(f"wrote [bold]{out}[/bold] ({manifest.kind}, {manifest.recipe.name})")
     console.print(table)
     for key, value in manifest.details.items():  # every choice is said, none made in silence
         if isinstance(value, str | bool | int):
             console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
-    for path, nats in manifest.details.get("expected_divergence", {}).items():
-        told = f"{nats['mean']:.2e} nats [{nats['low']:.2e}, {nats['high']:.2e}]"
-        console.print(f"  expected, {path}: {told}", highlight=False, markup=False)
+    if expected := manifest.details.get("expected_divergence"):
+        console.print(
+            "  next-token KL to expect, in nats, by what is rounded, cache and arithmetic:"
+        )
+        ranges = Table.grid(padding=(0, 2))
+        for path, nats in expected.items():
+            ranges.add_row(f"    {path}", f"{nats['mean']:.4f}", _range(nats["low"], nats["high"]))
+        console.print(ranges, highlight=False, markup=False)
+
+
+def _range(low: float, high: float) -> str:
+    return f"({low:.4f} to {high:.4f})"

@@ -15,13 +15,15 @@ Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compr
 """
 
 import json
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -30,14 +32,14 @@ from export.fp8_format import Fp8
 from export.fused import check_fused
 from export.layout import CacheScale, Layout, Tensors, float32
 from export.modelopt_format import ModelOpt
+from export.shard_reader import ShardReader
 from export.source import Source, require_space
 from export.tensor_parallel import check_tensor_parallel
 from octet.artifact import Manifest, check_destination, write_artifact
 from octet.chat import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
-from octet.checkpoint import sha256_file
 from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
 from octet.recipe import KvCacheDtype
-from octet.tensors import TensorFile, tensors_nbytes, write_tensors
+from octet.tensors import PendingTensor, TensorFile, pending, tensors_nbytes, write_tensors
 
 __all__ = ["CheckpointFormat", "export_checkpoint"]
 
@@ -98,27 +100,49 @@ def _write_shards(
     hashes = {}
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=console is None)
-    inputs = [shard.path for shard in source.checkpoint.shards]
-    with progress, ThreadPoolExecutor(1) as reading:
-        task = progress.add_task("export", total=sum(path.stat().st_size for path in inputs))
-        # One shard ahead, so that neither thread waits for the other at the end of each.
-        digests = deque([reading.submit(sha256_file, inputs[0])])
-        for index, path in enumerate(inputs):
-            digests.extend(reading.submit(sha256_file, x) for x in inputs[index + 1 : index + 2])
-            digest = digests.popleft()
+    total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
+    with progress, ThreadPoolExecutor(1) as hashing:
+        task = progress.add_task("export", total=total)
+        for shard in source.checkpoint.shards:
+            name, reader = shard.path.name, ShardReader(shard, hashing)
+            tensors = _streamed(source, reader, shards[name])
             try:
-                hashes[path.name] = write_tensors(
-                    directory / path.name,
-                    shards[path.name],
-                    _METADATA,
-                    release=source.checkpoint.release,
+                hashes[name] = write_tensors(
+                    directory / name, tensors, _METADATA, release=reader.release
                 )
             except OctetError:  # such as a NaN, which may come of the very alteration
-                source.require_shard(path, digest.result())
+                source.require_shard(shard.path, reader.hexdigest())
                 raise
-            source.require_shard(path, digest.result())
-            progress.advance(task, path.stat().st_size)
+            source.require_shard(shard.path, reader.hexdigest())
+            source.checkpoint.release()
+            progress.advance(task, shard.path.stat().st_size)
     return hashes
+
+
+def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
+    """`tensors` as written from what `reader` reads; of a shard that is not changed, each once."""
+    stored, changes = set(reader.shard.names), source.checkpoint.changes
+    changed = set(changes.names) if changes is not None else set()
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        weight = f"{name.rpartition('.')[0]}.weight"  # which may be stored as weight_packed
+        if isinstance(tensor, PendingTensor) and weight in stored:
+            found[name] = _after(reader, weight, tensor)
+        elif name in stored and name not in changed:
+            found[name] = replace(pending(tensor), parts=partial(reader.parts, name))
+        else:
+            found[name] = tensor
+    return found
+
+
+def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
+    """The tensor, made once `reader` has been told that the stored one is read."""
+
+    def parts() -> Iterator[npt.NDArray[Any]]:
+        reader.expect(stored)
+        yield from (tensor.read(),) if tensor.parts is None else tensor.parts()
+
+    return replace(tensor, parts=parts)
 
 
 def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:

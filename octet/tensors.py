@@ -20,7 +20,14 @@ import numpy.typing as npt
 from octet import formats
 from octet.errors import CheckpointError
 
-__all__ = ["PendingTensor", "Tensor", "TensorFile", "tensors_nbytes", "write_tensors"]
+__all__ = [
+    "PendingTensor",
+    "Tensor",
+    "TensorFile",
+    "pending",
+    "tensors_nbytes",
+    "write_tensors",
+]
 
 # safetensors dtype tag -> the numpy dtype of the codes that carry it
 CONTAINERS: dict[str, np.dtype[Any]] = {
@@ -143,6 +150,15 @@ class TensorFile:
     def dtype(self, name: str) -> str:
         return self._entries[name].dtype
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Where the tensor's bytes start and stop in the file."""
+        return self._entries[name].start, self._entries[name].stop
+
+    @property
+    def contents(self) -> memoryview:
+        """The whole file, as it is mapped."""
+        return memoryview(self._buffer)
+
     def read(self, name: str) -> Tensor:
         """The tensor, as a read-only view of the mapped file."""
         entry = self._entries[name]
@@ -153,8 +169,14 @@ class TensorFile:
 
     def release(self) -> None:
         """Drops the mapped pages from memory; views stay valid and bring them back when read."""
-        if isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            self._buffer.madvise(mmap.MADV_DONTNEED)
+        self.advise("MADV_DONTNEED", 0, len(self._buffer))
+
+    def advise(self, advice: str | int, start: int, stop: int) -> None:
+        """madvise(2) on the whole pages from byte `start` to `stop`, where the system has it."""
+        code = getattr(mmap, advice, None) if isinstance(advice, str) else advice
+        start -= start % mmap.PAGESIZE
+        if isinstance(self._buffer, mmap.mmap) and code is not None and start < stop:
+            self._buffer.madvise(code, start, stop - start)
 
 
 def _parse_header(path: Path, header: bytes, size: int) -> dict[str, _Entry]:
@@ -199,11 +221,11 @@ def write_tensors(
     every 64 MB, for a source that is mapped to let go of its pages. The hash is of the bytes as
     they are handed to the file, computed beside the writing: nothing is read again.
     """
-    pending = {name: _pending(tensor) for name, tensor in tensors.items()}
+    planned = {name: pending(tensor) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
     since_release = 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        for codes in _contents(pending, metadata):
+        for codes in _contents(planned, metadata):
             data = np.ascontiguousarray(codes).reshape(-1).view(np.uint8).data
             for start in range(0, len(data), _PART):
                 part = data[start : start + _PART]
@@ -227,17 +249,17 @@ def tensors_nbytes(
     header: bool = True,
 ) -> int:
     """The size of the file that `write_tensors` would write, or of its data alone."""
-    pending = {name: _pending(tensor) for name, tensor in tensors.items()}
-    nbytes = sum(tensor.nbytes for tensor in pending.values())
-    return nbytes + (len(_header(pending, metadata)) if header else 0)
+    planned = {name: pending(tensor) for name, tensor in tensors.items()}
+    nbytes = sum(tensor.nbytes for tensor in planned.values())
+    return nbytes + (len(_header(planned, metadata)) if header else 0)
 
 
 def _contents(
-    pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None
+    planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None
 ) -> Iterator[npt.NDArray[Any]]:
     """What a file holds, in order: its header, and the codes of each tensor."""
-    yield np.frombuffer(_header(pending, metadata), np.uint8)
-    for name, tensor in pending.items():
+    yield np.frombuffer(_header(planned, metadata), np.uint8)
+    for name, tensor in planned.items():
         rows = 0
         for codes in (tensor.read(),) if tensor.parts is None else tensor.parts():
             rows += len(codes) if codes.ndim else 0
@@ -248,10 +270,10 @@ def _contents(
             raise RuntimeError(f"{name}: {rows} rows are not those of {tensor.shape}")
 
 
-def _header(pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:
+def _header(planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, tensor in pending.items():
+    for name, tensor in planned.items():
         header[name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -263,7 +285,8 @@ def _header(pending: Mapping[str, PendingTensor], metadata: Mapping[str, str] | 
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _pending(tensor: Tensor | PendingTensor) -> PendingTensor:
+def pending(tensor: Tensor | PendingTensor) -> PendingTensor:
+    """The tensor as one to be written."""
     if isinstance(tensor, PendingTensor):
         return tensor
     return PendingTensor(tensor.dtype, tensor.shape, lambda: tensor.codes)

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,11 +35,12 @@ TOKENS = 16
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
 # What vLLM's log says of itself.
 SAID = {
-    "attention": re.compile(r"Using (\w+) (?:attention )?backend"),
+    "attention": re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend"),
     "kernel": re.compile(r"(?:Selected|Using) (\w*(?:Kernel|Marlin)\w*)"),
     "cache": re.compile(r"kv_cache_dtype=(\w+)"),
 }
-FAILED = re.compile(r"^(?!.*Engine core init).*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
+FAILED = re.compile(r"^\(EngineCore.*?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+UNTIED = "untied"  # a copy of the example whose head has a tensor of its own
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Case:
     def name(self) -> str:
         what = "bfloat16" if self.recipe is None else f"{self.recipe}, {self.format}"
         return f"{what}, {self.cache}{f', {self.attention}' if self.attention else ''}"
+
+    @property
+    def untied(self) -> bool:
+        """vLLM does not tie the head of a ModelOpt checkpoint: NotImplementedError."""
+        return self.format == "modelopt"
 
     @property
     def directory(self) -> str:
@@ -106,6 +113,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="where the example is calibrated")
     parser.add_argument("--directory", type=Path, help="keep calibrations and checkpoints here")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs here")
+    parser.add_argument("--commit", help="of the files, where git does not know")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,8 +137,10 @@ def main() -> None:
         vllm=version_of(options.python),
         model="examples/python-lm, 6 layers, head size 64",
         prompts="64 golden prompts of 4 to 500 tokens, top 20 log-probabilities",
+        modelopt="of a copy of it whose embeddings are not tied",
         figures="KL from the BF16 model in nats, mean over the prompts; 95 % range predicted",
     )
+    card |= {"commit": options.commit} if options.commit else {}
     report("vllm_divergence", card, rows, options.output)
     outside = [row["case"] for row in rows if not row["inside"]]
     if outside:
@@ -143,40 +153,24 @@ def prepare(
     """Calibrates the example, exports every checkpoint and predicts every case."""
     import torch
 
-    import calibrate
     from calibrate.predict import predict
-    from calibrate.rescale import rescale
     from export.checkpoint import export_checkpoint
-    from octet.calibration import Calibration
     from octet.checkpoint import Checkpoint
 
-    first = directory / "calibration"
-    samples = EXAMPLE / "samples"
-    if not first.exists():  # with an E4M3 cache, so that queries are observed
-        calibrate.run(
-            EXAMPLE / "model",
-            samples / "calibration.jsonl",
-            first,
-            recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
-            held_out=samples / "heldout.jsonl",
-            device=device,
-            predict=False,
-        )
     place = "cuda" if machine != "cpu" and torch.cuda.is_available() else "cpu"
     found: dict[Case, Expectation] = {}
-    for name in dict.fromkeys(case.recipe for case in cases):
-        mine = [case for case in cases if case.recipe == name]
-        recipe = Recipe.load(name or "fp8")
-        derived = directory / f"calibration-{recipe.name}"
-        if not derived.exists():
-            rescale(first, derived, recipe=recipe, predict=False)
-        calibration = Calibration.load(derived)
+    for name, untied in dict.fromkeys((case.recipe, case.untied) for case in cases):
+        mine = [case for case in cases if (case.recipe, case.untied) == (name, untied)]
+        recipe = PRESETS[name or "fp8"]
+        calibration = calibrated(recipe, directory, device, untied=untied)
+        model = Path(calibration.manifest.details["source"])
+        paths = tuple(dict.fromkeys(case.path(machine) for case in mine))
         predicted = predict(
-            Checkpoint.open(EXAMPLE / "model"),
+            Checkpoint.open(model),
             recipe,
             calibration.scales,
             calibration.golden,
-            tuple(dict.fromkeys(case.path(machine) for case in mine)),
+            paths,
             device=place,
         )
         for case in mine:
@@ -185,7 +179,7 @@ def prepare(
             found[case] = expectation
             if case.recipe is not None and not (directory / case.directory).exists():
                 export_checkpoint(
-                    derived,
+                    calibration.path,
                     directory / case.directory,
                     format=case.format,  # type: ignore[arg-type]
                     kv_cache=case.cache,
@@ -193,17 +187,59 @@ def prepare(
     return found
 
 
+def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) -> Any:
+    """The Calibration of the example for `recipe`: observed once, and derived."""
+    import calibrate
+    from calibrate.rescale import rescale
+    from octet.calibration import Calibration
+
+    model, suffix = EXAMPLE / "model", ""
+    if untied:
+        model, suffix = directory / UNTIED, f"-{UNTIED}"
+        if not model.exists():
+            untie(EXAMPLE / "model", model)
+    first, samples = directory / f"calibration{suffix}", EXAMPLE / "samples"
+    if not first.exists():  # with an E4M3 cache, so that queries are observed
+        calibrate.run(
+            model,
+            samples / "calibration.jsonl",
+            first,
+            recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
+            held_out=samples / "heldout.jsonl",
+            device=device,
+            predict=False,
+        )
+    derived = directory / f"calibration-{recipe.name}{suffix}"
+    if not derived.exists():
+        rescale(first, derived, recipe=recipe, predict=False)
+    return Calibration.load(derived)
+
+
+def untie(model: Path, out: Path) -> None:
+    """A copy of `model` whose head is a tensor of its own, equal to the embeddings."""
+    from octet.tensors import TensorFile, write_tensors
+
+    shutil.copytree(model, out)
+    file = TensorFile.open(model / "model.safetensors")
+    tensors = {name: file.read(name) for name in file.names}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_tensors(out / "model.safetensors", tensors, {"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def measure(
     case: Case, expected: Expectation, directory: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Serves `case` in a process of its own; what it said and what it answered."""
-    checkpoint = EXAMPLE / "model" if case.recipe is None else directory / case.directory
+    original = directory / UNTIED if case.untied else EXAMPLE / "model"
+    checkpoint = original if case.recipe is None else directory / case.directory
     logs = options.logs or directory
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{re.sub('[^a-zA-Z0-9]+', '-', case.name)}.log"
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)
-    golden = GoldenSet.load(directory / "calibration")
+    golden = GoldenSet.load(directory / (f"calibration-{UNTIED}" if case.untied else "calibration"))
     prompts = directory / "prompts.json"
     prompts.write_text(json.dumps([record.prompt_token_ids for record in golden.records]))
     serving = (checkpoint, CACHE_DTYPES[case.cache], case.attention or "", answer)
@@ -252,7 +288,7 @@ def measure(
         row["tokens agree"] = round(sum(agree) / len(agree), 3)
     else:
         found = FAILED.findall(text)
-        row["error"] = found[0][:300] if found else text[-300:]
+        row["error"] = found[-1][:300] if found else text[-300:]
     print(json.dumps(row), flush=True)
     return row
 

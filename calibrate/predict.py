@@ -15,8 +15,9 @@ that another implementation finds has a standard error of s·√((1 + 1/R)/n). A
 next token is a close call, carry most of it; two repeats of one path may both miss them. So the
 relative error s/mean is pooled over all paths of the same kind, those that are chaotic (activations
 are rounded, or everything is, to bfloat16) and those that are not, and Student's t has as many
-degrees of freedom as Satterthwaite's formula gives for variances that differ by prompt. Divergences
-are positive and skewed: the range is mean·e^±, not mean ±.
+degrees of freedom as Satterthwaite's formula gives for variances that differ by prompt (at least 3:
+with eight repeats, which can tell, paths of the example have 3 to 9). Divergences are positive and
+skewed: the range is mean·e^±, not mean ±.
 """
 
 import math
@@ -58,6 +59,7 @@ _TOKENS = {"cpu": 512, "cuda": 8192}  # in a batch: what stays in a cache, what 
 _STATES_BYTES = 512 << 20  # hidden states in memory at a time
 _UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # what embeddings differ by between repeats
 _CONFIDENCE = 0.975  # one side of 95 %
+_DEGREES = 3  # of freedom, at least
 _LEAST = 1e-6  # nats that log-probabilities in float32 can be off by, however exact a server is
 
 # weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
@@ -67,17 +69,17 @@ Weights = Callable[[str], NDArray[np.float32] | None]
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     """The paths that engines take with `recipe`: see `docs/compatibility.md`.
 
-    With the recipe's own cache, and what an export may choose instead: one of full precision, and
-    the other FP8 cache. Weight-only products are those of FP4 and MX formats on Hopper, of FP8 on
-    GPUs before it. vLLM on a CPU truncates into an FP8 cache; FlashAttention 3 rounds queries too
-    where the cache is E4M3. ONNX Runtime computes in float32.
+    With the recipe's own cache, and with those that an export may choose instead. Weight-only
+    products are those of FP4 and MX formats on Hopper, of FP8 on GPUs before it. vLLM on a CPU
+    truncates into an FP8 cache; FlashAttention 3 rounds queries too where the cache is E4M3. ONNX
+    Runtime computes in float32.
     """
-    own: KvCacheDtype = recipe.kv_cache
-    other: KvCacheDtype = "e5m2" if own == "e4m3" else "e4m3"
-    fp8 = recipe.weights.format == "e4m3" and recipe.weights.scale_format == "float32"
-    paths = [ServingPath(**_cache(cache)) for cache in (own, "float16", other)]
-    caches: tuple[KvCacheDtype, ...] = (own,) if fp8 else (own, "float16", other)
-    paths += [ServingPath(**_cache(cache), activations=False) for cache in caches]
+    own = recipe.kv_cache
+    caches: list[KvCacheDtype] = list(dict.fromkeys((own, "float16", "e5m2", "e4m3")))
+    fp8 = recipe.weights.kind == "fp8"
+    paths = [ServingPath(**_cache(cache)) for cache in caches]
+    weight_only = caches[:1] if fp8 else caches
+    paths += [ServingPath(**_cache(cache), activations=False) for cache in weight_only]
     if own != "float16":
         paths.append(ServingPath(kv_cache=own, kv_rounding="truncate"))
     for cache in (own, "float16"):
@@ -253,7 +255,7 @@ class _Sweep:
         return np.array(found)
 
     def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
-        """Of the quantized linears of a layer, decoded, in its dtype; {} if no path has any."""
+        """float32, of the quantized linears of a layer, decoded; {} if no path has any."""
         if not any(path.weights for path in self._paths):
             return {}
         given = {name: self._given(name) for name in schemes} if self._given is not None else {}
@@ -263,8 +265,9 @@ class _Sweep:
             if weight is not None
         }
         left = {name: pair for name, pair in schemes.items() if name not in found}
-        own = layer_weights(layer, prefix, self._spec, left)
-        return found | decoded_weights(own, left, self._scales)
+        for name, own in layer_weights(layer, prefix, self._spec, left).items():
+            found |= decoded_weights({name: own.float()}, left, self._scales)
+        return found
 
     def _through(self, layer: Any, index: int, schemes: Schemes, run: _Run) -> None:
         model, path = self._models[run.path.compute], run.path
@@ -344,4 +347,4 @@ def _degrees(variances: NDArray[np.float64], repeats: int) -> float:
     if squares == 0:
         return 0.0
     degrees = (repeats - 1) * float(variances.sum()) ** 2 / squares
-    return t_quantile(_CONFIDENCE, max(1, math.floor(degrees)))
+    return t_quantile(_CONFIDENCE, max(_DEGREES, math.floor(degrees)))

@@ -15,7 +15,7 @@ from export.verification import Verification
 from export.written import Written
 from export.written_scheme import Group, Quantization
 
-__all__ = ["Names", "check_names"]
+__all__ = ["Names", "cache_scale_of", "check_names"]
 
 _SCALE = re.compile(
     r"(scale|scale_inv|scale_2|zero_point|_packed|_shape|g_idx|amax|_quantizer\..*)$"
@@ -189,9 +189,9 @@ def _leftovers(written: Written, names: Names, expected: set[str], found: Verifi
     for name in written.names:
         if name in expected:
             continue
-        match = _CACHE.match(name) or (_CACHE_FP8.match(name) if dialect == "fp8" else None)
-        if match is not None:
-            attention, kind = [part for part in match.groups() if part is not None]
+        known = cache_scale_of(name, dialect)
+        if known is not None:
+            attention, kind = known
             names.cache.setdefault(attention, {})[kind] = name
             _check_tensor(written, name, ("F32", "BF16", "F16"), ((), (1,)), found)
             _check_positive(written, name, found)
@@ -205,6 +205,15 @@ def _leftovers(written: Written, names: Names, expected: set[str], found: Verifi
             found.problem("names", name, "no engine maps this name to a cache scale: it is dropped")
         else:
             found.problem("names", name, f"no engine reads it{_hint(name, names, expected)}")
+
+
+def cache_scale_of(name: str, dialect: str | None) -> tuple[str, str] | None:
+    """The attention module and "k", "v" or "q" that an engine takes a tensor's name for."""
+    match = _CACHE.match(name) or (_CACHE_FP8.match(name) if dialect == "fp8" else None)
+    if match is None:
+        return None
+    attention, kind = [part for part in match.groups() if part is not None]
+    return attention, kind
 
 
 def _hint(name: str, names: Names, expected: set[str]) -> str:

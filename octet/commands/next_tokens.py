@@ -9,6 +9,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from export.verification import Divergence, Verification
 from export.verify_cache import cache_of
+from export.verify_names import cache_scale_of
 from export.verify_original import Original
 from export.verify_triton import held_models
 from export.written import Written
@@ -112,17 +114,23 @@ def _scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float3
         key = "input_global_scale" if group.stored.global_scale else "input_scale"
         scale = np.float32(1) / value if group.stored.divides else value
         found[f"{linear.name}.{key}"] = np.asarray(scale, np.float32)
+    one = np.ones((), np.float32)  # what engines take where there is none
     for index in range(spec.layers):
-        attention = f"{spec.layer(index)}.self_attn"
-        for kind in "kvq":
-            names = (f"{attention}.{kind}_scale", f"{attention}.{kind}_proj.{kind}_scale")
-            name = next((name for name in names if name in written), None)
-            if name is None and kind == "q":
-                continue
-            scale = np.float32(1) if name is None else written.values(name).reshape(-1)[0]
-            for suffix in ("", "_e4m3", "_e5m2"):
-                found[f"{attention}.{kind}_scale{suffix}"] = np.asarray(scale, np.float32)
+        for kind in "kv":
+            _cache_scale(found, f"{spec.layer(index)}.self_attn", kind, one)
+    dialect = written.quantization.dialect if written.quantization else None
+    for name in written.names:
+        known = cache_scale_of(name, dialect)
+        if known is not None:
+            _cache_scale(found, *known, written.values(name).reshape(-1)[0])
     return found
+
+
+def _cache_scale(
+    found: dict[str, NDArray[np.float32]], attention: str, kind: str, scale: Any
+) -> None:
+    for suffix in ("", "_e4m3", "_e5m2"):
+        found[f"{attention}.{kind}_scale{suffix}"] = np.asarray(scale, np.float32)
 
 
 def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None:

@@ -177,7 +177,7 @@ def _runtime() -> ModuleType:
     except ImportError as error:
         raise UnsupportedError(
             f"running an engine needs an NVIDIA GPU and cuda-bindings ({error}):"
-            " pip install 'octet[tensorrt]'"
+            " pip install cuda-bindings nvidia-cuda-nvrtc"
         ) from None
     module: ModuleType = runtime
     return module

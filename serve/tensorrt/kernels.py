@@ -131,6 +131,6 @@ def _nvrtc() -> Any:
         why = " ".join(str(error).split())
         raise UnsupportedError(
             f"running an engine needs cuda-bindings and NVRTC ({why}):"
-            " pip install 'octet[tensorrt]'"
+            " pip install cuda-bindings nvidia-cuda-nvrtc"
         ) from None
     return nvrtc

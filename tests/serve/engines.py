@@ -1,9 +1,10 @@
 """Engine directories for `FakeTensorRT`: the graph that build-engine compiles, in FLOAT."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import cuda.bindings
 import onnx
 import pytest
 from onnx import TensorProto
@@ -75,9 +76,10 @@ def rewritten(directory: Path, **details: Any) -> Path:
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, version: str = VERSION) -> None:
     """Makes this machine one with `gpu` and TensorRT."""
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt", FakeTensorRT(gpu, version))
-    for module in ("runtime", "driver"):
-        monkeypatch.setattr(cuda.bindings, module, gpu, raising=False)
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = bindings.driver = gpu  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(gpu, version))
     monkeypatch.setattr(kernels, "compile_kernels", fake_code)
 
 

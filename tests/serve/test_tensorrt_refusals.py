@@ -174,8 +174,11 @@ class TestServing:
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "engine").symlink_to(engines("e5m2"))
         (tmp_path / "1" / "onnx").symlink_to(tmp_path / "nothing")
-        entry = TritonEntry.load(arguments(tmp_path, slots="2", threads="1"), PbUtils)
-        assert isinstance(entry._loaded.engine._runner, TensorRTRunner)
+        gpu.devices = 2
+        given = arguments(tmp_path, slots="2", threads="1") | {"model_instance_device_id": "1"}
+        entry = TritonEntry.load(given, PbUtils)
+        runner = entry._loaded.engine._runner
+        assert isinstance(runner, TensorRTRunner) and runner.gpu.index == 1
         requests = [streamed("def f(x):") for _ in range(3)]
         entry.execute(requests)
         first, *others = [request.wait().text for request in requests]

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from export.compressed_tensors import CompressedTensors
@@ -84,12 +85,13 @@ def export_checkpoint(
     shards = {shard.path.name: _shard(source, layout, shard) for shard in source.checkpoint.shards}
     sizes = {name: tensors_nbytes(tensors, _METADATA) for name, tensors in shards.items()}
     require_space(out, sum(sizes.values()))
+    details = _details(source, layout, tensor_parallel)
+    _tell(console, details)
     with write_artifact(out, force=force) as writer:
         _write_side_files(source, layout, writer.path)
         if (source.checkpoint.path / INDEX_FILE).exists():
             _write_index(writer.path, shards)
         hashes = _write_shards(source, writer.path, shards, console)
-        details = _details(source, layout, tensor_parallel)
         return writer.finish(source.manifest("checkpoint", details, "numba"), hashes)
 
 
@@ -217,6 +219,19 @@ def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, 
         details["query_scale"] = (
             "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
         )
+    if source.checkpoint.warnings:
+        details["warnings"] = list(source.checkpoint.warnings)
     if template_of(source.checkpoint.path) is None:
         details["chat_template"] = "plain default: the model brings none"
     return details
+
+
+def _tell(console: Console | None, details: dict[str, Any]) -> None:
+    """What a user should know beforehand."""
+    told = list(details.get("warnings", []))
+    if details.get("query_scale", "calibrated") != "calibrated":
+        told.append(f"the scale of queries was {details['query_scale']}")
+    if console is None:
+        return
+    for warning in told:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)

@@ -9,12 +9,13 @@ import pytest
 from export.onnx import export_onnx
 from octet import microscaling, scaling
 from octet.artifact import Manifest, ModelIdentity, software
-from octet.calibration import Calibration
+from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.formats import E4M3, FORMATS, Float32Array, round_to
 from octet.golden import GoldenRecord, GoldenSet
 from octet.model import Linear
 from octet.recipe import Recipe, TensorScheme
+from octet.tensors import Tensor, write_tensors
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
 GROUPED = ("mxfp8", "mxfp4", "nvfp4")
@@ -27,10 +28,11 @@ def make_calibration(
     *,
     scales: Mapping[str, float | np.ndarray] | None = None,
     drop: str | None = None,
+    changed: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Saves weight scales from the absolute maximum, and plausible input scales.
 
-    `scales` replaces some, `drop` leaves one out.
+    `scales` replaces some, `drop` leaves one out. `changed` are tensors that an algorithm changed.
     """
     checkpoint = Checkpoint.open(model)
     found: dict[str, np.ndarray] = {}
@@ -59,7 +61,11 @@ def make_calibration(
         details={"source": str(model)},
         software=software(),
     )
-    Calibration.save(path, manifest, {}, {}, found, golden)
+    extra: dict[str, str | Path] = {}
+    if changed is not None:
+        extra[WEIGHTS_FILE] = path.with_suffix(".safetensors")
+        write_tensors(path.with_suffix(".safetensors"), changed)
+    Calibration.save(path, manifest, {}, {}, found, golden, extra_files=extra)
     return path
 
 

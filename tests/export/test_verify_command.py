@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from calibrate.predict import predict
 from export.checkpoint import export_checkpoint
 from export.onnx import export_onnx
 from export.verification import Divergence, Row, Verification
+from export.verify import verify as verify_files
 from octet.artifact import Manifest, write_artifact
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
+from octet.commands.next_tokens import add_divergence
 from octet.commands.verify import report, verify
 from octet.errors import ConfigError
-from octet.expected import EXPECTED_FILE, ServingPath
-from octet.recipe import Recipe
+from octet.expected import EXPECTED_FILE, ExpectedSet, ServingPath
+from octet.golden import GoldenSet
+from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.handmade import Tensors, write_handmade
 
@@ -39,26 +43,66 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def calibration(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the tiny model, with golden records that are its own and what fp8 is expected to cost."""
-    root = tmp_path_factory.mktemp("predicted")
-    plain = Calibration.load(make_calibration(root / "plain", tiny_model, Recipe.load("fp8")))
-    checkpoint = Checkpoint.open(tiny_model)
+def golden(tiny_model: Path) -> GoldenSet:
+    """Four golden records of the tiny model."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(1, 4096, (n,), generator=generator).tolist() for n in (4, 9, 17, 30)]
-    golden = golden_set(checkpoint, [("", row) for row in rows])
-    expected = predict(checkpoint, plain.manifest.recipe, plain.scales, golden, [PATH])
+    return golden_set(Checkpoint.open(tiny_model), [("", row) for row in rows])
+
+
+def predicted(root: Path, model: Path, recipe: str, golden: GoldenSet, path: ServingPath) -> Path:
+    """A calibration with what `path` is expected to cost."""
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale_e4m3": 0.02 + 0.01 * layer
+        for layer in (0, 1)
+        for kind in "kv"
+    }
+    made = make_calibration(root / "plain", model, Recipe.load(recipe), scales=scales)
+    plain = Calibration.load(made)
+    expected = predict(Checkpoint.open(model), plain.manifest.recipe, plain.scales, golden, [path])
+    files = {EXPECTED_FILE: expected.to_json()}
     out = root / "cal"
-    Calibration.save(
-        out,
-        plain.manifest,
-        {},
-        {},
-        plain.scales,
-        golden,
-        extra_files={EXPECTED_FILE: expected.to_json()},
-    )
+    Calibration.save(out, plain.manifest, {}, {}, plain.scales, golden, extra_files=files)
     return out
+
+
+@pytest.fixture(scope="module")
+def calibration(
+    tiny_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return predicted(tmp_path_factory.mktemp("predicted"), tiny_model, "fp8", golden, PATH)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "cache"),
+    [
+        ("fp8-static", "compressed-tensors", "e4m3"),
+        ("fp8-static", "modelopt", "e4m3"),
+        ("fp8-static", "fp8", "e4m3"),
+        ("nvfp4", "compressed-tensors", "e5m2"),
+        ("nvfp4", "modelopt", "e4m3"),
+        ("mxfp4", "compressed-tensors", "float16"),
+    ],
+)
+def test_what_is_simulated_is_what_is_in_the_files(
+    recipe: str,
+    form: Literal["compressed-tensors", "modelopt", "fp8"],
+    cache: KvCacheDtype,
+    tiny_model: Path,
+    golden: GoldenSet,
+    tmp_path: Path,
+) -> None:
+    """Codes, scales of inputs and of the cache, read back, give the predicted number itself."""
+    path = ServingPath(kv_cache=cache, compute="float32")
+    calibration = predicted(tmp_path, tiny_model, recipe, golden, path)
+    export_checkpoint(calibration, tmp_path / "out", format=form, kv_cache=cache)
+    found = verify_files(tmp_path / "out", calibration=calibration)
+    add_divergence(found)
+    assert found.problems == [] and found.divergence is not None
+    (expected,) = ExpectedSet.load(calibration).expectations
+    assert found.divergence.mean == pytest.approx(
+        expected.mean, rel=1e-6
+    )  # a divisor inverted twice
 
 
 def test_a_sound_checkpoint_answers_as_predicted(calibration: Path, tmp_path: Path) -> None:

@@ -91,11 +91,12 @@ def check_recipe_on(name: Name, targets: Sequence[str], gpu: Gpu | None, source:
                 continue
             who = f"this GPU ({gpu.name})" if gpu and gpu.target == target else f"target {target}"
             least = f"{_NEEDS[kind] // 10}.{_NEEDS[kind] % 10}"
+            others = "fp8, fp8-static and fp8-block run" if _holds(target, "fp8") else "none runs"
             raise UnsupportedError(
                 f"recipe {recipe} needs {_CALLED[kind]}, which {who} with compute capability"
                 f" {capability(target)} does not have: it begins with {least}, such as"
-                " --builder tensorrt-rtx --target sm120; recipes fp8, fp8-static and fp8-block"
-                f" run on {target}"
+                f" --builder tensorrt-rtx --target {'sm89' if kind == 'fp8' else 'sm120'};"
+                f" of the recipes {others} on {target}"
             )
     if name == RTX and "mxfp8" in kinds:
         raise UnsupportedError(

@@ -68,8 +68,11 @@ class Gpu:
 
     def zero(self, address: int, *, pitch: int, width: int, height: int) -> None:
         """The first `width` bytes of each of `height` rows that lie `pitch` bytes apart."""
-        if width and height:
-            checked(self.runtime.cudaMemset2DAsync(address, pitch, 0, width, height, self.stream))
+        runtime = self.runtime
+        if width == pitch:  # CUDA takes no pitch of 2 GiB or more
+            checked(runtime.cudaMemsetAsync(address, 0, width * height, self.stream))
+        elif width:
+            checked(runtime.cudaMemset2DAsync(address, pitch, 0, width, height, self.stream))
 
     def synchronize(self) -> None:
         """Waits for all work.

@@ -137,6 +137,11 @@ class FakeGpu:
         self.put_off(lambda: np.copyto(to, source))
         return (OK,)
 
+    def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: int) -> Status:
+        whole = self.view(devPtr, count)
+        self.put_off(lambda: whole.fill(value))
+        return (self.fails,)
+
     def cudaMemset2DAsync(
         self,
         devPtr: int,
@@ -148,7 +153,7 @@ class FakeGpu:
     ) -> Status:
         if self.fails != OK:
             return (self.fails,)
-        if width > pitch:
+        if width > pitch or pitch >= 1 << 31 or height < 1:
             return (cudaError_t.cudaErrorInvalidValue,)
         whole = self.view(devPtr, pitch * (height - 1) + width)
 

@@ -3,32 +3,25 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from export.verification import Row, Verification, layer_of
+from export.verification import Verification
 from export.verify_cache import cache_of, check_cache_scales, check_input_scales
-from export.verify_diagnosis import diagnose
 from export.verify_names import Names, check_names
-from export.verify_numbers import Numbers, measure
+from export.verify_numbers import measure
 from export.verify_original import Original
-from export.written import Coded, Written
+from export.verify_tensors import compare_copies, judge, row_of
+from export.written import Written
 from export.written_scheme import Stored
 from octet.artifact import Manifest
-from octet.errors import CheckpointError, UnsupportedError
+from octet.errors import CheckpointError
 from octet.model import ModelSpec
-from octet.tensors import Tensor
 
-__all__ = ["compare_copies", "judge", "row_of", "slack", "verify_checkpoint"]
-
-# How far below plain rounding's an SQNR may be, in dB. The scales of Octet are at least as good.
-# GPTQ and AWQ of others worsen single weights on purpose, to better what comes out of the layer.
-_SLACK_DB, _SLACK_OTHERS_DB = 1.0, 6.0
-_PART = 1 << 24  # numbers of a copied tensor that are compared at a time
+__all__ = ["verify_checkpoint"]
 
 Advance = Callable[[int], None]
+_CODES = ("U8", "F8_E4M3")
 
 
 def verify_checkpoint(
@@ -48,6 +41,8 @@ def verify_checkpoint(
     found.format = _format(written)
     shapes = original.shapes if original is not None else dict(spec.tensor_shapes())
     linears = _linears(written, shapes, spec)
+    if _undeclared(written, linears, found):
+        return written  # everything that follows would say the same
     names = check_names(
         written, shapes.keys(), linears, _fused(spec), found, ours=manifest is not None
     )
@@ -104,7 +99,7 @@ class _Comparison:
         numbers = measure(coded, reference, scales)
         self.found.rows.append(row_of(tensor, stored.label, numbers))
         others = self.original.others(module, self.spec)
-        why = judge(coded, reference, numbers, slack(self.ours), exact=self.ours, others=others)
+        why = judge(coded, reference, numbers, ours=self.ours, others=others)
         if why is not None:
             self.found.problem("numbers", tensor, why)
 
@@ -128,94 +123,6 @@ class _Comparison:
         if self.ours:
             return "; if an algorithm changed weights in calibration, give --calibration"
         return "; SmoothQuant and AWQ change norms, and weights then compare with none"
-
-
-def compare_copies(
-    name: str,
-    before: Tensor,
-    after: Tensor,
-    found: Verification,
-    hint: str = "",
-    release: Callable[[], None] = lambda: None,
-) -> None:
-    """Adds to `found` where a tensor that was to be copied is not the same, or counts it.
-
-    `release` lets go of the memory of what has been compared, a part at a time.
-    """
-    if (before.dtype, before.shape) != (after.dtype, after.shape):
-        found.problem(
-            "copies",
-            name,
-            f"stored as {after.dtype} {list(after.shape)}, the original is {before.dtype}"
-            f" {list(before.shape)}",
-        )
-        return
-    left, right = _bits(before.codes), _bits(after.codes)
-    first, count = 0, 0
-    for start in range(0, left.size, _PART):
-        part = slice(start, start + _PART)
-        if not np.array_equal(left[part], right[part]):
-            different = np.flatnonzero(left[part] != right[part])
-            first = first if count else start + int(different[0])
-            count += different.size
-        release()
-    if not count:
-        found.copied += 1
-        return
-    at = [int(index) for index in np.unravel_index(first, before.shape)]
-    found.problem(
-        "copies",
-        name,
-        f"{count} of {left.size} values are not the original's, the first at {at}{hint}",
-    )
-
-
-def row_of(tensor: str, label: str, numbers: Numbers) -> Row:
-    return Row(
-        tensor,
-        layer_of(tensor),
-        label,
-        numbers.elements,
-        numbers.max_abs,
-        numbers.signal,
-        numbers.noise,
-        numbers.expected,
-        numbers.unrounded,
-    )
-
-
-def slack(ours: bool) -> float:
-    """dB below the expected SQNR that are no fault."""
-    return _SLACK_DB if ours else _SLACK_OTHERS_DB
-
-
-def judge(
-    coded: Coded,
-    reference: object,
-    numbers: Numbers,
-    allowed: float,
-    *,
-    exact: bool,
-    others: object = None,
-) -> str | None:
-    """What is wrong with a weight, as a clause; None if nothing is. `exact`: codes are nearest."""
-    if not np.isfinite(numbers.noise):
-        return "not a number or infinite where it is dequantized: NaN codes or scales"
-    expected = numbers.expected if numbers.expected is not None else 20.0
-    if numbers.noise > 0 and numbers.sqnr < expected - allowed:
-        cause = diagnose(
-            coded,
-            reference,  # type: ignore[arg-type]
-            expected,
-            others or {},  # type: ignore[arg-type]
-        )
-        return f"SQNR {numbers.sqnr:.1f} dB, expected {expected:.1f} dB: {cause}"
-    if exact and numbers.unrounded:
-        return (
-            f"{numbers.unrounded} of {numbers.elements} codes are not the nearest to the original,"
-            f" the first at {list(numbers.first or ())}: altered after quantization"
-        )
-    return None
 
 
 def _scale_format(stored: Stored) -> str:
@@ -267,6 +174,22 @@ def _fused(spec: ModelSpec) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
+def _undeclared(written: Written, linears: dict[str, tuple[int, int]], found: Verification) -> bool:
+    """Whether weights are codes, and config.json does not say so: engines take them for numbers."""
+    if written.quantization is not None:
+        return False
+    codes = [
+        module
+        for module in linears
+        if f"{module}.weight_packed" in written
+        or (f"{module}.weight" in written and written.dtype(f"{module}.weight") in _CODES)
+    ]
+    if codes:
+        what = f"declares no quantization, and {len(codes)} linears are codes, such as {codes[0]}"
+        found.problem("configuration", "config.json", what)
+    return bool(codes)
+
+
 def _check_second_opinion(
     written: Written, linears: dict[str, tuple[int, int]], found: Verification
 ) -> None:
@@ -296,7 +219,8 @@ def _check_recipe(
 ) -> None:
     """Whether what is quantized, and how finely, is what the manifest's recipe says."""
     if written.quantization is None:
-        raise UnsupportedError(f"{written.path}: config.json declares no quantization")
+        found.problem("configuration", "config.json", "has no quantization_config")
+        return
     told = {problem.where for problem in found.problems}
     for linear in spec.linears():
         if linear.name in told:
@@ -327,8 +251,3 @@ def _check_recipe(
                     f"stored as {group.stored.elements} by {group.stored.granularity}, and recipe"
                     f" {manifest.recipe.name} has {kind[0]} by {kind[1]}",
                 )
-
-
-def _bits(codes: NDArray[Any]) -> NDArray[Any]:
-    """One unsigned integer for each number: NaN equals itself."""
-    return np.ascontiguousarray(codes).reshape(-1).view(f"u{codes.dtype.itemsize}")

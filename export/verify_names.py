@@ -98,11 +98,8 @@ def _unquantized(
     ]
     dtype = written.dtype(f"{module}.weight") if f"{module}.weight" in written else None
     if extra or dtype in ("U8", "F8_E4M3"):
-        why = "ignore lists it" if quantization and quantization.ignores(module) else "no group"
-        if quantization is None:
-            why = "config.json declares no quantization"
-        elif why == "no group":
-            why = "no config group matches it"
+        ignored = quantization is not None and quantization.ignores(module)
+        why = "ignore lists it" if ignored else "no config group matches it"
         stored = f"stored as {dtype}" if dtype in ("U8", "F8_E4M3") else f"has {extra[0]}"
         found.problem("configuration", module, f"{stored}, and {why}: it would be read as numbers")
     return set(extra)

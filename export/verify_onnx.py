@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from export.verification import Verification
-from export.verify_checkpoint import compare_copies, judge, row_of, slack
 from export.verify_numbers import measure
 from export.verify_original import Original
+from export.verify_tensors import compare_copies, judge, row_of
 from export.written_onnx import GraphWeight, WrittenGraph
 from octet.artifact import Manifest
 from octet.errors import ArtifactError
@@ -127,7 +127,7 @@ def _compare(
     numbers = measure(weight.coded, reference, weight.scales)
     found.rows.append(row_of(name, weight.label, numbers))
     others = original.others(module, original.checkpoint.spec)
-    why = judge(weight.coded, reference, numbers, slack(True), exact=True, others=others)
+    why = judge(weight.coded, reference, numbers, ours=True, others=others)
     if why is not None:
         found.problem("numbers", name, why)
     original.release()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["report", "verify"]
 
-_WORST = 10  # rows of the table that are shown without --all
+_WORST, _PROBLEMS = 10, 30  # rows of the tables that are shown without --all
 
 
 def verify(
@@ -61,7 +61,7 @@ def report(found: "Verification", console: Console, *, show_all: bool = False) -
     """One table for people, the worst first, readable in 100 columns."""
     console.print(Text.assemble((str(found.path), "bold"), f": {found.kind}, {found.format}"))
     if found.problems:
-        console.print(_problems(found))
+        console.print(_problems(found, len(found.problems) if show_all else _PROBLEMS))
     if found.rows:
         rows = found.worst_first
         shown = rows if show_all else rows[:_WORST]
@@ -76,13 +76,13 @@ def report(found: "Verification", console: Console, *, show_all: bool = False) -
     console.print(_verdict(found), highlight=False)
 
 
-def _problems(found: "Verification") -> Table:
-    table = Table(
-        title=f"{len(found.problems)} problems", title_justify="left", box=None, padding=(0, 1)
-    )
+def _problems(found: "Verification", most: int) -> Table:
+    count = len(found.problems)
+    title = f"{count} problems" if count <= most else f"first {most} of {count} problems"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("where", style="red", overflow="fold", ratio=2)
     table.add_column("what is wrong", overflow="fold", ratio=3)
-    for problem in found.problems:
+    for problem in found.problems[:most]:
         table.add_row(Text(problem.where), Text(problem.what))
     return table
 

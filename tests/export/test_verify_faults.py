@@ -236,6 +236,12 @@ def norm_in_another_dtype(tensors: Tensors, _: dict[str, Any]) -> None:
     tensors[name] = tensors[name].half()
 
 
+@fault("ct-channel", "config.json", "declares no quantization, and 14 linears are codes, such as")
+@fault("ct-nvfp4", "config.json", "declares no quantization, and 14 linears are codes, such as")
+def configuration_dropped(_: Tensors, config: dict[str, Any]) -> None:
+    del config["quantization_config"]
+
+
 @fault("ct-channel", "config.json", "rope_theta': 5000.0")
 def another_rope(_: Tensors, config: dict[str, Any]) -> None:
     config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 5000.0}

@@ -62,17 +62,32 @@ class GoldenSet(BaseModel):
 
 
 def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:
-    """KL(reference ‖ served) in nats over the shared token ids, all others lumped into one outcome.
+    """KL(reference ‖ served) in nats, as far as the most likely tokens of both tell.
 
-    Both map token id to log-probability under a full softmax. Lumping makes this a lower bound of
-    the full divergence (the data-processing inequality). Infinite if the served model gives no mass
-    to what the reference gives some.
+    Both map token id to log-probability under a full softmax. Tokens of the reference that are not
+    in `served`, n of them, are one outcome, and all others another. That one is served with at most
+    n times the least probability in `served`, for else it would hold one of them; of the
+    probabilities that this leaves, those of the least divergence are taken. So this is a lower
+    bound of the full divergence (the data-processing inequality). Infinite if the served model
+    gives no mass to what the reference gives some.
     """
     shared = reference.keys() & served.keys()
     divergence = sum(math.exp(reference[t]) * (reference[t] - served[t]) for t in shared)
-    rest_p = 1.0 - sum(math.exp(reference[t]) for t in shared)
-    rest_q = 1.0 - sum(math.exp(served[t]) for t in shared)
     # Rounding of the log-probabilities leaves ±1e-6 where nothing is left.
-    if rest_p > 1e-6:
-        divergence += rest_p * math.log(rest_p / rest_q) if rest_q > 0 else math.inf
+    p_rest = 1.0 - sum(map(math.exp, reference.values()))
+    p_rest = p_rest if p_rest > 1e-6 else 0.0
+    q_left = max(1.0 - sum(math.exp(served[t]) for t in shared), 0.0)
+    missing = reference.keys() - shared
+    p_missing = sum(math.exp(reference[t]) for t in missing)
+    q_missing = 0.0
+    if missing:
+        most = len(missing) * math.exp(min(served.values(), default=0.0))
+        q_missing = min(most, q_left * p_missing / (p_missing + p_rest))
+    divergence += _term(p_missing, q_missing) + _term(p_rest, q_left - q_missing)
     return max(divergence, 0.0)
+
+
+def _term(p: float, q: float) -> float:
+    if p == 0:
+        return 0.0
+    return p * math.log(p / q) if q > 0 else math.inf

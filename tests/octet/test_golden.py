@@ -35,6 +35,24 @@ def test_equal_distributions_have_none_and_disjoint_support_is_infinite() -> Non
     assert top_k_divergence(p, {1: math.log(0.75), 2: math.log(0.25)}) == math.inf
 
 
+def test_a_model_that_prefers_other_tokens_is_far_away() -> None:
+    """None of the reference's tokens is served: nothing is shared, and yet much is known."""
+    logits = -0.5 * np.arange(200)
+    p, q = log_softmax(logits), log_softmax(-logits)
+    full = float((np.exp(p) * (p - q)).sum())
+    assert 5 < top_k_divergence(top(p, 20), top(q, 20)) < full
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_that_are_not_served_keep_it_a_lower_bound(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.normal(size=200) * 2
+    p, q = log_softmax(logits), log_softmax(logits + random.normal(size=200) * 2)
+    assert not top(p, 20).keys() <= top(q, 20).keys()
+    full = float((np.exp(p) * (p - q)).sum())
+    assert 0 < top_k_divergence(top(p, 20), top(q, 20)) <= full
+
+
 def test_a_golden_set_survives_the_disk(tmp_path) -> None:
     record = GoldenRecord(
         prompt="a b",

@@ -64,8 +64,10 @@ def verify(
     elif is_checkpoint(path):
         return _of_others(path, model, calibration, console)
     else:
+        inside = sorted(file.parent.name for file in path.glob(f"*/{MANIFEST_FILE}"))
+        hint = f"; it holds {', '.join(inside)}: verify each by itself" if inside else ""
         raise ArtifactError(
-            f"{path}: neither an Octet artifact (no {MANIFEST_FILE}) nor a checkpoint"
+            f"{path}: neither an Octet artifact (no {MANIFEST_FILE}) nor a checkpoint{hint}"
         )
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)

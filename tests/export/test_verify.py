@@ -185,6 +185,10 @@ def test_what_cannot_be_verified_is_refused_in_a_line(tiny_model: Path, tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match="neither an Octet artifact"):
         verify(tmp_path / "empty")
+    write_handmade(tmp_path / "several" / "b", tiny_model, "ct-channel")
+    write_handmade(tmp_path / "several" / "a", tiny_model, "ct-channel")
+    with pytest.raises(ArtifactError, match="it holds a, b: verify each by itself"):
+        verify(tmp_path / "several")
 
     def unknown(_: object, config: dict[str, dict[str, str]]) -> None:
         config["quantization_config"]["quant_method"] = "gptq"

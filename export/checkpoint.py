@@ -1,9 +1,9 @@
 """calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
 Codes and scales take the place of the linears' weights; every other tensor is copied bit for bit.
-Shards are streamed one after the other: a part of one tensor is in memory at a time, each file is
-read once and written once, and both are hashed on the way. A shard that is not the calibration's
-fails the export when its end is reached, and nothing is left behind.
+Shards are streamed, two at a time: a part of a tensor of each is in memory, each file is read once
+and written once, and both are hashed on the way. A shard that is not the calibration's fails the
+export when its end is reached, and nothing is left behind.
 
 | cache (`kv_cache`) | in the checkpoint                                                          |
 |--------------------|----------------------------------------------------------------------------|
@@ -15,8 +15,9 @@ Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compr
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ _LAYOUTS: dict[str, Callable[[], Layout]] = {
     "fp8": Fp8,
 }
 _METADATA = {"format": "pt"}
+_SHARDS_AT_A_TIME = 2  # hashing one is slower than copying it
 
 
 def export_checkpoint(
@@ -99,26 +101,48 @@ def _write_shards(
     source: Source, directory: Path, shards: dict[str, Tensors], console: Console | None
 ) -> dict[str, str]:
     """Writes every shard, and makes sure of the one it comes from; SHA-256 by file name."""
-    hashes = {}
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=console is None)
     total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
-    with progress, ThreadPoolExecutor(1) as hashing:
+    stop = threading.Event()
+
+    def write(shard: TensorFile) -> str:
+        digest = _write_shard(source, shard, directory, shards[shard.path.name], stop)
+        progress.advance(task, shard.path.stat().st_size)
+        return digest
+
+    with progress, ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool:
         task = progress.add_task("export", total=total)
-        for shard in source.checkpoint.shards:
-            name, reader = shard.path.name, ShardReader(shard, hashing)
-            tensors = _streamed(source, reader, shards[name])
-            try:
-                hashes[name] = write_tensors(
-                    directory / name, tensors, _METADATA, release=reader.release
-                )
-            except OctetError:  # such as a NaN, which may come of the very alteration
-                source.require_shard(shard.path, reader.hexdigest())
-                raise
+        writing = {x.path.name: pool.submit(write, x) for x in source.checkpoint.shards}
+        try:
+            return {name: future.result() for name, future in writing.items()}
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_shard(
+    source: Source, shard: TensorFile, directory: Path, tensors: Tensors, stop: threading.Event
+) -> str:
+    """The SHA-256 of what it writes; ends early, with CancelledError, once `stop` is set."""
+    with ThreadPoolExecutor(1) as hashing:
+        reader = ShardReader(shard, hashing)
+
+        def release() -> None:
+            reader.release()
+            if source.checkpoint.changes is not None:
+                source.checkpoint.changes.release()
+            if stop.is_set():
+                raise CancelledError
+
+        try:
+            path, streamed = directory / shard.path.name, _streamed(source, reader, tensors)
+            digest = write_tensors(path, streamed, _METADATA, release=release)
+        except OctetError:  # such as a NaN, which may come of the very alteration
             source.require_shard(shard.path, reader.hexdigest())
-            source.checkpoint.release()
-            progress.advance(task, shard.path.stat().st_size)
-    return hashes
+            raise
+        source.require_shard(shard.path, reader.hexdigest())
+        return digest
 
 
 def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:

@@ -8,8 +8,9 @@ import hashlib
 import json
 import mmap
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +51,7 @@ CONTAINERS: dict[str, np.dtype[Any]] = {
 }
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _PART = 8 << 20  # bytes written and hashed together
+_WAITING_PARTS = 8
 _RELEASE_EVERY = 64 << 20
 
 
@@ -223,20 +225,25 @@ def write_tensors(
     """
     planned = {name: pending(tensor) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
+    waiting: deque[Future[None]] = deque()  # parts to be hashed: they stay in memory until then
     since_release = 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         for codes in _contents(planned, metadata):
             data = np.ascontiguousarray(codes).reshape(-1).view(np.uint8).data
             for start in range(0, len(data), _PART):
                 part = data[start : start + _PART]
-                hashed = hashing.submit(digest.update, part)  # neither holds the interpreter's lock
+                # Neither hashing nor writing holds the interpreter's lock.
+                waiting.append(hashing.submit(digest.update, part))
                 file.write(part)
-                hashed.result()
+                if len(waiting) > _WAITING_PARTS:
+                    waiting.popleft().result()
                 since_release += len(part)
                 if release is not None and since_release >= _RELEASE_EVERY:
                     release()
                     since_release = 0
             del codes, data
+        for hashed in waiting:
+            hashed.result()
     if release is not None:
         release()
     return digest.hexdigest()

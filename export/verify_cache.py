@@ -10,7 +10,7 @@ from export.verify_original import Original
 from export.written import Written
 from octet.recipe import KvCacheDtype
 
-__all__ = ["cache_of", "check_cache_scales", "check_input_scales"]
+__all__ = ["cache_of", "check_cache_scales"]
 
 _E5M2_PER_E4M3 = 448 / 57344  # how much smaller a scale that uses all of E5M2 is
 _SAME = 1e-6  # relative: what 1/x and back costs in float32
@@ -99,36 +99,3 @@ def _compare(
     found.problem(
         "scales", name, f"{written:.6g}, and calibration has {wanted:.6g} for {kv_cache}{why}"
     )
-
-
-def check_input_scales(
-    written: Written, names: Names, original: Original | None, found: Verification
-) -> None:
-    """Static scales of inputs against those that were calibrated: nothing else can tell."""
-    tensors = {
-        module: group.stored
-        for module, group in names.quantized.items()
-        if group.stored.input_scale is not None
-    }
-    if not tensors:
-        return
-    if original is None or original.calibration is None:
-        found.notes.append(
-            f"{len(tensors)} input scales are positive and finite; their values can be compared"
-            " with --calibration"
-        )
-        return
-    known = original.calibration.scales
-    for module, stored in tensors.items():
-        name = f"{module}.{stored.input_scale}"
-        value = float(written.values(name).reshape(-1)[0])
-        scale = 1 / value if stored.divides else value
-        wanted = known.get(f"{module}.input_scale", known.get(f"{module}.input_global_scale"))
-        if wanted is None or np.isclose(scale, float(wanted), rtol=_SAME, atol=0):
-            continue
-        if np.isclose(1 / scale, float(wanted), rtol=1e-3):
-            way = "multiply" if stored.divides else "divide"
-            why = f"it seems to {way}, and this format wants the reciprocal"
-        else:
-            why = f"calibration has {1 / float(wanted) if stored.divides else float(wanted):.6g}"
-        found.problem("scales", name, f"{value:.6g}: {why}")

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from export.verification import Verification
-from export.verify_cache import cache_of, check_cache_scales, check_input_scales
+from export.verify_cache import cache_of, check_cache_scales
 from export.verify_names import Names, check_names
 from export.verify_numbers import measure
 from export.verify_original import Original
+from export.verify_scales import check_calibrated_scales
 from export.verify_tensors import compare_copies, judge, row_of
 from export.written import Written
 from export.written_scheme import Stored
@@ -49,7 +50,7 @@ def verify_checkpoint(
     asked = manifest.details.get("kv_cache") if manifest is not None else None
     cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
     check_cache_scales(written, names, cache, original, found)
-    check_input_scales(written, names, original, found)
+    check_calibrated_scales(written, names, original, found)
     _check_second_opinion(written, linears, found)
     if manifest is not None:
         _check_recipe(written, names, manifest, spec, found)

@@ -63,8 +63,8 @@ def spread(scale: np.ndarray, w: np.ndarray) -> np.ndarray:
     return scale.repeat(w.shape[0] // scale.shape[0], 0).repeat(w.shape[1] // scale.shape[1], 1)
 
 
-def per_tensor(w: np.ndarray, _: float) -> Tensors:
-    scale = np.array([np.abs(w).max() / 448], np.float32)
+def per_tensor(w: np.ndarray, shared: float) -> Tensors:
+    scale = np.array([shared / 448], np.float32)
     return {"weight": torch_of(e4m3(w / scale)), "weight_scale": torch_of(scale)}
 
 

@@ -16,7 +16,7 @@ from octet.artifact import Manifest, write_artifact
 from octet.calibration import Calibration
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
-from tests.export.handmade import Damage, Tensors, write_handmade
+from tests.export.handmade import FORMATS, Damage, Tensors, write_handmade
 
 LAYER = "model.layers.1"
 Q, K, V = (f"{LAYER}.self_attn.{p}_proj" for p in "qkv")
@@ -300,6 +300,35 @@ def test_a_cache_scale_of_the_other_format_is_named(tiny_model: Path, tmp_path: 
     found = {p.where: p.what for p in verify(path, calibration=calibration).problems}
     assert "it is the scale for an E5M2 cache" in found[f"{LAYER}.self_attn.k_scale"]
     assert "it divides, and should multiply" in found[f"{LAYER}.self_attn.v_scale"]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("ct-channel", "weight_scale"),
+        ("ct-block", "weight_scale"),
+        ("ct-nvfp4", "weight_global_scale"),
+        ("ct-nvfp4", "input_global_scale"),
+        ("modelopt-nvfp4", "weight_scale_2"),
+    ],
+)
+def test_the_last_bits_of_a_scale_are_compared_with_the_calibration(
+    form: str, name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """No weight moves by as much as its rounding."""
+    calibration = calibrated(tmp_path / "cal", tiny_model, FORMATS[form].recipe)
+    sound = write_handmade(tmp_path / "sound", tiny_model, form)
+    made_from(sound, calibration)
+    assert verify(sound, calibration=calibration).problems == []
+
+    def nudge(tensors: Tensors, _: dict[str, Any]) -> None:
+        tensors[f"{DOWN}.{name}"] = tensors[f"{DOWN}.{name}"] * (1 + 2**-20)
+
+    path = write_handmade(tmp_path / "out", tiny_model, form, damage=nudge)
+    assert verify(path, model=tiny_model).problems == []
+    made_from(path, calibration)
+    (problem,) = verify(path, calibration=calibration).problems
+    assert problem.where == f"{DOWN}.{name}" and "calibration has" in problem.what
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ export when its end is reached, and nothing is left behind.
 
 | cache (`kv_cache`) | in the checkpoint                                                          |
 |--------------------|----------------------------------------------------------------------------|
-| e5m2               | no cache scheme; scales of K and V only where they are not 1               |
+| e5m2               | no cache scheme; scales of K and V in a layer where one of them is not 1   |
 | e4m3               | a cache scheme; scales of K and V, and of queries where they were observed |
 | float16            | nothing                                                                    |
 
@@ -190,12 +190,10 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
     found: dict[str, Tensors] = {}
     for index in range(source.spec.layers):
         attention = f"{source.spec.layer(index)}.self_attn"
-        scales: dict[CacheScale, float | None] = {"q": source.query_scale(index)}
-        scales["k"], scales["v"] = source.cache_scales(index)
-        if source.kv_cache == "e5m2":
-            scales = {
-                which: scale for which, scale in scales.items() if scale != 1 and which != "q"
-            }
+        k, v = source.cache_scales(index)
+        scales: dict[CacheScale, float | None] = {"q": source.query_scale(index), "k": k, "v": v}
+        if source.kv_cache == "e5m2":  # never one of them: vLLM would take it for both
+            scales = {"k": k, "v": v} if (k, v) != (1, 1) else {}
         elif source.kv_cache == "float16":
             scales = {}
         inside = [x.name for x in source.spec.linears(index) if x.name.startswith(f"{attention}.")]

@@ -128,13 +128,16 @@ def test_a_sharded_checkpoint_stays_sharded(
         assert torch.equal(found.view(torch.uint8), single[name].view(torch.uint8)), name
 
 
-def test_cache_scales_are_written_where_they_are_not_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_cache_scales_are_written_in_pairs_where_one_is_not_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     name = f"{LAYER}.self_attn.k_scale"
     make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"), scales={name: 2.0})
     export_checkpoint(tmp_path / "cal", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {n: t.tolist() for n, t in tensors.items() if n.endswith(("k_scale", "v_scale"))} == {
-        name: [2.0]
+        name: [2.0],
+        name.replace("k_scale", "v_scale"): [1.0],
     }
 
 

@@ -30,15 +30,17 @@ _BF16 = Level("bfloat16", None)
 
 
 def levels_above(pair: Pair) -> tuple[Level, ...]:
-    """One format up, and BF16: nvfp4 → fp8, mxfp4 → mxfp8; of FP8, BF16 at once.
+    """One format up, and BF16: nvfp4 → fp8, mxfp4 → mxfp8, fp8-static → fp8.
 
-    (Between the FP8 recipes there is fp8-static → fp8, but no export writes a mixture of those, and
-    every export leaves layers in BF16.)
+    Static scales give way to those of channels and tokens; there is nothing between those, or
+    scales of blocks or groups, and BF16.
     """
-    weights, _ = pair
-    if weights.format != "e2m1":
+    weights, activations = pair
+    up = {"nvfp4": "fp8", "mxfp4": "mxfp8"}.get(weights.kind)
+    if weights.kind == "fp8" and not activations.dynamic:
+        up = "fp8"
+    if up is None:
         return (_BF16,)
-    up = "mxfp8" if weights.scale_format == "e8m0" else "fp8"
     preset = PRESETS[up]
     return Level(up, (preset.weights, preset.activations)), _BF16
 

@@ -214,7 +214,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     [
         ("nvfp4", ["fp8", "bfloat16"]),
         ("mxfp4", ["mxfp8", "bfloat16"]),
-        ("fp8-static", ["bfloat16"]),
+        ("fp8-static", ["fp8", "bfloat16"]),
         ("fp8", ["bfloat16"]),
         ("fp8-block", ["bfloat16"]),
         ("mxfp8", ["bfloat16"]),

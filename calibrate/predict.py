@@ -67,24 +67,28 @@ Weights = Callable[[str], NDArray[np.float32] | None]
 
 
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
-    """The paths that engines take with `recipe`: see `docs/compatibility.md`.
+    """The paths that engines take with `recipe`: see `octet.engines` and `docs/compatibility.md`.
 
-    With the recipe's own cache, and with those that an export may choose instead. Weight-only
-    products are those of FP4 and MX formats on Hopper, of FP8 on GPUs before it. vLLM on a CPU
-    truncates into an FP8 cache; FlashAttention 3 rounds queries too where the cache is E4M3. ONNX
-    Runtime computes in float32.
+    With the recipe's own cache and with every other that an export may choose. Engines on a GPU and
+    TensorRT compute in bfloat16 or better, ONNX Runtime in float32; vLLM on a CPU truncates into an
+    FP8 cache; FlashAttention 3 rounds queries too where the cache is E4M3. Weight-only products are
+    those of FP4 and MX formats on Hopper; of FP8 on GPUs before it, with the recipe's own cache.
     """
-    own = recipe.kv_cache
-    caches: list[KvCacheDtype] = list(dict.fromkeys((own, "float16", "e5m2", "e4m3")))
     fp8 = recipe.weights.kind == "fp8"
-    paths = [ServingPath(**_cache(cache)) for cache in caches]
-    weight_only = caches[:1] if fp8 else caches
-    paths += [ServingPath(**_cache(cache), activations=False) for cache in weight_only]
-    if own != "float16":
-        paths.append(ServingPath(kv_cache=own, kv_rounding="truncate"))
-    for cache in (own, "float16"):
+    caches: tuple[KvCacheDtype, ...] = tuple(
+        dict.fromkeys((recipe.kv_cache, "e5m2", "float16", "e4m3"))
+    )
+    paths = []
+    for cache in caches:
+        paths.append(ServingPath(**_cache(cache)))
+        if cache == "e4m3":
+            paths.append(ServingPath(kv_cache=cache))
+        if cache != "float16":
+            paths.append(ServingPath(kv_cache=cache, kv_rounding="truncate"))
         paths.append(ServingPath(kv_cache=cache, compute="float32"))
-    return tuple(dict.fromkeys(paths))
+        if not fp8 or cache == recipe.kv_cache:
+            paths.append(ServingPath(**_cache(cache), activations=False))
+    return tuple(paths)
 
 
 def _cache(kv_cache: KvCacheDtype) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from calibrate.golden import golden_set
 from calibrate.predict import predict, serving_paths
 from calibrate.simulate import module_schemes, simulate_modules
 from octet.checkpoint import Checkpoint
+from octet.engines import vllm_path
 from octet.expected import Expectation, ServingPath
 from octet.golden import GoldenSet, top_k_divergence
 from octet.recipe import PRESETS, KvCacheDtype
@@ -185,9 +186,15 @@ def test_what_engines_do_is_predicted(preset: str, kv_cache: KvCacheDtype) -> No
     weight_only = {path.kv_cache for path in paths if not path.activations}
     if preset in ("mxfp4", "mxfp8", "nvfp4"):  # Marlin, on Hopper
         assert weight_only == {"e5m2", "e4m3", "float16"}
-    # What ONNX Runtime computes: every calibration can be exported to it.
-    assert ServingPath(kv_cache=kv_cache, compute="float32") in paths
-    assert ServingPath(kv_cache="float16", compute="float32") in paths
+    # An export may choose any cache: what ONNX Runtime computes with it, and vLLM.
+    pair = (PRESETS[preset].weights, PRESETS[preset].activations)
+    caches: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
+    for cache in caches:
+        assert ServingPath(kv_cache=cache, compute="float32") in paths
+        assert vllm_path(pair, cache, "sm90") in paths
+        assert vllm_path(pair, cache, "sm90", attention="FLASHINFER") in paths
+        if preset == "fp8":  # the one that vLLM multiplies on a CPU
+            assert vllm_path(pair, cache, "cpu") in paths
 
 
 def test_a_range_holds_what_another_implementation_finds() -> None:

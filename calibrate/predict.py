@@ -80,20 +80,15 @@ def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     )
     paths = []
     for cache in caches:
-        paths.append(ServingPath(**_cache(cache)))
-        if cache == "e4m3":
-            paths.append(ServingPath(kv_cache=cache))
+        weight_only = not fp8 or cache == recipe.kv_cache
+        for queries in (True, False) if cache == "e4m3" else (False,):
+            paths.append(ServingPath(kv_cache=cache, queries=queries))
+            if weight_only:
+                paths.append(ServingPath(kv_cache=cache, queries=queries, activations=False))
         if cache != "float16":
             paths.append(ServingPath(kv_cache=cache, kv_rounding="truncate"))
         paths.append(ServingPath(kv_cache=cache, compute="float32"))
-        if not fp8 or cache == recipe.kv_cache:
-            paths.append(ServingPath(**_cache(cache), activations=False))
     return tuple(paths)
-
-
-def _cache(kv_cache: KvCacheDtype) -> dict[str, Any]:
-    """As a GPU reads it by default."""
-    return {"kv_cache": kv_cache, "queries": kv_cache == "e4m3"}
 
 
 def predict(

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from calibrate import run
+from calibrate.predict import serving_paths
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import (
@@ -27,6 +28,7 @@ from octet.errors import (
     SampleError,
     UnsupportedError,
 )
+from octet.expected import EXPECTED_FILE, ExpectedSet
 from octet.recipe import Recipe
 from octet.tensors import Tensor, TensorFile, write_tensors
 
@@ -134,10 +136,23 @@ def test_reports_progress_tensors_and_warnings(
     text = stream.getvalue()
     assert "tokens/s" in text
     assert "lowest SQNR" in text
+    expected = ExpectedSet.load(tmp_path / "out")
+    assert [x.path for x in expected.expectations] == list(serving_paths(FP8))
+    assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
+    told = f"expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
+    assert told in " ".join(text.split())
     assert "layers.0.self_attn.key " in text
     assert "warning: 8 samples are few" in " ".join(text.split())
     assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
     assert not any(name.endswith("input_scale") for name in result.scales)  # dynamic
+
+
+def test_what_serving_costs_need_not_be_predicted(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"recipe": FP8, "count": 8, "allow_few_samples": True}
+    run(tiny_model, tiny_samples, tmp_path / "out", predict=False, **options)
+    assert not (tmp_path / "out" / EXPECTED_FILE).exists()
 
 
 def test_refuses_a_weight_with_nan_before_it_runs(

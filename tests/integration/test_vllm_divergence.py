@@ -1,0 +1,206 @@
+"""A real vLLM serves every export that it has CPU kernels for, as far from BF16 as predicted.
+
+A prediction belongs to the path that the engine executes: this build truncates where it writes an
+FP8 cache (`octet.engines`). What it has no kernel for, it refuses in the words of
+docs/compatibility.md. Run with -s to see the figures.
+"""
+
+import json
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import calibrate
+from calibrate.predict import predict
+from calibrate.rescale import rescale
+from export.checkpoint import CheckpointFormat, export_checkpoint
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.engines import vllm_path
+from octet.expected import Expectation, ExpectedSet, ServingPath
+from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.recipe import PRESETS, KvCacheDtype, Recipe
+from tests.integration.conftest import require
+from tests.integration.servers import layout
+from tests.integration.servers.launch import ServerFailed, VllmServer, cpu_flags
+
+pytestmark = pytest.mark.vllm
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
+AMX = "amx_tile" in cpu_flags()
+CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of `recipe` (None: the original in BF16), and the cache it is served with."""
+
+    recipe: str | None
+    cache: KvCacheDtype
+    format: CheckpointFormat = "compressed-tensors"
+
+    def __str__(self) -> str:
+        return f"{self.recipe or 'bfloat16'} {self.format} {self.cache}"
+
+
+SERVED = (
+    Case("fp8", "e5m2"),
+    Case("fp8", "e4m3"),
+    Case("fp8", "e4m3", "modelopt"),
+    Case(None, "e5m2"),
+    Case(None, "float16"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> None:
+    require(layout.VLLM)
+    if "avx512f" not in cpu_flags():
+        pytest.skip("vLLM's CPU build keeps an FP8 KV cache only with AVX-512: use such a machine")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("divergence")
+
+
+@pytest.fixture(scope="module")
+def calibration(directory: Path) -> Calibration:
+    """`fp8` with an E4M3 cache, for which queries are observed: others are derived from it."""
+    samples = EXAMPLE / "samples"
+    found = calibrate.run(
+        EXAMPLE / "model",
+        samples / "calibration.jsonl",
+        directory / "calibration",
+        recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
+        held_out=samples / "heldout.jsonl",
+        count=128,
+    )
+    assert found is not None
+    return found
+
+
+def exported(case: Case, recipe: Recipe, origin: Calibration, directory: Path) -> Path:
+    """The checkpoint of `case`, with its golden records and what was predicted for it."""
+    source = origin.path
+    if recipe != origin.manifest.recipe:
+        source = directory / f"calibration of {case}"
+        rescale(origin.path, source, recipe=recipe)
+    out = directory / f"checkpoint of {case}"
+    export_checkpoint(source, out, format=case.format)
+    return out
+
+
+def recipe_of(case: Case) -> Recipe:
+    return PRESETS[case.recipe or "fp8"].model_copy(update={"kv_cache": case.cache})
+
+
+def predicted(case: Case, checkpoint: Path, calibration: Calibration) -> Expectation:
+    """From the file in the export; of the original, computed now."""
+    recipe = recipe_of(case)
+    pair = (recipe.weights, recipe.activations) if case.recipe else None
+    path = vllm_path(pair, case.cache, "cpu", amx=AMX)
+    if case.recipe:
+        expected = ExpectedSet.load(checkpoint)
+    else:
+        # Among others, so that how far implementations scatter is known better.
+        paths = [path, ServingPath(kv_cache="e5m2"), ServingPath(kv_cache="float16")]
+        expected = predict(
+            Checkpoint.open(EXAMPLE / "model"),
+            calibration.manifest.recipe,
+            calibration.scales,
+            calibration.golden,
+            paths,
+        )
+    found = expected.find(path)
+    assert found is not None
+    return found
+
+
+def measured(server: VllmServer, golden: GoldenSet) -> float:
+    found = [divergence(server, record) for record in golden.records]
+    return sum(found) / len(found)
+
+
+def divergence(server: VllmServer, record: GoldenRecord) -> float:
+    body = {
+        "model": server.served_name,
+        "prompt": list(record.prompt_token_ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": len(record.top_token_ids),
+        "return_tokens_as_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        (choice,) = json.load(response)["choices"]
+    top = choice["logprobs"]["top_logprobs"][0]
+    return top_k_divergence(record.top, {int(k.split(":")[1]): v for k, v in top.items()})
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_it_serves_what_was_predicted(
+    case: Case, calibration: Calibration, directory: Path
+) -> None:
+    checkpoint = EXAMPLE / "model"
+    if case.recipe:
+        checkpoint = exported(case, recipe_of(case), calibration, directory)
+    expected = predicted(case, checkpoint, calibration)
+    log = directory / f"{case}.log"
+    server = VllmServer(
+        model=checkpoint, log=log, kv_cache_dtype=CACHE_DTYPES[case.cache], ready_seconds=400
+    )
+    with server:
+        with urllib.request.urlopen(f"{server.url}/metrics") as response:
+            metrics = response.read().decode()
+        kl = measured(server, calibration.golden)
+    print(
+        f"\n{case}: {kl:.5f} nats; predicted {expected.mean:.5f}"
+        f" ({expected.low:.5f} to {expected.high:.5f}) with {expected.path.label}"
+    )
+    assert re.search(rf'[{{,]cache_dtype="{CACHE_DTYPES[case.cache]}"', metrics)
+    if case.recipe and not AMX:  # both operands in FP8: it is no weight-only product
+        assert "Selected ChannelWiseTorchFP8ScaledMMLinearKernel" in log.read_text()
+    assert expected.holds(kl)
+
+
+def test_another_path_is_told_apart(calibration: Calibration) -> None:
+    """What is predicted for a cache that truncates is far from one that rounds to nearest."""
+    expected = ExpectedSet.load(calibration.path)
+    gpu = expected.find(ServingPath(kv_cache="e4m3", queries=True))
+    cpu = expected.find(ServingPath(kv_cache="e4m3", kv_rounding="truncate"))
+    full = expected.find(ServingPath(kv_cache="float16"))
+    assert gpu is not None and cpu is not None and full is not None
+    assert full.mean < gpu.mean < cpu.mean
+    assert not full.holds(cpu.mean)
+
+
+REFUSED = {
+    "fp8-static": "static_scaled_fp8_quant",
+    "fp8-block": "requires AMX tile support",
+    "nvfp4": "Failed to find a kernel that can implement the NVFP4 linear layer",
+    "mxfp4": "Failed to find a kernel that can implement the MXFP4 linear layer",
+    "mxfp8": "Failed to find a kernel that can implement the MXFP8 linear layer",
+}
+
+
+@pytest.mark.parametrize("preset", REFUSED)
+def test_it_refuses_what_it_has_no_kernel_for(
+    preset: str, calibration: Calibration, directory: Path
+) -> None:
+    if AMX and preset.startswith("fp8"):
+        pytest.skip("a CPU with AMX has this kernel: run it on one without")
+    case = Case(preset, "e5m2")
+    checkpoint = exported(case, recipe_of(case), calibration, directory)
+    log = directory / f"{case}.log"
+    server = VllmServer(model=checkpoint, log=log, ready_seconds=400)
+    with pytest.raises(ServerFailed, match="ended with code"), server:
+        pass
+    assert REFUSED[preset] in log.read_text()

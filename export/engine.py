@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from export.engine_cache import describe
-from export.engine_graph import EngineGraph, engine_graph
+from export.engine_graph import INLINE_LIMIT_BYTES, EngineGraph, engine_graph
 from export.engine_profiles import MAX_BATCH, longest_of, profiles_of
 from export.engine_report import check_precision, precision_details, print_report
 from export.source import Source, require_space
@@ -28,6 +28,7 @@ from export.tensorrt_targets import (
 )
 from octet.artifact import (
     MANIFEST_FILE,
+    PLAN_FILE,
     ArtifactWriter,
     Manifest,
     check_destination,
@@ -36,15 +37,12 @@ from octet.artifact import (
 from octet.checkpoint import sha256_file
 from octet.recipe import KvCacheDtype
 
-__all__ = ["PLAN_FILE", "build_engine"]
+__all__ = ["build_engine"]
 
-PLAN_FILE = "model.plan"
 NOT_RUN = "nothing has executed it"
 REPRODUCIBLE = (
     "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
 )
-
-_INLINE_LIMIT_BYTES = 100_000_000  # of weights; more are streamed to a file of their own
 
 Prove = Callable[[Path], dict[str, Any]]
 
@@ -124,7 +122,7 @@ class _Build:
         The ONNX file exists only meanwhile, in a directory beside it.
         """
         with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
-            file = graph.graph.save(Path(onnx), inline_limit=_INLINE_LIMIT_BYTES)
+            file = graph.graph.save(Path(onnx), inline_limit=INLINE_LIMIT_BYTES)
             hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
             self.source.checkpoint.release()  # its pages: the builder needs the memory
             plan = build_plan(

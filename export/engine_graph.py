@@ -17,7 +17,15 @@ from export.onnx_decoder import build_decoder
 from export.source import Source
 from octet.errors import UnsupportedError
 
-__all__ = ["EngineGraph", "build_engine_graph", "check_recipe", "engine_graph"]
+__all__ = [
+    "INLINE_LIMIT_BYTES",
+    "EngineGraph",
+    "build_engine_graph",
+    "check_recipe",
+    "engine_graph",
+]
+
+INLINE_LIMIT_BYTES = 100_000_000  # of weights; more are streamed to a file of their own
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 A plan is a program for one GPU: nothing in it can be decoded, so what is checked is that it is the
 one that was built, from which graph, how precise its builder says that it is, and whether it has
 ever answered. Its numbers are compared where it can run (`octet/commands/verify.py`).
+
+That graph is built again by `export.engine_graph`, the writer's own code: it shows that nothing has
+changed since, and cannot show a mistake of the writer. Of all that verifies, this alone is so.
 """
 
 import tempfile
@@ -12,13 +15,10 @@ from typing import Any
 from export.source import Source, require_space
 from export.verification import Verification
 from export.verify_original import Original
-from octet.artifact import Manifest, software
+from octet.artifact import PLAN_FILE, Manifest, software
 from octet.checkpoint import sha256_file
 
 __all__ = ["verify_engine"]
-
-PLAN_FILE = "model.plan"
-INLINE_LIMIT_BYTES = 100_000_000  # what `build-engine` keeps in model.onnx itself
 
 
 def verify_engine(
@@ -49,7 +49,9 @@ def _check_precision(manifest: Manifest, found: Verification) -> None:
     precision = manifest.details.get("precision")
     products = precision.get("products") if isinstance(precision, dict) else None
     if not isinstance(products, dict):
-        found.notes.append("no report of what runs in 8 or 4 bits")
+        found.unchecked.append(
+            "precision: its builder reported nothing of what runs in 8 or 4 bits"
+        )
         return
     for linear in manifest.model.spec.linears():
         scheme = manifest.recipe.scheme_of(linear.name)
@@ -69,16 +71,25 @@ def _check_graph(manifest: Manifest, original: Original | None, found: Verificat
     """Whether the graph that was compiled is the one that the calibration gives today."""
     hashes = manifest.details.get("graph_sha256")
     if not isinstance(hashes, dict):
+        found.problem("configuration", "graph_sha256", "missing: nobody says what was compiled")
         return
     if original is None or original.calibration is None:
-        found.notes.append("the graph that was compiled can be compared with --calibration")
+        found.unchecked.append(
+            "graph: give the calibration with --calibration, to compare the one that was compiled"
+        )
         return
     then = {key: manifest.software.get(key) for key in ("octet", "onnx")}
     now = {key: software("onnx").get(key) for key in then}
     if then != now:
-        found.notes.append(f"the graph was built by {then}, and here is {now}: not compared")
+        versions = [
+            ", ".join(f"{key} {version}" for key, version in which.items()) for which in (then, now)
+        ]
+        found.unchecked.append(
+            f"graph: it was built by {versions[0]}, and {versions[1]} may write another;"
+            " verify with the former"
+        )
         return
-    from export.engine_graph import build_engine_graph  # loads onnx
+    from export.engine_graph import INLINE_LIMIT_BYTES, build_engine_graph  # loads onnx
 
     source = Source.open(
         original.calibration.path,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.verification import Verification
-from octet.artifact import MANIFEST_FILE, Manifest
+from octet.artifact import MANIFEST_FILE, PLAN_FILE, Manifest
 
 __all__ = ["check_entry", "held_models"]
 
@@ -47,7 +47,7 @@ def held_models(path: Path) -> Iterator[Path]:
     """Directories of the entry at `path` that hold a model."""
     for version in sorted(child for child in path.iterdir() if child.name.isdigit()):
         for directory in (version, *sorted(version.iterdir())):
-            files = (MANIFEST_FILE, "model.onnx", "model.plan")
+            files = (MANIFEST_FILE, "model.onnx", PLAN_FILE)
             if directory.is_dir() and any((directory / name).is_file() for name in files):
                 yield directory
 

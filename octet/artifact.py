@@ -23,9 +23,18 @@ from octet.errors import ArtifactError
 from octet.model import ModelSpec
 from octet.recipe import Recipe
 
-__all__ = ["MANIFEST_FILE", "Manifest", "ModelIdentity", "SampleSet", "software", "write_artifact"]
+__all__ = [
+    "MANIFEST_FILE",
+    "PLAN_FILE",
+    "Manifest",
+    "ModelIdentity",
+    "SampleSet",
+    "software",
+    "write_artifact",
+]
 
 MANIFEST_FILE = "manifest.json"
+PLAN_FILE = "model.plan"  # of an engine: what TensorRT built
 SCHEMA_VERSION = 1
 Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
 

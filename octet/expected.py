@@ -13,11 +13,24 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octet.errors import ArtifactError
-from octet.recipe import KvCacheDtype
+from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath"]
+__all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
 
 EXPECTED_FILE = "expected.json"
+# Nats, where nobody predicted: 10 to 20 times what the recipes cost on the example model. They
+# catch an export that is broken, not one that is a little off.
+_BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0, "no quantization": 0.01}
+
+
+def bound_of(recipe: Recipe, *, quantized: bool = True) -> tuple[float, str]:
+    """The mean divergence, in nats, that is accepted without a prediction, and what it is for.
+
+    The latter is the kind of weights with the largest bound, among those that the recipe uses.
+    """
+    kinds = [recipe.weights.kind, *(override.weights.kind for override in recipe.overrides)]
+    kind = max(kinds, key=lambda kind: _BOUNDS[kind]) if quantized else "no quantization"
+    return _BOUNDS[kind], f"the bound of {kind}, without a prediction"
 
 
 class ServingPath(BaseModel):

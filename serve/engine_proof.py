@@ -11,7 +11,7 @@ What the recipe costs is in expected.json, simulated on the same prompts, as a 9
 runner leaves it once in twenty times, so what is refused lies outside twice that range, in
 logarithms, or 4 times off: few prompts make a range so wide that nothing would be. Decoding may
 cost at most 4 times what reading does, for both compute the same but for rounding. Without a
-prediction the bounds below hold: they catch an export that is broken, not one that is a little off.
+prediction `octet.expected.bound_of` holds: it catches an export that is broken, no more.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from octet.artifact import Manifest
 from octet.errors import ExportError, UnsupportedError
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath, bound_of
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
-from octet.recipe import Recipe
 from serve.cache import Slots
 from serve.runner import CHUNK, Runner, StepBatch, load_runner
 from serve.sampler import log_softmax
@@ -36,8 +35,6 @@ __all__ = ["DECODED", "Range", "expected_range", "prove", "prove_runner"]
 _FACTOR = 4
 _LEAST = 1e-3  # nats, below which nobody sees a difference
 DECODED = 8  # last tokens of each prompt that are decoded, one a step
-# Nats, where nobody predicted: 10 to 20 times what the recipes cost on the example model.
-_BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0, "no quantization": 0.01}
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,6 @@ def prove_runner(
 def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:
     """What the recipe costs with this cache, computed in FP16 or better."""
     quantized = bool(manifest.details.get("quantized", True))
-    kind = _coarsest(manifest.recipe) if quantized else "no quantization"
-    bound = _BOUNDS[kind]
     if quantized and (directory / EXPECTED_FILE).is_file():
         expected = ExpectedSet.load(directory)
         for compute in ("float32", "bfloat16"):
@@ -115,13 +110,7 @@ def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range
                 if compute == "bfloat16":  # FP16 rounds eight times finer: it may well cost less
                     low = 0.0
                 return Range(low, high, f"{EXPECTED_FILE}: {path.label}", found)
-    return Range(0.0, bound, f"the bound of {kind}, without a prediction")
-
-
-def _coarsest(recipe: Recipe) -> str:
-    """The kind of weights with the largest bound, among those that the recipe uses."""
-    kinds = [recipe.weights.kind, *(override.weights.kind for override in recipe.overrides)]
-    return max(kinds, key=lambda kind: _BOUNDS[kind])
+    return Range(0.0, *bound_of(manifest.recipe, quantized=quantized))
 
 
 def _judge(found: float, way: str, accepted: Range, directory: Path) -> None:

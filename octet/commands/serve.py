@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from octet.artifact import PLAN_FILE
 from octet.commands.options import Json, console_for
 from octet.errors import ConfigError
 from octet.interrupts import held_back
@@ -28,7 +29,7 @@ def evaluate(
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
     with held_back():
-        if any((target / name).exists() for name in ("model.onnx", "model.plan")):
+        if any((target / name).exists() for name in ("model.onnx", PLAN_FILE)):
             from serve.evaluate import perplexity
         else:
             from calibrate.reference import perplexity  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifact import Manifest
+from octet.artifact import PLAN_FILE, Manifest
 from octet.errors import ConfigError
 from octet.model import ModelSpec
 from serve.cache import CacheDtype
@@ -22,8 +22,6 @@ from serve.tensorrt.lane import Lane
 from serve.tensorrt.library import load_engine, load_library, require_gpu
 
 __all__ = ["TensorRTRunner"]
-
-PLAN_FILE = "model.plan"
 
 
 class TensorRTRunner:

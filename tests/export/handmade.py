@@ -24,7 +24,6 @@ Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors, dict[str, Any]], None]
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
-PROJECTIONS = ("self_attn", "mlp")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.artifact import PLAN_FILE, Manifest
-from octet.errors import ConfigError
+from octet.errors import BackendError, ConfigError
 from octet.model import ModelSpec
 from serve.cache import CacheDtype
-from serve.runner import StepBatch
+from serve.runner import RunnerLost, StepBatch
 from serve.tensorrt.cache import DeviceCache
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.interface import Dtypes, Limits
@@ -82,8 +82,21 @@ class TensorRTRunner:
         )
 
     def forward(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
-        """See `Runner`. The logits are valid until the next call."""
-        self.gpu.activate()
+        """See `Runner`. The logits are valid until the next call.
+
+        Raises RunnerLost, whichever call was the first to report it, once the GPU has failed for
+        good: CUDA gives such an error from any call after it.
+        """
+        try:
+            self.gpu.activate()
+            return self._forward(step, cache)
+        except RunnerLost:
+            raise
+        except BackendError:
+            self.gpu.synchronize()
+            raise
+
+    def _forward(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
         if step.token_ids.shape[1] == 1:
             return self.decode.run(step, cache)
         limits = self.prefill.limits
@@ -103,7 +116,7 @@ class TensorRTRunner:
             (here,) = np.nonzero((start <= wanted) & (wanted < start + size))
             # An engine gives at least one row of logits.
             positions = wanted[here] - start if len(here) else np.zeros(1, np.int64)
-            part = self.forward(StepBatch(ids, step.slots, positions[None]), cache)
+            part = self._forward(StepBatch(ids, step.slots, positions[None]), cache)
             found[0, here] = part[0, : len(here)]
         return found
 

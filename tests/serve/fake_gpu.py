@@ -52,7 +52,8 @@ class FakeGpu:
     ) -> None:
         self.capability, self.devices, self.memory = capability, devices, memory
         self.launches: list[str] = []  # names of kernels, in the order of their launch
-        self.fails: cudaError_t = OK  # what waiting for the stream reports, and all that follows
+        self.fails: cudaError_t = OK  # what every call reports from then on
+        self.first: str | None = None  # the only call that does so before the stream is waited for
         self._blocks: dict[int, tuple[Any, int, str]] = {}  # address -> buffer, size, kind
         self._work: list[Callable[[], None]] = []
         self._events: dict[int, float] = {}
@@ -68,6 +69,10 @@ class FakeGpu:
                 array: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
                 return array[address - start : address - start + nbytes]
         raise AssertionError(f"{nbytes} bytes at {address:#x} are not {kind} memory")
+
+    def status(self, call: str) -> cudaError_t:
+        """What the call of that name reports: an error of what went before, or none."""
+        return self.fails if self.first in (None, call) else OK
 
     def put_off(self, work: Callable[[], None]) -> None:
         """Until the stream is waited for."""
@@ -98,20 +103,24 @@ class FakeGpu:
 
     def cudaSetDevice(self, device: int) -> Status:
         assert device < self.devices
-        return (self.fails,)
+        return (self.status("cudaSetDevice"),)
 
     def cudaDeviceGetAttribute(self, attr: cudaDeviceAttr, device: int) -> Status:
         return OK, self.capability[attr - cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor]
 
     def cudaMemGetInfo(self) -> Status:
-        return OK, self.memory - self.allocated, self.memory
+        return self.status("cudaMemGetInfo"), self.memory - self.allocated, self.memory
 
     def cudaMalloc(self, size: int) -> Status:
+        if (status := self.status("cudaMalloc")) != OK:
+            return status, None
         if self.allocated + size > self.memory:
             return cudaError_t.cudaErrorMemoryAllocation, None
         return OK, self._allocate(size, "device")
 
     def cudaMallocHost(self, size: int) -> Status:
+        if (status := self.status("cudaMallocHost")) != OK:
+            return status, None
         return OK, self._allocate(size, "pinned")
 
     def cudaFree(self, devPtr: int) -> Status:
@@ -127,12 +136,15 @@ class FakeGpu:
     def cudaStreamSynchronize(self, stream: int) -> Status:
         assert stream == 7
         self._run()
+        self.first = None
         return (self.fails,)
 
     def cudaMemcpyAsync(
         self, dst: int, src: int, count: int, kind: cudaMemcpyKind, stream: int
     ) -> Status:
         sides = {1: ("device", "pinned"), 2: ("pinned", "device")}[kind]
+        if (status := self.status(kind.name)) != OK:
+            return (status,)
         to, source = self.view(dst, count, sides[0]), self.view(src, count, sides[1])
         self.put_off(lambda: np.copyto(to, source))
         return (OK,)
@@ -140,7 +152,7 @@ class FakeGpu:
     def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: int) -> Status:
         whole = self.view(devPtr, count)
         self.put_off(lambda: whole.fill(value))
-        return (self.fails,)
+        return (self.status("cudaMemsetAsync"),)
 
     def cudaMemset2DAsync(
         self,
@@ -151,8 +163,8 @@ class FakeGpu:
         height: int,
         stream: int,
     ) -> Status:
-        if self.fails != OK:
-            return (self.fails,)
+        if (status := self.status("cudaMemset2DAsync")) != OK:
+            return (status,)
         if width > pitch or pitch >= 1 << 31 or height < 1:
             return (cudaError_t.cudaErrorInvalidValue,)
         whole = self.view(devPtr, pitch * (height - 1) + width)
@@ -201,6 +213,8 @@ class FakeGpu:
             (ctypes.c_uint8 * ctypes.sizeof(Arguments)).from_address(pointer)
         )
         name, sizes_of = self._functions[f]
+        if (status := self.status(f"cuLaunchKernel {name}")) != OK:
+            return (status,)
         self.launches.append(name)
         self.put_off(lambda: getattr(self, f"_{name}")(arguments, sizes_of))
         return (OK,)

@@ -143,7 +143,7 @@ class IExecutionContext:
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         values, gpu = self._engine._values, self._engine._gpu
-        if set(values) != set(self._addresses):
+        if set(values) != set(self._addresses) or gpu.status("execute_async_v3").value:
             return False
         addresses, shapes = dict(self._addresses), dict(self._shapes)
 

@@ -274,3 +274,47 @@ class TestMemory:
         with pytest.raises(BackendUnavailable):
             await generate(backend, (5, 6), 2)
         await backend.close()
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            "cudaSetDevice",
+            "cudaMemcpyHostToDevice",
+            "execute_async_v3",
+            "cuLaunchKernel append",
+            "cudaMemcpyDeviceToHost",
+            "cudaStreamSynchronize",
+        ],
+    )
+    async def test_one_that_fails_between_requests_ends_the_engine_too(
+        self, engines: Callable[[str], Path], gpu: FakeGpu, first: str
+    ) -> None:
+        """Whichever call is the first to hear of it."""
+        backend = EmbeddedBackend(engines("e5m2"), slots=2)
+        await backend.start()
+        await generate(backend, (5, 6, 7), 3)
+        assert await backend.ready()
+        gpu.fails, gpu.first = cudaError_t.cudaErrorIllegalAddress, first
+        with pytest.raises(BackendError, match=r"cudaErrorIllegalAddress.*restart this process"):
+            await generate(backend, (5, 6, 7), 3)
+        while await backend.ready():
+            await asyncio.sleep(0.01)
+        with pytest.raises(BackendUnavailable):
+            await generate(backend, (5, 6), 2)
+        await backend.close()
+
+    async def test_an_error_of_one_step_leaves_the_others_alone(
+        self, engines: Callable[[str], Path], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What CUDA refuses without having failed: the next request is answered."""
+        backend = EmbeddedBackend(engines("e5m2"), slots=2)
+        await backend.start()
+        refused = [(cudaError_t.cudaErrorInvalidValue,)]
+        copy = gpu.cudaMemcpyAsync
+        monkeypatch.setattr(
+            gpu, "cudaMemcpyAsync", lambda *args: refused.pop() if refused else copy(*args)
+        )
+        with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
+            await generate(backend, (5, 6, 7), 3)
+        assert len(await generate(backend, (5, 6, 7), 3)) == 3 and await backend.ready()
+        await backend.close()

@@ -39,6 +39,7 @@ from octet.recipe import KvCacheDtype
 
 __all__ = ["build_engine"]
 
+PROVEN = "proven: on the golden prompts its divergence is what the recipe costs"
 NOT_RUN = "nothing has executed it"
 REPRODUCIBLE = (
     "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
@@ -73,7 +74,8 @@ def build_engine(
 
     Raises UnsupportedError, before anything is parsed, for a builder, a target or a recipe that do
     not go together; ExportError for a graph that TensorRT refuses or would run otherwise than
-    written, and what `prove` raises: then nothing is left.
+    written, ArtifactError for a file that is altered while it is read, and what `prove` raises:
+    then nothing is left.
     """
     named = None if targets is None else check_names(targets)
     check_destination(out, force=force, inputs=[calibration])
@@ -123,6 +125,7 @@ class _Build:
         """
         with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
             file = graph.graph.save(Path(onnx), inline_limit=INLINE_LIMIT_BYTES)
+            self.source.require_unaltered()  # nothing is read of it after this
             hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
             self.source.checkpoint.release()  # its pages: the builder needs the memory
             plan = build_plan(
@@ -177,7 +180,7 @@ def _finish(
         return manifest
     proof = prove(writer.path)
     if proof["status"] == "proven":
-        status = {"status": "proven: it generates the golden continuations"}
+        status = {"status": PROVEN}
     else:
         status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
     (writer.path / MANIFEST_FILE).unlink()

@@ -26,6 +26,7 @@ MODEL_FILE = "model.onnx"
 INLINE_LIMIT_BYTES = 1_800_000_000  # a protobuf message ends at 2 GiB, structure included
 _ALIGNMENT = 4096  # of a tensor in the external file, so that it can be mapped
 _SMALL_BYTES = 1024  # tensors below that are always inside: shape inference reads shapes and axes
+_COMPARED_BYTES = 1 << 16  # tensors up to that are compared where a name is given twice
 _MESSAGE_LENGTH = 400  # of what onnx.checker says, which may be a line for every node
 
 Shape = Sequence[int | str]
@@ -85,7 +86,10 @@ class Graph:
         if known is None:
             self.weights[weight.name] = weight
             return self._define(weight.name)
-        if (known.elem_type, known.shape) != (weight.elem_type, weight.shape):
+        if (known.elem_type, known.shape) != (weight.elem_type, weight.shape) or (
+            weight.nbytes <= _COMPARED_BYTES
+            and _content(known).tobytes() != _content(weight).tobytes()
+        ):
             raise ValueError(f"the graph's weight {weight.name} is another one")
         return weight.name
 

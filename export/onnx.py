@@ -49,7 +49,9 @@ def export_onnx(
 
     `kv_cache` defaults to the recipe's. `quantize=False` builds the same graph with the
     checkpoint's own weights and unrounded activations, to compare with; its cache defaults to
-    float16. Raises UnsupportedError for a model, a recipe or a cache that `target` cannot express.
+    float16, and nothing is said of what the recipe costs. Raises UnsupportedError for a model, a
+    recipe or a cache that `target` cannot express, and ArtifactError for a file that is altered
+    while it is read.
     """
     check_destination(out, force=force, inputs=[calibration])
     if not quantize and kv_cache is None:
@@ -67,9 +69,10 @@ def export_onnx(
     if target == "onnxruntime":
         details["least_onnxruntime"] = _least_onnxruntime(graph)
     with write_artifact(out, force=force) as writer:
-        source.copy_side_files(writer.path)
+        source.copy_side_files(writer.path, quantized=quantize)
         graph.save(writer.path)
-        return writer.finish(source.manifest("onnx", details, "onnx"))
+        source.require_unaltered()
+        return writer.finish(source.manifest("onnx", details, "onnx", quantized=quantize))
 
 
 def _graph(source: Source, target: Target, quantize: bool) -> Graph:

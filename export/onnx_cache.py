@@ -14,6 +14,7 @@ cached slots) and [B, Hkv, T, D] (T new rows). A scale other than 1 divides what
 stored * scale.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +43,7 @@ class Cache(Protocol):
         ...
 
 
-class _CastCache:
+class _CastCache(ABC):
     """A cache stored as a type that ONNX casts from and to."""
 
     elem_type: int
@@ -62,8 +63,9 @@ class _CastCache:
         back = graph.node("Cast", [output], f"{output}.cast", to=TensorProto.FLOAT)
         return scaled(graph, "Mul", back, f"{output}.real", scale)
 
+    @abstractmethod
     def _round(self, graph: Graph, rows: str, output: str) -> None:
-        raise NotImplementedError
+        """Adds `output`: float32 `rows` in the stored type."""
 
 
 class Float8Cache(_CastCache):

@@ -5,9 +5,10 @@ Everything that can be refused is refused here, before the first byte is written
 
 import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ class Source:
     calibration: Calibration
     checkpoint: Checkpoint
     kv_cache: KvCacheDtype
+    # What the file system says of each file that is read later, from before it was hashed.
+    stamps: Mapping[Path, "_Stamp"] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -52,19 +55,32 @@ class Source:
         changed since calibration, or if a scale is missing. With `shards=False` the shards are not
         read for that: whoever streams them hashes them on the way, see `require_shard`.
         """
+        stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE))
         opened = Calibration.load(calibration)
         where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
         if model is None and not where.is_dir():
             raise ArtifactError(
                 f"{calibration}: its checkpoint {where} is not there; say where with --model"
             )
+        identity = opened.manifest.model
+        stamps |= _stamps(where, (*identity.files, *identity.tokenizer))
         checkpoint = Checkpoint.open(where)
         opened.manifest.model.require(checkpoint, shards=shards)
         if (calibration / WEIGHTS_FILE).exists():
             checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
-        source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache)
+        source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache, stamps)
         source._check_scales()
         return source
+
+    def require_unaltered(self) -> None:
+        """Raises ArtifactError for a file that was written to since `open`.
+
+        Hashes were taken then, and what an export holds is read until its end. Size, time and inode
+        are compared, which costs nothing.
+        """
+        for path, stamp in self.stamps.items():
+            if _stamp(path) != stamp:
+                raise ArtifactError(f"{path} was altered while it was read; export again")
 
     def require_shard(self, path: Path, digest: str) -> None:
         """Raises ArtifactError if a shard with that SHA-256 is not the one of calibration."""
@@ -125,18 +141,29 @@ class Source:
         attention = f"{self.spec.layer(layer)}.self_attn"
         return self.calibration.cache_scale(attention, "q", self.kv_cache)
 
-    def copy_side_files(self, directory: Path, *, config: bool = True) -> None:
-        """Copies the tokenizer, generation config, golden records and (`config`) config.json."""
+    def copy_side_files(
+        self, directory: Path, *, config: bool = True, quantized: bool = True
+    ) -> None:
+        """Copies the tokenizer, generation config, golden records and (`config`) config.json.
+
+        With what the recipe is expected to cost, unless the export is not `quantized`.
+        """
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
         files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
-        files.append(self.calibration.path / EXPECTED_FILE)
+        files += [self.calibration.path / EXPECTED_FILE] if quantized else []
         files += [self.checkpoint.path / "config.json"] if config else []
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, directory / file.name)
 
-    def manifest(self, kind: Kind, details: dict[str, Any], *packages: str) -> Manifest:
-        """The manifest of an export of `kind`, to be completed with its files."""
+    def manifest(
+        self, kind: Kind, details: dict[str, Any], *packages: str, quantized: bool = True
+    ) -> Manifest:
+        """The manifest of an export of `kind`, to be completed with its files.
+
+        Without what the recipe is expected to cost if the export is not `quantized`.
+        """
+        details = details | self._algorithm() | self._warnings()
         origin = self.calibration.manifest
         return Manifest(
             kind=kind,
@@ -144,7 +171,7 @@ class Source:
             recipe=origin.recipe,
             samples=origin.samples,
             calibration=origin.identity,
-            details=details | self._algorithm() | self._expected(),
+            details=details | self._expected() if quantized else details,
             software=software("numpy", *packages),
         )
 
@@ -217,6 +244,22 @@ class Source:
             )
         if not (np.isfinite(scale) & (scale > 0)).all():
             raise ArtifactError(f"{where} is not positive and finite; calibrate again")
+
+
+# Size, time of the last write in ns, inode; None of a file that is not there.
+_Stamp: TypeAlias = tuple[int, int, int] | None
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        found = path.stat()
+    except OSError:  # whoever reads it says what is wrong with it
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _stamps(directory: Path, names: Iterable[str]) -> dict[Path, _Stamp]:
+    return {directory / name: _stamp(directory / name) for name in names}
 
 
 def granularity_of(scheme: TensorScheme) -> scaling.Granularity:

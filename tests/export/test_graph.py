@@ -67,6 +67,13 @@ def test_a_name_is_defined_once() -> None:
         graph.array("bias", np.zeros(3, np.float32))
 
 
+def test_an_array_given_twice_is_the_same_one() -> None:
+    graph = example()
+    assert graph.array("bias", np.full(1000, -0.5, np.float32)) == "bias"
+    with pytest.raises(ValueError, match="weight bias is another one"):
+        graph.array("bias", np.full(1000, 0.5, np.float32))
+
+
 def test_a_weight_of_another_size_than_declared_is_refused(tmp_path: Path) -> None:
     graph = example()
     read = lambda: np.zeros(2, np.float32)  # noqa: E731

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import export.engine as engine_module
-from export.engine import build_engine
+from export.engine import PROVEN, build_engine
 from export.engine_graph import build_engine_graph
 from export.source import Source
 from export.tensorrt import Plan, Precision
@@ -66,7 +66,7 @@ def test_an_engine_that_answers_as_it_should_is_labelled_proven(
 ) -> None:
     build(tmp_path / "engine", max_batch=5)
     details = Manifest.load(tmp_path / "engine", "engine").details
-    assert details["status"] == "proven: it generates the golden continuations"
+    assert details["status"] == PROVEN
     proof = details["proof"]
     assert proof["status"] == "proven" and proof["rows_independent"] is True
     assert proof["accepted"]["low"] < proof["kl"] < proof["accepted"]["high"]

@@ -1,5 +1,6 @@
 """The command line: one typer app, whose commands import their stage when they are called."""
 
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,11 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command; exits 2 with one line on standard error for a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _terminate)
+    for ending in (
+        (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+    ):
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, _terminate)
     command: Any = typer.main.get_command(app)
     try:
         code = command.main(arguments, prog_name="octet", standalone_mode=False) or 0
@@ -54,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OctetError as error:
         _fail(str(error))
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _fail(
+                "the disk is full: free some space, or write to another; nothing half-written stays"
+            )
         if error.strerror is None or isinstance(error, BrokenPipeError):
             raise
         _fail(f"{error.filename or 'input or output'}: {error.strerror}")
@@ -90,7 +99,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # so that what is half-written is removed on SIGTERM too
+    raise KeyboardInterrupt  # so that what is half-written is removed then, too
 
 
 _EXTRA_OF = {

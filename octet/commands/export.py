@@ -104,7 +104,9 @@ def export_triton(
             "--out", "-o", help="The entry; with --all, the repository (default: triton_models)."
         ),
     ] = None,
-    backend: Annotated[TritonBackend, typer.Option(help="What runs it inside Triton.")] = "python",
+    backend: Annotated[
+        TritonBackend | None, typer.Option(help="What runs it inside Triton (default: python).")
+    ] = None,
     engine: Annotated[
         Path | None, typer.Option(help="What `build-engine` wrote, for an entry that runs it.")
     ] = None,
@@ -119,6 +121,8 @@ def export_triton(
     """An entry of a Triton model repository, or all of them."""
     from export import triton
 
+    if every and backend is not None:
+        raise ConfigError("--all writes the entries of every backend: leave --backend out")
     if every:
         repository = out or Path("triton_models")
         written = triton.export_all(
@@ -130,15 +134,23 @@ def export_triton(
             print(json.dumps(facts))
             return
         console = Console()
-        for entry in entries:
-            console.print(f"wrote [bold]{repository / entry}[/bold]", highlight=False)
+        for entry, manifest in written.manifests.items():
+            cache = manifest.details.get("kv_cache")
+            told = f" ({cache} cache)" if isinstance(cache, str) else ""
+            console.print(f"wrote {repository / entry}{told}", highlight=False, markup=False)
         for entry, reason in written.left_out.items():
             console.print(f"left out {entry}: {reason}", highlight=False, markup=False)
         return
     if out is None:
         raise ConfigError("say where to with --out, or write all entries with --all")
     manifest = triton.export_triton(
-        calibration, out, backend=backend, engine=engine, model=model, name=name, force=force
+        calibration,
+        out,
+        backend=backend or "python",
+        engine=engine,
+        model=model,
+        name=name,
+        force=force,
     )
     wrote(out, manifest, as_json)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from octet.recipe import PRESETS
 
@@ -51,24 +52,27 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     for name in manifest.files:
         size = (out / name).stat().st_size
         table.add_row(f"  {name}", f"{size:,} B")
+    console, warn = Console(), Console(stderr=True, style="yellow", highlight=False, markup=False)
+    details = manifest.details
+    expected = details.get("expected_divergence")
     if manifest.kind != "calibration":  # whose report has said them
-        for warning in manifest.details.get("warnings", ()):
-            Console(stderr=True).print(f"warning: {warning}", style="yellow", markup=False)
-    console = Console()
-    console.print(f"wrote [bold]{out}[/bold] ({manifest.kind}, {manifest.recipe.name})")
+        for warning in details.get("warnings", ()):
+            warn.print(f"warning: {warning}")
+        if expected is None and details.get("quantized", True):
+            warn.print(
+                "warning: the calibration predicts no divergence (an architecture that Octet does"
+                " not know, or --no-predict): nothing holds this export to a number"
+            )
+    console.print(Text.assemble("wrote ", (str(out), "bold")), end="")
+    console.print(f" ({manifest.kind}, {manifest.recipe.name})", markup=False, highlight=False)
     console.print(table)
-    for key, value in manifest.details.items():  # every choice is said, none made in silence
+    for key, value in details.items():  # every choice is said, none made in silence
         if isinstance(value, str | bool | int):
             console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
-    if expected := manifest.details.get("expected_divergence"):
-        console.print(
-            "  next-token KL to expect, in nats, by what is rounded, cache and arithmetic:"
-        )
+    if expected:
+        console.print("  next-token KL to expect, in thousandths of a nat:")
         ranges = Table.grid(padding=(0, 2))
         for path, nats in expected.items():
-            ranges.add_row(f"    {path}", f"{nats['mean']:.4f}", _range(nats["low"], nats["high"]))
+            low, mean, high = (f"{1000 * nats[key]:.3g}" for key in ("low", "mean", "high"))
+            ranges.add_row(f"  {path}", mean, f"({low} to {high})")
         console.print(ranges, highlight=False, markup=False)
-
-
-def _range(low: float, high: float) -> str:
-    return f"({low:.4f} to {high:.4f})"

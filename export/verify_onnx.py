@@ -8,6 +8,7 @@ import numpy as np
 
 from export.verification import Verification
 from export.verify_numbers import measure
+from export.verify_onnx_products import check_products
 from export.verify_original import Original
 from export.verify_tensors import compare_copies, judge, row_of
 from export.written_onnx import GraphWeight, WrittenGraph
@@ -44,6 +45,7 @@ def verify_onnx(
         linear.name: manifest.recipe.scheme_of(linear.name) if quantized else None
         for linear in spec.linears()
     }
+    check_products(graph, spec.linears(), schemes, found)
     for module, scheme in schemes.items():
         _check_linear(graph, module, scheme, original, found)
         if scheme is not None and original is not None:

@@ -70,7 +70,7 @@ class WrittenGraph:
         self.graph = model.graph
         self.opsets = model.opset_import
         self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._maker = {name: node for node in model.graph.node for name in node.output}
+        self.maker = {name: node for node in model.graph.node for name in node.output}
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -87,6 +87,22 @@ class WrittenGraph:
         for node in self.graph.node:
             for name in node.input:
                 found.setdefault(name, []).append(node)
+        return found
+
+    def leads_out(self, node: onnx.NodeProto) -> bool:
+        """Whether an output of the graph depends on `node`; engines drop those that none does."""
+        return not self._live.isdisjoint(node.output)
+
+    @cached_property
+    def _live(self) -> set[str]:
+        """Values that an output depends on."""
+        found: set[str] = set()
+        waiting = [value.name for value in self.graph.output]
+        while waiting:
+            name = waiting.pop()
+            if name and name not in found:
+                found.add(name)
+                waiting.extend(self.maker[name].input if name in self.maker else ())
         return found
 
     def unread(self) -> Iterator[str]:
@@ -183,7 +199,7 @@ class WrittenGraph:
 
     def _whole(self, reader: onnx.NodeProto) -> np.float32 | None:
         """The global scale, where the scales are themselves dequantized."""
-        node = self._maker.get(reader.input[1])
+        node = self.maker.get(reader.input[1])
         if node is None or node.op_type != "DequantizeLinear":
             return None
         whole: np.float32 = self.values(node.input[1]).reshape(-1)[0]
@@ -192,7 +208,7 @@ class WrittenGraph:
     def _scale_format(self, reader: onnx.NodeProto) -> Literal["float32", "e8m0", "e4m3"]:
         name = reader.input[1]
         while name not in self.initializers:
-            name = self._maker[name].input[0]
+            name = self.maker[name].input[0]
         kind = self.initializers[name].data_type
         if kind == TensorProto.FLOAT8E4M3FN:
             return "e4m3"
@@ -210,7 +226,7 @@ class WrittenGraph:
             if raw.dtype == np.uint8:
                 return e8m0(raw)
             return raw.astype(np.float32)
-        node = self._maker.get(name)
+        node = self.maker.get(name)
         if node is None:
             raise ValueError(f"{name} is no constant")
         if node.op_type in ("Cast", "Identity"):

@@ -1,0 +1,203 @@
+"""Graphs that multiply otherwise than the recipe says: each linear that does is named.
+
+Their numbers are none that a comparison of weights or of tokens would call wrong: an input that
+nobody rounded gives better ones. Hashes are of the altered graphs.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from export.onnx import export_onnx
+from export.verify import verify
+from octet.artifact import Manifest, write_artifact
+
+LAYER = "model.layers.1"
+DOWN, Q, UP = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"
+RECIPES = ("fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
+ENGINES = tuple(f"{recipe}-tensorrt" for recipe in RECIPES if recipe != "mxfp4")
+Change = Callable[[onnx.GraphProto], None]
+
+
+@pytest.fixture(scope="session")
+def products(
+    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
+) -> dict[str, Path]:
+    """The ONNX export of each recipe, and the one for TensorRT as `<recipe>-tensorrt`."""
+    root = tmp_path_factory.mktemp("products")
+    for recipe in RECIPES:
+        export_onnx(calibrations[recipe], root / recipe)
+    for name in ENGINES:
+        export_onnx(calibrations[name.removesuffix("-tensorrt")], root / name, target="tensorrt")
+    return {path.name: path for path in root.iterdir()}
+
+
+def maker(graph: onnx.GraphProto, name: str) -> onnx.NodeProto:
+    return next(node for node in graph.node if name in node.output)
+
+
+def product(graph: onnx.GraphProto, module: str) -> onnx.NodeProto:
+    nodes = [node for node in graph.node if node.op_type == "MatMul"]
+    return next(node for node in nodes if node.output[0] in (module, f"{module}.product"))
+
+
+def unrounded(graph: onnx.GraphProto, module: str) -> str:
+    """What `module` gets, before its rounding begins: the output of another module's last node."""
+    name = product(graph, module).input[0]
+    while "_proj.input." in name:
+        name = maker(graph, name).input[0]
+    return name
+
+
+def strip(*modules: str) -> Change:
+    """The product takes what was to be rounded; nodes that nothing needs any more are pruned."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        for module in modules:
+            product(graph, module).input[0] = unrounded(graph, module)
+        prune(graph)
+
+    return change
+
+
+def prune(graph: onnx.GraphProto) -> None:
+    outputs = {value.name for value in graph.output}
+    while True:
+        read = outputs | {name for node in graph.node for name in node.input}
+        dead = [node for node in graph.node if read.isdisjoint(node.output)]
+        if not dead:
+            break
+        for node in dead:
+            graph.node.remove(node)
+    for tensor in [item for item in graph.initializer if item.name not in read]:
+        graph.initializer.remove(tensor)
+
+
+def changed(source: Path, out: Path, change: Change) -> Path:
+    """A copy with another graph and a manifest whose hashes are right."""
+    manifest = Manifest.load(source)
+    model = onnx.load(source / "model.onnx")
+    change(model.graph)
+    with write_artifact(out) as writer:
+        for name in manifest.files:
+            (writer.path / name).write_bytes((source / name).read_bytes())
+        (writer.path / "model.onnx").write_bytes(model.SerializeToString())
+        writer.finish(manifest)
+    return out
+
+
+def faults(path: Path, calibrations: dict[str, Path]) -> dict[str, str]:
+    recipe = Manifest.load(path).recipe.name
+    found = verify(path, calibration=calibrations[recipe])
+    assert {problem.check for problem in found.problems} <= {"configuration"}
+    return {problem.where: problem.what for problem in found.problems}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *ENGINES])
+def test_an_input_that_nobody_rounds_is_named(
+    name: str, products: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    assert faults(products[name], calibrations) == {}
+    told = faults(changed(products[name], tmp_path / "out", strip(DOWN)), calibrations)
+    assert told.keys() == {DOWN}
+    assert told[DOWN].startswith("its input is not rounded: it comes from Mul; the recipe has ")
+
+
+def test_all_inputs_of_a_layer(
+    products: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = Manifest.load(products["fp8"]).model.spec
+    layer = [linear.name for linear in spec.linears(1)]
+    told = faults(changed(products["fp8"], tmp_path / "out", strip(*layer)), calibrations)
+    assert told.keys() == set(layer) and len(layer) == 7
+    wanted = "e4m3 with float32 scales of 256 columns"
+    assert (
+        told[Q]
+        == f"its input is not rounded: it comes from RMSNormalization; the recipe has {wanted}"
+    )
+
+
+def to_float16(graph: onnx.GraphProto) -> None:
+    """Two casts are there, and round to nothing."""
+    node = maker(graph, maker(graph, f"{DOWN}.input.values").input[0])
+    next(item for item in node.attribute if item.name == "to").i = TensorProto.FLOAT16
+
+
+def any_scale(graph: onnx.GraphProto) -> None:
+    """The group's scale is no power of two any more."""
+    inner = maker(graph, maker(graph, f"{DOWN}.input.group.scale").input[0])
+    maker(graph, f"{DOWN}.input.group.scale").input[0] = inner.input[0]
+    prune(graph)
+
+
+def other_groups(graph: onnx.GraphProto) -> None:
+    """64 columns share what 32 should."""
+    shape = numpy_helper.from_array(np.array([0, 0, -1, 64], np.int64), "shape.other")
+    graph.initializer.append(shape)
+    maker(graph, f"{DOWN}.input.grouped").input[1] = shape.name
+
+
+def another_scale_back(graph: onnx.GraphProto) -> None:
+    """Divided by its own scale, multiplied by another input's."""
+    maker(graph, f"{DOWN}.input.dequantized").input[1] = f"{Q}.input.scale"
+
+
+def not_multiplied_back(graph: onnx.GraphProto) -> None:
+    """The product is not multiplied by what its input was divided by."""
+    name = f"{DOWN}.product.by_input"
+    for node in graph.node:
+        for index, read in enumerate(node.input):
+            node.input[index] = f"{DOWN}.product" if read == name else read
+    prune(graph)
+
+
+def weights_exchanged(graph: onnx.GraphProto) -> None:
+    """Each of the two weights in the other's product."""
+    one, two = product(graph, UP), product(graph, f"{LAYER}.mlp.gate_proj")
+    one.input[1], two.input[1] = two.input[1], one.input[1]
+
+
+def left_over(graph: onnx.GraphProto) -> None:
+    """The right product is there, and nothing takes its result."""
+    node = product(graph, DOWN)
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.name = copy.output[0] = f"{DOWN}.fast"
+    copy.input[0] = unrounded(graph, DOWN)
+    for other in graph.node:
+        for index, read in enumerate(other.input):
+            other.input[index] = copy.output[0] if read == node.output[0] else read
+    graph.node.insert([*graph.node].index(node) + 1, copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "where", "what"),
+    [
+        ("fp8", to_float16, DOWN, "is rounded to float16 with float32 scales of 512 columns, and"),
+        ("mxfp8", any_scale, DOWN, "is rounded to e4m3 with float32 scales of 32 columns"),
+        ("mxfp4", other_groups, DOWN, "e2m1 with e8m0 scales of 64 columns, and the recipe has"),
+        ("fp8", another_scale_back, DOWN, "its input is not rounded: it comes from Mul"),
+        ("fp8-tensorrt", not_multiplied_back, DOWN, "a scale that the product is not multiplied"),
+        ("fp8", weights_exchanged, UP, f"its weight is multiplied in {LAYER}.mlp.gate_proj"),
+        ("fp8", left_over, DOWN, f"its weight is multiplied in {DOWN}.fast"),
+    ],
+)
+def test_products_of_another_kind(
+    name: str,
+    change: Change,
+    where: str,
+    what: str,
+    products: dict[str, Path],
+    calibrations: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    told = faults(changed(products[name], tmp_path / "out", change), calibrations)
+    assert what in told[where], told
+
+
+def test_full_precision_is_not_rounded(decoders: dict[str, Path], tiny_model: Path) -> None:
+    assert verify(decoders["full"], model=tiny_model).problems == []

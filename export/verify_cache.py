@@ -8,9 +8,10 @@ from export.verification import Verification
 from export.verify_names import Names
 from export.verify_original import Original
 from export.written import Written
+from export.written_scheme import Quantization
 from octet.recipe import KvCacheDtype
 
-__all__ = ["cache_of", "check_cache_scales"]
+__all__ = ["cache_of", "check_cache_scales", "check_cache_scheme"]
 
 _E5M2_PER_E4M3 = 448 / 57344  # how much smaller a scale that uses all of E5M2 is
 _SAME = 1e-6  # relative: what 1/x and back costs in float32
@@ -28,6 +29,27 @@ def cache_of(
     return "e5m2" if recipe_cache in (None, "e4m3") else recipe_cache
 
 
+def check_cache_scheme(written: Written, asked: object, found: Verification) -> None:
+    """Adds to `found` a scheme of the cache that is not that of the cache that was `asked` for.
+
+    Engines make an E4M3 cache where the configuration has the scheme, and none where it has not.
+    `quant_method: fp8` has no words for it: there the engine has to be told.
+    """
+    quantization = written.quantization
+    if quantization is None or asked not in get_args(KvCacheDtype):
+        return
+    if asked != "e4m3" and quantization.kv_scheme:
+        what = f"declares an E4M3 cache, and this was exported for {asked}"
+        why = ": vLLM refuses the two together" if asked == "e5m2" else ""
+        found.problem("configuration", "config.json", what + why)
+    elif asked == "e4m3" and quantization.dialect != "fp8" and not quantization.kv_scheme:
+        what = "declares no E4M3 cache (kv_cache_scheme), and this was exported for one"
+        found.problem("configuration", "config.json", f"{what}: engines make one of 16 bits")
+    elif asked == "e4m3" and not quantization.static_kv:
+        what = "declares scales of the cache that are made at run time, and these are calibrated"
+        found.problem("configuration", "config.json", what)
+
+
 def check_cache_scales(
     written: Written, names: Names, kv_cache: str, original: Original | None, found: Verification
 ) -> None:
@@ -40,15 +62,13 @@ def check_cache_scales(
     attentions = attentions or sorted(
         {m.rpartition(".")[0] for m in names.linears if m.endswith(".qkv_proj")}
     )
-    if declared and quantization.static_kv:
-        for attention in attentions:
-            for kind in "kv":
-                if kind not in names.cache.get(attention, {}):
-                    found.problem(
-                        "names",
-                        f"{attention}.{kind}_scale",
-                        "missing: config.json declares an E4M3 cache, and engines put 1.0 there",
-                    )
+    for attention in attentions:
+        for kind in "kvq":
+            if kind not in names.cache.get(attention, {}):
+                why = _why_needed(quantization, attention, kind, kv_cache, original)
+                if why:
+                    what = f"missing: {why}, and engines put 1.0 there"
+                    found.problem("names", f"{attention}.{kind}_scale", what)
     for tensors in names.cache.values():
         if ("k" in tensors) != ("v" in tensors) and not declared:
             alone = tensors.get("k") or tensors.get("v") or ""
@@ -70,6 +90,24 @@ def check_cache_scales(
     for attention, tensors in names.cache.items():
         for kind, name in tensors.items():
             _compare(attention, kind, name, scales[name], kv_cache, original, found)
+
+
+def _why_needed(
+    quantization: Quantization,
+    attention: str,
+    kind: str,
+    kv_cache: str,
+    original: Original | None,
+) -> str:
+    """Why a scale of "k", "v" or "q" has to be there; empty if it need not."""
+    if kind != "q" and quantization.kv_scheme and quantization.static_kv:
+        return "config.json declares an E4M3 cache"
+    if kind != "q" and quantization.dialect == "fp8" and kv_cache == "e4m3":
+        return "this was exported for an E4M3 cache"
+    if original is None or original.calibration is None or kv_cache == "float16":
+        return ""
+    known = original.calibration.cache_scale(attention, kind, kv_cache)  # type: ignore[arg-type]
+    return "" if known in (None, 1.0) else f"calibration has {known:.6g} for {kv_cache}"
 
 
 def _compare(

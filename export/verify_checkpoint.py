@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from export.verification import Verification
-from export.verify_cache import cache_of, check_cache_scales
+from export.verify_cache import cache_of, check_cache_scales, check_cache_scheme
 from export.verify_names import Names, check_names
 from export.verify_numbers import measure
 from export.verify_original import Original
+from export.verify_recipe import check_recipe
 from export.verify_scales import check_calibrated_scales
 from export.verify_tensors import compare_copies, judge, row_of
 from export.written import Written
@@ -49,11 +50,12 @@ def verify_checkpoint(
     )
     asked = manifest.details.get("kv_cache") if manifest is not None else None
     cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
+    check_cache_scheme(written, asked, found)
     check_cache_scales(written, names, cache, original, found)
     check_calibrated_scales(written, names, original, found)
     _check_second_opinion(written, linears, found)
     if manifest is not None:
-        _check_recipe(written, names, manifest, spec, found)
+        check_recipe(written, names, manifest, spec, found)
     if original is not None:
         _Comparison(written, original, spec, manifest is not None, found).run(names, advance)
     return written
@@ -96,8 +98,7 @@ class _Comparison:
                 f"is [N, K] = {list(coded.codes.shape)}, the original {list(reference.shape)}",
             )
             return
-        scales = _scale_format(stored)
-        numbers = measure(coded, reference, scales)
+        numbers = measure(coded, reference, stored.scale_format)
         self.found.rows.append(row_of(tensor, stored.label, numbers))
         others = self.original.others(module, self.spec)
         why = judge(coded, reference, numbers, ours=self.ours, others=others)
@@ -124,12 +125,6 @@ class _Comparison:
         if self.ours:
             return "; if an algorithm changed weights in calibration, give --calibration"
         return "; SmoothQuant and AWQ change norms, and weights then compare with none"
-
-
-def _scale_format(stored: Stored) -> str:
-    if stored.global_scale is not None:
-        return "e4m3"
-    return "e8m0" if "U8" in stored.scale_dtypes else "float32"
 
 
 def _spec(written: Written, manifest: Manifest | None, original: Original | None) -> ModelSpec:
@@ -213,42 +208,3 @@ def _check_second_opinion(
         found.problem(
             "configuration", "hf_quant_config.json", f"{which} alone declares an FP8 cache"
         )
-
-
-def _check_recipe(
-    written: Written, names: Names, manifest: Manifest, spec: ModelSpec, found: Verification
-) -> None:
-    """Whether what is quantized, and how finely, is what the manifest's recipe says."""
-    if written.quantization is None:
-        found.problem("configuration", "config.json", "has no quantization_config")
-        return
-    told = {problem.where for problem in found.problems}
-    for linear in spec.linears():
-        if linear.name in told:
-            continue
-        scheme = manifest.recipe.scheme_of(linear.name)
-        group = names.quantized.get(linear.name)
-        declared = written.quantization.group_of(linear.name)
-        if scheme is None and group is not None:
-            found.problem(
-                "configuration",
-                linear.name,
-                f"quantized, and recipe {manifest.recipe.name} leaves it in full precision",
-            )
-        elif scheme is not None and declared is None:
-            found.problem(
-                "configuration",
-                linear.name,
-                f"not quantized, and recipe {manifest.recipe.name}"
-                f" has {scheme[0].format} weights by {scheme[0].granularity}",
-            )
-        elif scheme is not None and group is not None:
-            weights = scheme[0]
-            kind = (weights.format, weights.granularity)
-            if kind != (group.stored.elements, group.stored.granularity):
-                found.problem(
-                    "configuration",
-                    linear.name,
-                    f"stored as {group.stored.elements} by {group.stored.granularity}, and recipe"
-                    f" {manifest.recipe.name} has {kind[0]} by {kind[1]}",
-                )

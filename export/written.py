@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.written_codes import ELEMENTS, Elements, unpack, value_of
-from export.written_scheme import Quantization, Stored, quantization_of
+from export.written_dialects import quantization_of
+from export.written_scheme import Quantization, Stored
 from octet.errors import CheckpointError
 from octet.tensors import Tensor, TensorFile
 

@@ -186,7 +186,11 @@ FORMATS: dict[str, Format] = {
     "ct-block": Format(
         "fp8-block",
         blocks,
-        ct(FLOATS, FLOAT8 | BLOCK, FLOAT8 | {"strategy": "group", "dynamic": True}),
+        ct(
+            FLOATS,
+            FLOAT8 | BLOCK,
+            FLOAT8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
     ),
     "ct-nvfp4": Format(
         "nvfp4",
@@ -233,11 +237,14 @@ def write_handmade(
     *,
     damage: Damage | None = None,
     manifest: bool = True,
+    recipe: str | None = None,
+    details: dict[str, Any] | None = None,
 ) -> Path:
     """The checkpoint `model` in the format `form`, as another program would have written it.
 
     `damage` changes tensors and config.json before they are written, and hashes are of what is:
-    only the numbers and the names can tell. `manifest` False leaves a foreign checkpoint.
+    only the numbers and the names can tell. `manifest` False leaves a foreign checkpoint; else it
+    has the format's recipe, or `recipe`, and `details`.
     """
     kind = FORMATS[form]
     original = load_file(model / "model.safetensors")
@@ -261,9 +268,14 @@ def write_handmade(
     with write_artifact(path) as writer:
         _files(writer.path, model, tensors, config)
         identity = ModelIdentity.of(Checkpoint.open(model))
-        recipe = Recipe.load(kind.recipe)
         writer.finish(
-            Manifest(kind="checkpoint", model=identity, recipe=recipe, software=software())
+            Manifest(
+                kind="checkpoint",
+                model=identity,
+                recipe=Recipe.load(recipe or kind.recipe),
+                details=details or {},
+                software=software(),
+            )
         )
     return path
 

@@ -242,6 +242,81 @@ def configuration_dropped(_: Tensors, config: dict[str, Any]) -> None:
     del config["quantization_config"]
 
 
+FIRST = "model.layers.0.self_attn.q_proj"  # all linears are wrong: it stands for them
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    group: dict[str, Any] = config["quantization_config"]["config_groups"]["group_0"]
+    return group
+
+
+def drop(tensors: Tensors, name: str) -> None:
+    for tensor in [tensor for tensor in tensors if tensor.endswith(f".{name}")]:
+        del tensors[tensor]
+
+
+@fault("ct-channel", FIRST, "its inputs are not rounded (weight-only), and recipe fp8 has them")
+@fault("ct-static", FIRST, "its inputs are not rounded (weight-only), and recipe fp8-static has")
+@fault("ct-block", FIRST, "e4m3 by group of 128, float32 scales at run time; so are 13 others")
+@fault("ct-nvfp4", FIRST, "its inputs are not rounded (weight-only)")
+@fault("ct-mxfp4", FIRST, "its inputs are not rounded (weight-only)")
+def weight_only(tensors: Tensors, config: dict[str, Any]) -> None:
+    arguments(config)["input_activations"] = None
+    drop(tensors, "input_scale")
+    drop(tensors, "input_global_scale")
+
+
+@fault("ct-channel", FIRST, "e4m3 by tensor, float32 scales at run time, and recipe fp8 has e4m3")
+def inputs_by_tensor(_: Tensors, config: dict[str, Any]) -> None:
+    arguments(config)["input_activations"]["strategy"] = "tensor"
+
+
+@fault("ct-channel", f"{UP}.input_scale", "missing: float-quantized channel needs it")
+def static_inputs(_: Tensors, config: dict[str, Any]) -> None:
+    arguments(config)["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+
+
+@fault("ct-nvfp4", FIRST, "rounded to e4m3 by token, float32 scales at run time, and recipe nvfp4")
+def inputs_of_8_bits(tensors: Tensors, config: dict[str, Any]) -> None:
+    dynamic = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    arguments(config)["input_activations"] = dynamic
+
+
+@fault("modelopt-nvfp4", FIRST, "its inputs are not rounded (weight-only), and recipe nvfp4 has")
+def the_algorithm_of_weights_alone(tensors: Tensors, config: dict[str, Any]) -> None:
+    config["quantization_config"]["quant_algo"] = "W4A16_NVFP4"
+    drop(tensors, "input_scale")
+
+
+@fault("modelopt-channel", FIRST, "recipe fp8-static has e4m3 weights by tensor")
+def another_algorithm(_: Tensors, __: dict[str, Any]) -> None:
+    """The manifest has another recipe: RECIPES."""
+
+
+@fault("fp8-static", FIRST, "e4m3 by token, float32 scales at run time, and recipe fp8-static has")
+def dynamic_scheme(tensors: Tensors, config: dict[str, Any]) -> None:
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    drop(tensors, "input_scale")
+
+
+@fault("fp8-block", FIRST, "rounded to e4m3 by tensor, float32 scales static, and recipe fp8-block")
+def static_scheme(_: Tensors, config: dict[str, Any]) -> None:
+    config["quantization_config"]["activation_scheme"] = "static"
+
+
+@fault("ct-mxfp4", FIRST, "stored as e2m1 by group, e8m0 scales, and recipe nvfp4 has e2m1 weights")
+@fault("modelopt-mxfp8", FIRST, "stored as e4m3 by group, e8m0 scales, and recipe fp8 has e4m3")
+def another_recipe(_: Tensors, __: dict[str, Any]) -> None:
+    """The manifest has another recipe: RECIPES."""
+
+
+RECIPES = {
+    "another_recipe-ct-mxfp4": "nvfp4",
+    "another_recipe-modelopt-mxfp8": "fp8",
+    "another_algorithm-modelopt-channel": "fp8-static",
+}
+
+
 @fault("ct-channel", "config.json", "rope_theta': 5000.0")
 def another_rope(_: Tensors, config: dict[str, Any]) -> None:
     config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 5000.0}
@@ -254,7 +329,13 @@ def a_key_dropped(_: Tensors, config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_a_fault_is_named_with_its_tensor(case: Fault, tiny_model: Path, tmp_path: Path) -> None:
-    path = write_handmade(tmp_path / "out", tiny_model, case.form, damage=case.damage)
+    path = write_handmade(
+        tmp_path / "out",
+        tiny_model,
+        case.form,
+        damage=case.damage,
+        recipe=RECIPES.get(case.name),
+    )
     found = verify(path, model=tiny_model)
     assert found.exit_code == 1
     matching = [problem for problem in found.problems if problem.where == case.where]
@@ -263,6 +344,113 @@ def test_a_fault_is_named_with_its_tensor(case: Fault, tiny_model: Path, tmp_pat
 
 
 E4M3_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def with_cache(form: str, scheme: Any, scales: bool = True) -> Damage:
+    """Declares `scheme`, under the dialect's name, and writes scales of 0.125."""
+    projection = {"ct": "{0}", "modelopt": "{0}_proj.{0}", "fp8": "{0}_proj.output"}
+    template = projection[form.partition("-")[0]]
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        if not form.startswith("fp8"):
+            config["quantization_config"]["kv_cache_scheme"] = scheme
+        for layer in ("model.layers.0", LAYER) if scales else ():
+            for kind in "kv":
+                name = f"{layer}.self_attn.{template.format(kind)}_scale"
+                tensors[name] = torch.tensor([0.125])
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["ct-channel", "modelopt-fp8", "fp8-static"])
+def test_a_declared_e4m3_cache_is_found_sound(form: str, tiny_model: Path, tmp_path: Path) -> None:
+    damage = with_cache(form, E4M3_SCHEME)
+    details = {"kv_cache": "e4m3"}
+    path = write_handmade(tmp_path / "out", tiny_model, form, damage=damage, details=details)
+    found = verify(path, model=tiny_model)
+    assert found.problems == [] and found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "cache", "damage", "where", "what"),
+    [
+        (
+            "ct-channel",
+            "e4m3",
+            with_cache("ct-channel", None),
+            "config.json",
+            "declares no E4M3 cache (kv_cache_scheme), and this was exported for one",
+        ),
+        (
+            "modelopt-fp8",
+            "e4m3",
+            with_cache("modelopt-fp8", None),
+            "config.json",
+            "declares no E4M3 cache",
+        ),
+        (
+            "modelopt-fp8",
+            "e4m3",
+            with_cache("modelopt-fp8", E4M3_SCHEME | {"num_bits": 4}),  # vLLM takes it for none
+            "config.json",
+            "declares no E4M3 cache",
+        ),
+        (
+            "ct-channel",
+            "e4m3",
+            with_cache("ct-channel", E4M3_SCHEME | {"dynamic": True}),
+            "config.json",
+            "declares scales of the cache that are made at run time",
+        ),
+        (
+            "ct-channel",
+            "e5m2",
+            with_cache("ct-channel", E4M3_SCHEME),
+            "config.json",
+            "declares an E4M3 cache, and this was exported for e5m2: vLLM refuses",
+        ),
+        (
+            "modelopt-fp8",
+            "float16",
+            with_cache("modelopt-fp8", E4M3_SCHEME),
+            "config.json",
+            "declares an E4M3 cache, and this was exported for float16",
+        ),
+        (
+            "fp8-static",
+            "e4m3",
+            with_cache("fp8-static", None, scales=False),
+            f"{LAYER}.self_attn.v_scale",
+            "missing: this was exported for an E4M3 cache, and engines put 1.0 there",
+        ),
+    ],
+)
+def test_the_cache_is_the_one_that_was_exported_for(
+    form: str,
+    cache: str,
+    damage: Damage,
+    where: str,
+    what: str,
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    details = {"kv_cache": cache}
+    path = write_handmade(tmp_path / "out", tiny_model, form, damage=damage, details=details)
+    found = verify(path, model=tiny_model)
+    assert found.exit_code == 1 and len(found.problems) <= 4
+    matching = [problem for problem in found.problems if problem.where == where]
+    assert any(what in problem.what for problem in matching), [*map(str, found.problems)]
+
+
+def test_a_scale_of_an_e5m2_cache_that_calibration_has_may_not_be_missing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    calibration = calibrated(tmp_path / "cal", tiny_model, "fp8", k_scale_e5m2=0.5)
+    path = write_handmade(tmp_path / "out", tiny_model, "ct-channel", details={"kv_cache": "e5m2"})
+    made_from(path, calibration)
+    (problem,) = verify(path, calibration=calibration).problems
+    assert problem.where == f"{LAYER}.self_attn.k_scale"
+    assert "missing: calibration has 0.5 for e5m2, and engines put 1.0 there" in problem.what
 
 
 def calibrated(path: Path, model: Path, recipe: str, **scales: float) -> Path:

@@ -12,9 +12,12 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from export.onnx import export_onnx
+from export.onnx import Target, export_onnx
 from export.verify import verify
 from octet.artifact import Manifest, write_artifact
+from octet.recipe import Override, Recipe, TensorScheme
+from tests.export.conftest import make_calibration
+from tests.models import KNOWN, write_model
 
 LAYER = "model.layers.1"
 DOWN, Q, UP = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"
@@ -197,6 +200,57 @@ def test_products_of_another_kind(
 ) -> None:
     told = faults(changed(products[name], tmp_path / "out", change), calibrations)
     assert what in told[where], told
+
+
+FP8, NVFP4 = Recipe.load("fp8"), Recipe.load("nvfp4")
+BLOCKS = TensorScheme(granularity="block", group_size=128)
+STATIC = TensorScheme(granularity="tensor")
+ODD = {
+    "mixed": Recipe(
+        name="mixed",
+        weights=NVFP4.weights,
+        activations=NVFP4.activations,
+        exclude=("lm_head", "*.layers.0.mlp.*"),
+        overrides=(
+            Override(match="*.o_proj", weights=FP8.weights, activations=FP8.activations),
+            Override(match="*.down_proj", weights=BLOCKS, activations=STATIC),
+        ),
+    ),
+    "static": Recipe(name="static", weights=FP8.weights, activations=STATIC),
+    "blocks": Recipe(name="blocks", weights=BLOCKS, activations=STATIC),
+}
+
+
+@pytest.mark.parametrize("recipe", ODD)
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("name", ["llama-biases", "phi3", "gemma"])
+def test_intact_graphs_of_other_models_and_recipes(
+    name: str, target: Target, recipe: str, tmp_path: Path
+) -> None:
+    kind, settings = KNOWN[name]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}  # for blocks
+    model = write_model(tmp_path / "model", kind, **settings | sizes)
+    calibration = make_calibration(tmp_path / "calibration", model, ODD[recipe])
+    export_onnx(calibration, tmp_path / "out", target=target)
+    assert verify(tmp_path / "out", calibration=calibration).problems == []
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_an_input_that_should_not_be_rounded_is_named(
+    target: Target, tiny_model: Path, tmp_path: Path
+) -> None:
+    calibration = make_calibration(tmp_path / "calibration", tiny_model, ODD["mixed"])
+    export_onnx(calibration, tmp_path / "out", target=target)
+    kept = "model.layers.0.mlp.up_proj"
+
+    def rounded_after_all(graph: onnx.GraphProto) -> None:
+        product(graph, kept).input[0] = product(graph, "model.layers.0.self_attn.q_proj").input[0]
+
+    found = verify(
+        changed(tmp_path / "out", tmp_path / "changed", rounded_after_all), calibration=calibration
+    )
+    what = "its input is rounded to e2m1 with e4m3 scales of 16 columns, and the recipe leaves it"
+    assert [(x.where, what in x.what) for x in found.problems] == [(kept, True)]
 
 
 def test_full_precision_is_not_rounded(decoders: dict[str, Path], tiny_model: Path) -> None:

@@ -136,6 +136,20 @@ class Source:
         # 1 where there is none: of those that are needed, `open` has made sure.
         return 1.0 if k is None else k, 1.0 if v is None else v
 
+    def stored_nbytes(self) -> int:
+        """Of all tensors, the recipe's codes and scales in place of the weights they are of."""
+        read = self.checkpoint.read  # maps: no page of it is loaded
+        total = sum(read(name).codes.nbytes for name in self.checkpoint.tensor_names)
+        for linear in self.quantized_linears().values():
+            schemes = self.schemes(linear)
+            assert schemes is not None
+            size = linear.out_features * linear.in_features
+            total -= read(f"{linear.name}.weight").codes.nbytes
+            total += size // 2 if schemes[0].format == "e2m1" else size
+            scales = self.weight_scale(linear)
+            total += scales.size if schemes[0].scale_format != "float32" else scales.nbytes
+        return total
+
     def query_scale(self, layer: int) -> float | None:
         """The scale of queries that an engine rounds to E4M3; None where they were not observed."""
         attention = f"{self.spec.layer(layer)}.self_attn"

@@ -40,6 +40,8 @@ _ALL: dict[str, tuple[Backend, bool]] = {
     "-engine": ("python", True),
     "-tensorrt": ("tensorrt", True),
 }
+# Of the content's manifest, in that of the entry too: what is doubtful, changed and expected.
+_KEPT = ("warnings", "algorithm", "expected_divergence")
 _NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
 
 
@@ -82,11 +84,16 @@ def export_triton(
     inputs = [calibration] if engine is None else [calibration, engine]
     check_destination(out, force=force, inputs=inputs)
     plan = None if engine is None else _Plan.open(engine, calibration)
+    return _write_entry(out, backend, _Inputs(calibration, model, plan), force=force)
+
+
+def _write_entry(out: Path, backend: Backend, inputs: "_Inputs", *, force: bool) -> Manifest:
+    name = out.name
     with write_artifact(out, force=force) as writer:
         version = writer.path / VERSION
         version.mkdir()
         write = _WRITERS[backend]
-        entry, content, where = write(_Job(name, calibration, model, plan, version))
+        entry, content, where = write(_Job(name, inputs, version))
         (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config))
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
@@ -108,31 +115,49 @@ def export_all(
 
     They are `name` (default: the model's) for the Python backend, and beside it `-vllm`,
     `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. What
-    a backend cannot run is left out, with the reason; any other mistake is raised before the first
-    entry is written.
+    a backend cannot run is left out, with the reason. Before the first entry is written, all that
+    can be known is raised: of both inputs, of the destinations, and of the space for all of them.
     """
-    name = name or Source.open(calibration, model).calibration.manifest.model.name
-    inputs = [calibration] if engine is None else [calibration, engine]
+    repository = repository.absolute()
+    name = name or Manifest.load(calibration, "calibration", verify=False).model.name
+    paths = [calibration] if engine is None else [calibration, engine]
     for suffix in _ALL:
-        check_destination(repository / f"{name}{suffix}", force=force, inputs=inputs)
-    entries = Entries()
+        check_destination(repository / f"{name}{suffix}", force=force, inputs=paths)
+    plan = None if engine is None else _Plan.open(engine, calibration)
+    # Each entry hashes the shards of the checkpoint by itself.
+    source = Source.open(calibration, model, shards=False)
+    entries, sizes = Entries(), dict[str, int]()
     for suffix, (backend, on_engine) in _ALL.items():
-        entry = f"{name}{suffix}"
-        if on_engine and engine is None:
-            entries.left_out[entry] = _NO_ENGINE
-            continue
         try:
-            entries.manifests[entry] = export_triton(
-                calibration,
-                repository / entry,
-                backend=backend,
-                engine=engine if on_engine else None,
-                model=model,
-                force=force,
-            )
+            sizes[suffix] = _nbytes(source, backend, plan, on_engine=on_engine)
         except UnsupportedError as error:
-            entries.left_out[entry] = str(error)
+            entries.left_out[f"{name}{suffix}"] = str(error)
+    require_space(repository, sum(sizes.values()))
+    for suffix in sizes:
+        backend, on_engine = _ALL[suffix]
+        inputs = _Inputs(calibration, model, plan if on_engine else None)
+        out = repository / f"{name}{suffix}"
+        try:
+            entries.manifests[out.name] = _write_entry(out, backend, inputs, force=force)
+        except UnsupportedError as error:
+            entries.left_out[out.name] = str(error)
     return entries
+
+
+def _nbytes(source: Source, backend: Backend, plan: "_Plan | None", *, on_engine: bool) -> int:
+    """What the entry will hold, but for small files. UnsupportedError where there can be none."""
+    if on_engine:
+        if plan is None:
+            raise UnsupportedError(_NO_ENGINE)
+        return plan.nbytes
+    if backend == "vllm":
+        return source.stored_nbytes()
+    from export.onnx_cache import CACHES
+    from export.onnx_decoder import build_decoder
+
+    if backend == "onnxruntime":
+        _check_kernels(source.calibration.manifest)
+    return build_decoder(source, CACHES[source.kv_cache]).weight_bytes
 
 
 @dataclass(frozen=True)
@@ -154,12 +179,19 @@ class _Plan:
 
     def copy(self, destination: Path) -> Manifest:
         """Copies what the manifest lists; `destination` may exist."""
-        names = [*self.manifest.files, MANIFEST_FILE]
-        require_space(destination, sum((self.path / name).stat().st_size for name in names))
-        for name in names:
+        require_space(destination, self.nbytes)
+        for name in self._names:
             (destination / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.path / name, destination / name)
         return self.manifest
+
+    @property
+    def _names(self) -> list[str]:
+        return [*self.manifest.files, MANIFEST_FILE]
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.path / name).stat().st_size for name in self._names)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -168,11 +200,16 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    calibration: Path
+    model: Path | None = None  # where the checkpoint is, if not where it was
+    plan: _Plan | None = None
+
+
+@dataclass(frozen=True)
 class _Job:
     name: str
-    calibration: Path
-    model: Path | None
-    plan: _Plan | None
+    inputs: _Inputs
     version: Path  # the directory to fill
 
 
@@ -183,13 +220,14 @@ _Written = tuple[Entry, Manifest, str]
 def _write_python(job: _Job) -> _Written:
     template = files("export").joinpath("triton_model.py.txt")
     (job.version / "model.py").write_text(template.read_text())
-    if job.plan is not None:
-        batch, length = job.plan.limits
+    if job.inputs.plan is not None:
+        batch, length = job.inputs.plan.limits
         entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, batch), context=length)
-        return entry, job.plan.copy(job.version / "engine"), "engine"
+        return entry, job.inputs.plan.copy(job.version / "engine"), "engine"
     from export.onnx import export_onnx
 
-    content = export_onnx(job.calibration, job.version / "onnx", model=job.model)
+    given = job.inputs
+    content = export_onnx(given.calibration, job.version / "onnx", model=given.model)
     context = content.model.spec.max_positions
     return python_entry(job.name, context=context), content, "onnx"
 
@@ -197,7 +235,8 @@ def _write_python(job: _Job) -> _Written:
 def _write_vllm(job: _Job) -> _Written:
     from export.checkpoint import export_checkpoint
 
-    content = export_checkpoint(job.calibration, job.version / "checkpoint", model=job.model)
+    given = job.inputs
+    content = export_checkpoint(given.calibration, job.version / "checkpoint", model=given.model)
     # From the directory of model.json, where model.py goes; no name of a model on the Hub.
     arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
     (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n")
@@ -210,35 +249,42 @@ def _write_onnxruntime(job: _Job) -> _Written:
     from export.onnx import export_onnx
     from export.triton_steps import onnxruntime_entry, read_graph
 
+    given = job.inputs
+    _check_kernels(Manifest.load(given.calibration, "calibration", verify=False))
     job.version.rmdir()  # the version itself is the export
-    content = export_onnx(job.calibration, job.version, model=job.model, kv_cache="float16")
-    if content.details["least_onnxruntime"] is None:
+    content = export_onnx(given.calibration, job.version, model=given.model, kv_cache="float16")
+    return onnxruntime_entry(job.name, *read_graph(job.version / "model.onnx")), content, ""
+
+
+def _check_kernels(calibration: Manifest) -> None:
+    """Raises UnsupportedError for weights that ONNX Runtime cannot read as they are written."""
+    recipe = calibration.recipe
+    schemes = [recipe.scheme_of(linear.name) for linear in calibration.model.spec.linears()]
+    if any(scheme is not None and scheme[0].format == "e2m1" for scheme in schemes):
         raise UnsupportedError(
-            f"recipe {content.recipe.name} has FP4, for which ONNX Runtime has no kernel;"
+            f"recipe {recipe.name} has FP4, for which ONNX Runtime has no kernel;"
             " --backend python runs it, and mxfp8 or an fp8 recipe runs here"
         )
-    return onnxruntime_entry(job.name, *read_graph(job.version / "model.onnx")), content, ""
 
 
 def _write_tensorrt(job: _Job) -> _Written:
     from export.triton_steps import plan_tensors, tensorrt_entry
 
-    assert job.plan is not None
-    facts = job.plan.manifest.details
+    plan = job.inputs.plan
+    assert plan is not None
+    facts = plan.manifest.details
     builder = facts["builder"]["name"]
     if "rtx" in builder.lower():
         raise UnsupportedError(
-            f"{job.plan.path}: Triton's tensorrt backend loads no plan of {builder};"
+            f"{plan.path}: Triton's tensorrt backend loads no plan of {builder};"
             " use --backend python, or build with --builder tensorrt on the GPU that will serve"
         )
-    inputs, outputs = plan_tensors(job.plan.manifest.model.spec, facts["kv_cache"]["dtype"])
+    inputs, outputs = plan_tensors(plan.manifest.model.spec, facts["kv_cache"]["dtype"])
     if facts["profiles"]["decode"].keys() != {tensor.name for tensor in inputs}:
-        raise UnsupportedError(
-            f"{job.plan.path}: its inputs are not this release's; build it again"
-        )
-    batch, length = job.plan.limits
+        raise UnsupportedError(f"{plan.path}: its inputs are not this release's; build it again")
+    batch, length = plan.limits
     entry = tensorrt_entry(job.name, inputs, outputs, max_batch=batch, max_length=length)
-    return entry, job.plan.copy(job.version), ""
+    return entry, plan.copy(job.version), ""
 
 
 _WRITERS: dict[Backend, Callable[[_Job], _Written]] = {
@@ -252,5 +298,5 @@ _WRITERS: dict[Backend, Callable[[_Job], _Written]] = {
 def _manifest(content: Manifest, backend: Backend, name: str, where: str) -> Manifest:
     details: dict[str, Any] = {"backend": backend, "name": name}
     details["content"] = f"{VERSION}/{where}".rstrip("/")
-    details |= {k: v for k, v in content.details.items() if k == "expected_divergence"}
+    details |= {key: content.details[key] for key in _KEPT if key in content.details}
     return content.model_copy(update={"kind": "triton", "details": details})

@@ -1,22 +1,28 @@
 """Triton entries: the directories, what is in them, and what is not written."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from export.checkpoint import export_checkpoint
+from export.graph import Graph
 from export.onnx import export_onnx
+from export.source import Source
 from export.triton import export_all, export_triton
 from export.triton_entries import SLOTS, python_entry, vllm_engine
 from export.triton_steps import read_graph
 from octet.artifact import MANIFEST_FILE, Manifest
-from octet.errors import ArtifactError, ConfigError, UnsupportedError
+from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
 from octet.model import ModelSpec
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.test_triton_config import config_of, parsed
 from tests.export.test_triton_engines import make_engine
+from tests.models import write_model
+from tests.serve.engines import rewritten
 
 COMMITTED = Path(__file__).parents[2] / "triton_models"
 Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
@@ -159,6 +165,57 @@ def test_all_leaves_out_what_a_backend_has_no_kernels_for(
     assert written.manifests.keys() == {"lm", "lm-vllm"}
     assert "has FP4, for which ONNX Runtime has no kernel" in written.left_out["lm-onnxruntime"]
     assert {path.name for path in tmp_path.iterdir()} == {"lm", "lm-vllm"}
+
+
+def test_all_writes_nothing_without_space_for_all(
+    tmp_path: Path, calibrations: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is enough for each, and for any two."""
+    calibration, models = calibrations["fp8"], tmp_path / "models"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("export.source._SPARE_BYTES", 0)
+    free = int(2.9 * Source.open(calibration).stored_nbytes())
+    monkeypatch.setattr("export.source.shutil.disk_usage", lambda _: usage._replace(free=free))
+    export_triton(calibration, tmp_path / "one")
+    with pytest.raises(ExportError, match=r"models: the export needs .* are free there"):
+        export_all(calibration, models, name="lm")
+    assert not models.exists()
+
+
+def test_what_it_would_store_is_what_it_stores(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    for recipe, calibration in calibrations.items():
+        export_checkpoint(calibration, tmp_path / recipe)
+        written = (tmp_path / recipe / "model.safetensors").stat().st_size
+        estimated = Source.open(calibration).stored_nbytes()
+        assert 0 <= written - estimated < 20_000, recipe  # the header
+
+
+def test_fp4_is_refused_before_its_graph_is_written(
+    tmp_path: Path, calibrations: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise AssertionError("the graph is written")
+
+    monkeypatch.setattr(Graph, "save", save)
+    for recipe in ("nvfp4", "mxfp4"):
+        with pytest.raises(UnsupportedError, match=f"recipe {recipe} has FP4"):
+            export_triton(calibrations[recipe], tmp_path / "a", backend="onnxruntime")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_doubtful_about_a_model_is_in_every_manifest(tmp_path: Path) -> None:
+    """Of an architecture that is not known, whose weights an algorithm changed."""
+    model = write_model(tmp_path / "model", "gemma2")
+    calibration = make_calibration(tmp_path / "calibration", model, Recipe.load("fp8-static"))
+    details = Manifest.load(calibration).details | {"algorithm": {"name": "smoothquant"}}
+    rewritten(calibration, **details)
+    manifest = export_triton(calibration, tmp_path / "entry", backend="vllm")
+    assert "is an architecture that Octet does not know" in manifest.details["warnings"][0]
+    assert manifest.details["algorithm"] == "smoothquant"
+    inside = Manifest.load(tmp_path / "entry" / "1" / "checkpoint")
+    assert inside.details["warnings"] == manifest.details["warnings"]
 
 
 def test_the_committed_entries_are_what_export_writes(tmp_path: Path, example_model: Path) -> None:

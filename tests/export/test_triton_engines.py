@@ -134,6 +134,14 @@ def test_an_engine_of_another_calibration_is_refused(
     assert not (tmp_path / "a").exists()
 
 
+def test_all_refuses_an_engine_of_another_calibration_before_the_first_entry(
+    tmp_path: Path, calibrations: dict[str, Path], engine: Path
+) -> None:
+    with pytest.raises(ArtifactError, match=r"was not built from .*fp8-block; build it with"):
+        export_all(calibrations["fp8-block"], tmp_path / "models", engine=engine)
+    assert not (tmp_path / "models").exists()
+
+
 def test_an_engine_is_asked_for_where_it_is_needed_and_only_there(
     tmp_path: Path, calibrations: dict[str, Path], engine: Path
 ) -> None:

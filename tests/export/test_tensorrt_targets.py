@@ -2,14 +2,16 @@
 
 import platform
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from export import tensorrt_library
+from export.source import Source
 from export.tensorrt_device import Gpu, find_gpu
-from export.tensorrt_library import RTX, TENSORRT, choose, load
-from export.tensorrt_targets import capability, check_names, resolve_targets
+from export.tensorrt_library import RTX, TENSORRT, Name, choose, load
+from export.tensorrt_targets import capability, check_names, check_recipe_on, resolve_targets
 from octet.errors import UnsupportedError
 
 H200, ADA = Gpu("NVIDIA H200", "sm90"), Gpu("NVIDIA L4", "sm89")
@@ -25,20 +27,23 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_targets_are_normalized_and_kept_once() -> None:
     assert check_names([" SM89", "sm120", "sm89"]) == ["sm89", "sm120"]
+    assert check_names(["sm89", " sm120", ""]) == ["sm89", "sm120"]
+    with pytest.raises(UnsupportedError, match=r"--target names no GPU; leave it out, or say such"):
+        check_names([" ", ""])
 
 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("sm99", "unknown target 'sm99'; did you mean 'sm90'?"),
-        ("turing", "unknown target 'turing'; known: sm100, sm103, sm110, sm120, sm121, sm89, sm90"),
+        ("sm999", r"TensorRT-RTX: unknown target 'sm999'; did you mean 'sm89'\?"),
+        ("turing", "TensorRT-RTX: unknown target 'turing'; known: sm120, sm121, sm89$"),
         ("sm75", "target sm75: compute capability 7.5 has no FP8, .* for sm89, sm120, sm121"),
         ("sm86", "target sm86: compute capability 8.6 has no FP8"),
     ],
 )
 def test_names_that_are_no_targets(target: str, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
-        check_names(["sm89", target])
+        resolve_targets(RTX, check_names(["sm89", target]), None, ["fp8"])
 
 
 def test_a_compute_capability_has_one_digit_after_the_point() -> None:
@@ -48,6 +53,68 @@ def test_a_compute_capability_has_one_digit_after_the_point() -> None:
 def test_rtx_is_not_for_data_centre_gpus() -> None:
     with pytest.raises(UnsupportedError, match=r"sm90: TensorRT-RTX does not run on .* 9\.0; .*"):
         resolve_targets(RTX, ["sm89", "sm90"], None, ["fp8"])
+
+
+def test_tensorrt_takes_the_gpu_that_is_here_and_no_other_name() -> None:
+    assert resolve_targets(TENSORRT, ["sm90"], H200, ["fp8"]) == ["sm90"]
+    with pytest.raises(UnsupportedError, match=r"target sm999: .* \(NVIDIA H200, sm90\); leave"):
+        resolve_targets(TENSORRT, ["sm999"], H200, ["fp8"])
+
+
+FP8_ON = "the recipes fp8, fp8-static and fp8-block run on"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "builder", "target", "said"),
+    [
+        (
+            "nvfp4",
+            RTX,
+            "sm89",
+            "recipe nvfp4 needs FP4, which target sm89 with compute capability 8.9 does not have:"
+            " it begins with 10.0, such as --builder tensorrt-rtx --target sm120;"
+            f" {FP8_ON} sm89",
+        ),
+        (
+            "mxfp8",
+            RTX,
+            "sm89",
+            "recipe mxfp8 has MXFP8, which TensorRT-RTX takes but multiplies in FP16 after decoding"
+            f" it in every step; {FP8_ON} sm89",
+        ),
+        (
+            "mxfp8",
+            RTX,
+            "sm120",
+            "recipe mxfp8 has MXFP8, which TensorRT-RTX takes but multiplies in FP16 after decoding"
+            " it in every step; the recipes fp8, fp8-static, fp8-block and nvfp4 run on sm120",
+        ),
+        (
+            "mxfp8",
+            TENSORRT,
+            "sm90",
+            "recipe mxfp8 needs MXFP8, which target sm90 with compute capability 9.0 does not have:"
+            f" it begins with 10.0, with --builder tensorrt there (not tried); {FP8_ON} sm90",
+        ),
+        (
+            "mxfp4",
+            RTX,
+            "sm89",
+            "recipe mxfp4 has MXFP4, and TensorRT has no operator that rounds inputs to it;"
+            f" {FP8_ON} sm89",
+        ),
+    ],
+)
+def test_a_refused_recipe_names_what_is_taken(
+    recipe: str, builder: Name, target: str, said: str, calibrations: dict[str, Path]
+) -> None:
+    source = Source.open(calibrations[recipe])
+    with pytest.raises(UnsupportedError) as caught:
+        check_recipe_on(builder, [target], None, source)
+    assert str(caught.value) == said
+    if "tensorrt-rtx" in said:  # what it names is taken
+        check_recipe_on(RTX, ["sm120"], None, source)
+    check_recipe_on(builder, [target], None, Source.open(calibrations["fp8"]))
 
 
 @pytest.mark.parametrize(

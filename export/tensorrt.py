@@ -17,10 +17,10 @@ from rich.console import Console
 
 from export import tensorrt_layers
 from export.tensorrt_library import RTX, Name
-from export.tensorrt_log import logger, one_line
 from export.tensorrt_progress import progress_monitor
 from export.tensorrt_timing import read_timings, write_timings
 from octet.errors import ExportError, UnsupportedError
+from octet.tensorrt_log import logger, one_line
 
 __all__ = ["Options", "Plan", "Precision", "Profile", "build_plan"]
 

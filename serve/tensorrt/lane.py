@@ -32,6 +32,7 @@ class Lane:
     gpu: Gpu
     spec: ModelSpec
     dtypes: Dtypes
+    log: Any  # TensorRT's
     context: Any = field(init=False)
     shape: tuple[int, int, int, int] | None = field(init=False, default=None)
 
@@ -99,7 +100,9 @@ class Lane:
 
     def enqueue(self) -> None:
         if not self.context.execute_async_v3(self.gpu.stream):
-            raise BackendError("TensorRT did not run the step; see the server's log")
+            reason = self.log.reason
+            self.log.clear()
+            raise BackendError(f"TensorRT did not run the step: {reason}")
 
     def copy_out(self) -> None:
         self.gpu.copy_out(self._out, self._logits.address, self._logits_bytes)

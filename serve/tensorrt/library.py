@@ -5,13 +5,13 @@ that is in the manifest beside it, so a plan that cannot run is refused before i
 """
 
 import importlib
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from octet.artifact import Manifest
 from octet.errors import ArtifactError, UnsupportedError
+from octet.tensorrt_log import logger
 from serve.tensorrt.gpu import Gpu
 
 __all__ = ["load_engine", "load_library", "require_gpu"]
@@ -60,13 +60,12 @@ def load_engine(trt: Any, plan: Path) -> tuple[Any, Any]:
 
     Raises ArtifactError with TensorRT's first complaint if it does not take it.
     """
-    log = _logger(trt)
-    log.errors.clear()
+    log = logger(trt)
+    log.clear()
     runtime = trt.Runtime(log)
     engine = runtime.deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
-        said = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
-        raise ArtifactError(f"{plan}: TensorRT {trt.__version__} does not load it: {said}")
+        raise ArtifactError(f"{plan}: TensorRT {trt.__version__} does not load it: {log.reason}")
     return runtime, engine
 
 
@@ -89,21 +88,3 @@ def _imported(module: str, name: str) -> ModuleType | None:
     except (ImportError, OSError) as error:
         why = " ".join(str(error).split())
         raise UnsupportedError(f"{name} is installed but cannot be loaded: {why}") from None
-
-
-@cache
-def _logger(trt: Any) -> Any:
-    """One a process: TensorRT goes on using the first."""
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        """Keeps errors; nothing is printed."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self.errors.append(message)
-
-    return Log()

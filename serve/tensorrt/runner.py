@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from octet.artifact import PLAN_FILE, Manifest
 from octet.errors import BackendError, ConfigError
 from octet.model import ModelSpec
+from octet.tensorrt_log import logger
 from serve.cache import CacheDtype
 from serve.runner import RunnerLost, StepBatch
 from serve.tensorrt.cache import DeviceCache
@@ -57,7 +58,8 @@ class TensorRTRunner:
         # One new token a row decodes; the other profile is for prompts.
         order = sorted(enumerate(profiles), key=lambda item: (item[1].tokens, -item[1].batch))
         self.decode, self.prefill = (
-            Lane(self._engine, index, limits, self.gpu, spec, dtypes) for index, limits in order[:2]
+            Lane(self._engine, index, limits, self.gpu, spec, dtypes, logger(trt))
+            for index, limits in order[:2]
         )
         self.slots = self.decode.limits.batch
         longest = min(self.prefill.limits.cached, self.decode.limits.cached, spec.max_positions)

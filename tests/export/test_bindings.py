@@ -34,7 +34,11 @@ def knows_tensorrt(path: Path) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "trt" for node in nodes)
 
 
-SOURCES = [*sorted(ROOT.glob("export/*.py")), *sorted(ROOT.glob("serve/**/*.py"))]
+SOURCES = [
+    path
+    for pattern in ("octet/*.py", "export/*.py", "serve/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
+]
 FILES = [path for path in SOURCES if knows_tensorrt(path)]
 # Only TensorRT-RTX builds for GPUs that are not there; export/tensorrt.py asks which it is.
 ONLY_RTX = {

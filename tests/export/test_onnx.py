@@ -1,6 +1,7 @@
 """The ONNX decoder: what is in the file, and that it computes the quantization it says."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -15,16 +16,19 @@ from onnx import TensorProto
 from export.engine_graph import build_engine_graph
 from export.onnx import export_onnx
 from export.source import Source
+from export.verify import verify
 from octet import scaling
 from octet.artifact import Manifest
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, OctetError
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.formats import E4M3
 from octet.recipe import Recipe
 from tests.export.conftest import RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, random_ids
 from tests.references import Reference, divergence
+from tests.serve.engines import rewritten
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -277,6 +281,23 @@ def test_the_same_graph_in_full_precision_for_tensorrt_too(
 
 
 # What is refused
+
+
+def test_of_full_precision_no_quantization_is_expected(
+    tmp_path: Path, calibrations: dict[str, Path]
+) -> None:
+    calibration = shutil.copytree(calibrations["fp8"], tmp_path / "calibration")
+    path = ServingPath(kv_cache="float16")
+    one = Expectation(path=path, mean=0.01, low=0.005, high=0.02, prompts=64)
+    ExpectedSet(recipe="fp8", expectations=(one,)).save(calibration)
+    rewritten(calibration)
+    plain = export_onnx(calibration, tmp_path / "plain", quantize=False)
+    assert plain.details["quantized"] is False
+    assert "expected_divergence" not in plain.details and EXPECTED_FILE not in plain.files
+    assert not verify(tmp_path / "plain", calibration=calibration).problems
+    quantized = export_onnx(calibration, tmp_path / "quantized", kv_cache="float16")
+    assert quantized.details["expected_divergence"][path.label]["mean"] == 0.01
+    assert EXPECTED_FILE in quantized.files
 
 
 def test_a_cache_that_was_not_calibrated_is_refused(

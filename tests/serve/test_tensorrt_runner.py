@@ -11,6 +11,7 @@ on a machine with an FP8 GPU and `pip install 'octet[test,tensorrt]'` (or octet[
 
 import asyncio
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, UnsupportedError
+from octet.tensorrt_log import logger
 from serve.backends.embedded import EmbeddedBackend
 from serve.onnx_runner import OnnxRunner
 from serve.runner import Runner, StepBatch
@@ -27,6 +29,7 @@ from serve.tensorrt.runner import TensorRTRunner
 from serve.types import Delta, GenerateRequest
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu, cudaError_t
+from tests.serve.fake_tensorrt import IExecutionContext, ILogger
 
 CACHES = ("e5m2", "e4m3", "float16")
 
@@ -318,3 +321,20 @@ class TestMemory:
             await generate(backend, (5, 6, 7), 3)
         assert len(await generate(backend, (5, 6, 7), 3)) == 3 and await backend.ready()
         await backend.close()
+
+    def test_a_step_that_tensorrt_does_not_run_says_why(
+        self, engines: Callable[[str], Path], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = TensorRTRunner(engines("e5m2"))
+        cache = runner.new_cache(1, 64)
+
+        def refuse(context: IExecutionContext, stream_handle: int) -> bool:
+            logger(sys.modules["tensorrt"]).log(ILogger.ERROR, "Error Code 2:\nno kernel")
+            return False
+
+        with monkeypatch.context() as patched:
+            patched.setattr(IExecutionContext, "execute_async_v3", refuse)
+            for _ in range(2):
+                with pytest.raises(BackendError, match=r"not run the step: Error Code 2: no kern"):
+                    forward(runner, cache, prompt_of(5), [0], [[4]])
+        assert np.isfinite(forward(runner, cache, prompt_of(5), [0], [[4]])).all()

@@ -18,8 +18,8 @@ from octet.recipe import KvCacheDtype, Recipe
 __all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
 
 EXPECTED_FILE = "expected.json"
-# Nats, where nobody predicted: 10 to 20 times what the recipes cost on the example model. They
-# catch an export that is broken, not one that is a little off.
+# Nats, where nobody predicted. Chosen, not derived: they catch an export that is broken, not one
+# that is a little off.
 _BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0, "no quantization": 0.01}
 
 

@@ -44,7 +44,11 @@ def from_log(text: str) -> list[Layer]:
 
 
 def from_json(text: str) -> list[Layer]:
-    """From the engine inspector's JSON; a layer without details has no nodes."""
+    """From the engine inspector's JSON; a layer without details has no nodes.
+
+    Its keys are those in NVIDIA's documents; no real engine's have been read. Products that are not
+    found are told of the parsed network instead.
+    """
     layers = []
     for item in json.loads(text).get("Layers", []):
         if isinstance(item, str):

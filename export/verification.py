@@ -76,16 +76,15 @@ class Divergence:
     """KL(original ‖ written) of the next token, nats, mean over the golden prompts."""
 
     mean: float
-    low: float | None  # the range that is expected
-    high: float | None
+    low: float  # the range that is accepted
+    high: float
     prompts: int
     path: str  # what computed: the graph itself, or a simulation of a serving path
+    source: str  # where the range comes from
 
     @property
     def inside(self) -> bool:
-        return (
-            self.low is None or self.high is None or (self.low <= self.mean <= self.high)
-        ) and math.isfinite(self.mean)
+        return self.low <= self.mean <= self.high  # never, if it is NaN
 
 
 @dataclass

@@ -71,7 +71,7 @@ def verify(
         )
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)
-    original = found.original = find_original(manifest, model, calibration)
+    original = find_original(manifest, model, calibration)
     _verify_kind(path, manifest, original, found, console)
     return found
 
@@ -94,6 +94,7 @@ def _verify_kind(
             f"numbers: give the original {manifest.model.name} with --model, or the calibration"
             " with --calibration (a manifest holds hashes and no paths)"
         )
+    found.original = original
     if manifest.kind in ("checkpoint", "onnx"):
         check_side_files(path, manifest, original, found)
     match manifest.kind:
@@ -132,6 +133,7 @@ def _verify_triton(
 ) -> None:
     """The entry itself, then the model that it holds, which may be an artifact of its own."""
     check_entry(path, manifest, found)
+    compared = False
     for held in held_models(path):
         inner = manifest
         if (held / MANIFEST_FILE).is_file():
@@ -146,7 +148,13 @@ def _verify_triton(
             found.problem("files", where, "made from another calibration than the entry says")
         part = Verification(held, inner.kind, inner.kind)
         _verify_kind(held, inner, original, part, console)
+        compared = True
         found.add(part, held.relative_to(path).as_posix())
+        found.original = part.original
+    if not compared:
+        found.unchecked.append(
+            f"numbers and next tokens: what the entry holds has no {MANIFEST_FILE} of its own"
+        )
 
 
 @contextmanager

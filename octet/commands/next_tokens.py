@@ -6,6 +6,10 @@
 | ONNX for ONNX Runtime    | the graph itself, in ONNX Runtime, through its own cache             |
 | engine                   | the plan itself, where this machine can run it                       |
 | Triton entry             | as the model that it holds                                           |
+
+What cannot be computed here is added to what was not checked, with the reason: an exit code of 0
+says that the next tokens are right. Another tool's checkpoint has no golden records to hold them
+against, so none are promised for it.
 """
 
 from pathlib import Path
@@ -24,7 +28,7 @@ from export.verify_triton import held_models
 from export.written import Written
 from octet.artifact import MANIFEST_FILE, Manifest
 from octet.errors import ExportError
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath, bound_of
 from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.recipe import KvCacheDtype
 
@@ -47,15 +51,18 @@ def add_divergence(found: Verification, *, console: Console | None = None) -> No
     if manifest.kind == "triton":
         held = next((d for d in held_models(found.path) if (d / MANIFEST_FILE).is_file()), None)
         if held is None:
-            found.notes.append("next tokens are left out: a bare step is driven by its client")
+            if not found.unchecked:
+                found.unchecked.append(
+                    f"next tokens: what the entry holds has no {MANIFEST_FILE} of its own"
+                )
             return
         directory, manifest = held, Manifest.load(held, verify=False)
     if not (directory / GOLDEN_FILE).is_file():
-        found.notes.append("next tokens are left out: it holds no golden records")
+        found.unchecked.append(f"next tokens: it holds no golden records ({GOLDEN_FILE})")
         return
     if manifest.kind in ("onnx", "engine"):
         _by_itself(directory, manifest, found)
-    elif found.original is not None and not found.unchecked:  # which have been said
+    elif found.original is not None:  # else it has been said
         _of_checkpoint(directory, manifest, found.original, found, console)
 
 
@@ -91,7 +98,13 @@ def _of_checkpoint(
         )
     measured = predicted.expectations[0]
     how = f"simulated: {measured.path.label}"
-    _judge(found, measured.mean, wanted, len(golden.records), how)
+    found.divergence = _judged(measured.mean, wanted, manifest, len(golden.records), how)
+    if not found.divergence.inside:
+        accepted = f"{found.divergence.low:.3g} to {found.divergence.high:.3g}"
+        what = f"KL {measured.mean:.3g} nats, outside {accepted} ({found.divergence.source})"
+        if not isinstance(wanted, Expectation):
+            what += ": broken, or of a model that this costs more; `octet rescale` predicts what"
+        found.problem("divergence", "next tokens", what)
 
 
 def _weight(written: Written, module: str) -> NDArray[np.float32]:
@@ -136,8 +149,9 @@ def _cache_scale(
 def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None:
     """A graph or a plan reads the golden prompts, decodes, and is judged as a backend is."""
     if manifest.kind == "onnx" and manifest.details.get("target", "onnxruntime") != "onnxruntime":
-        found.notes.append(
-            "next tokens are left out: the graph is for TensorRT; `octet build-engine` proves it"
+        found.unchecked.append(
+            "next tokens: the graph is for TensorRT, which runs none without building it;"
+            " `octet build-engine` does, and proves the engine"
         )
         return
     from serve.engine_proof import prove
@@ -149,12 +163,12 @@ def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None
         found.problem("divergence", file, str(error).removeprefix(f"{directory}: "))
         return
     if facts["status"] != "proven":
-        found.notes.append(f"next tokens are left out: {facts.get('reason', 'it cannot run here')}")
+        found.unchecked.append(f"next tokens: {facts.get('reason', 'it cannot run here')}")
         return
     accepted = facts["accepted"]
     how = "the graph itself, in ONNX Runtime" if manifest.kind == "onnx" else "the plan itself"
     found.divergence = Divergence(
-        facts["kl"], accepted["low"], accepted["high"], facts["prompts"], how
+        facts["kl"], accepted["low"], accepted["high"], facts["prompts"], how, accepted["from"]
     )
     found.notes.append(
         f"decoding the last tokens of each prompt instead: KL {facts['kl_decoding']:.3g};"
@@ -171,15 +185,13 @@ def _expectation(directory: Path, path: ServingPath) -> Expectation | ServingPat
     return known.find(path) or known.find(same) or path
 
 
-def _judge(
-    found: Verification, mean: float, wanted: Expectation | ServingPath, prompts: int, how: str
-) -> None:
+def _judged(
+    mean: float, wanted: Expectation | ServingPath, manifest: Manifest, prompts: int, how: str
+) -> Divergence:
     """An honest repetition leaves a 95 % range once in twenty times, so it is taken twice as wide,
-    in logarithms, as `serve.engine_proof` does."""
-    low = high = None
+    in logarithms, as `serve.engine_proof` does; without a prediction, the same bound as there."""
     if isinstance(wanted, Expectation) and wanted.mean > 0:
         low, high = wanted.low**2 / wanted.mean, wanted.high**2 / wanted.mean
-    found.divergence = Divergence(mean, low, high, prompts, how)
-    if not found.divergence.inside:
-        accepted = "not finite" if low is None else f"outside {low:.3g} to {high:.3g}"
-        found.problem("divergence", "next tokens", f"KL {mean:.3g} nats, {accepted}")
+        return Divergence(mean, low, high, prompts, how, "twice the predicted range")
+    bound, source = bound_of(manifest.recipe)
+    return Divergence(mean, 0.0, bound, prompts, how, source)

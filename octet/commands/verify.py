@@ -1,6 +1,7 @@
 """`octet verify`: reload what was written, compare it with the original, and let it answer."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["report", "verify"]
 
 _WORST, _PROBLEMS = 10, 30  # rows of the tables that are shown without --all
+_WHERE = 48  # columns that the name of a tensor may take before it is folded
 
 
 def verify(
@@ -58,7 +60,7 @@ def verify(
 
 
 def report(found: "Verification", console: Console, *, show_all: bool = False) -> None:
-    """One table for people, the worst first, readable in 100 columns."""
+    """One table for people, the worst first, readable in 80 columns."""
     console.print(Text.assemble((str(found.path), "bold"), f": {found.kind}, {found.format}"))
     if found.problems:
         console.print(_problems(found, len(found.problems) if show_all else _PROBLEMS))
@@ -80,44 +82,47 @@ def _problems(found: "Verification", most: int) -> Table:
     count = len(found.problems)
     title = f"{count} problems" if count <= most else f"first {most} of {count} problems"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    table.add_column("where", style="red", overflow="fold", ratio=2)
-    table.add_column("what is wrong", overflow="fold", ratio=3)
+    longest = max((len(problem.where) for problem in found.problems[:most]), default=0)
+    table.add_column("where", style="red", overflow="fold", min_width=min(longest, _WHERE))
+    table.add_column("what is wrong", overflow="fold")
     for problem in found.problems[:most]:
         table.add_row(Text(problem.where), Text(problem.what))
     return table
 
 
 def _tensors(rows: "list[Row]", total: int, wrong: set[str]) -> Table:
-    title = f"{total} quantized tensors" if len(rows) == total else f"worst of {total} tensors"
+    which = f"{total} quantized tensors" if len(rows) == total else f"worst of {total} tensors"
+    title = f"{which}, w, and their errors, e"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("tensor", overflow="fold")
-    for name in ("SQNR dB", "expected", "max |error|", "‖error‖/‖w‖", "not nearest"):
+    for name in ("SQNR dB", "expected", "max |e|", "‖e‖/‖w‖", "not\nnearest"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         style = "red" if row.tensor in wrong else ""
         expected = "" if row.expected is None else f"{row.expected:.2f}"
         numbers = (f"{row.sqnr:.2f}", expected, f"{row.max_abs:.3g}", f"{row.relative:.3g}")
-        table.add_row(Text(_module(row.tensor)), *numbers, f"{row.unrounded:,}", style=style)
+        table.add_row(Text(_short(row.tensor)), *numbers, f"{row.unrounded:,}", style=style)
     return table
 
 
 def _layers(layers: "list[LayerRow]") -> Table:
     table = Table(title="by layer", title_justify="left", box=None, padding=(0, 1))
     table.add_column("layer", overflow="fold")
-    for name in ("tensors", "SQNR dB", "expected", "max |error|"):
+    for name in ("tensors", "SQNR dB", "expected", "max |e|"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("worst", overflow="fold")
     for layer in layers:
         expected = "" if layer.expected is None else f"{layer.expected:.2f}"
         numbers = (str(layer.tensors), f"{layer.sqnr:.2f}", expected, f"{layer.max_abs:.3g}")
-        worst = _module(layer.worst).removeprefix(f"{layer.layer}.")
-        table.add_row(Text(layer.layer), *numbers, Text(worst))
+        worst = _short(layer.worst.removeprefix(f"{layer.layer}."))
+        table.add_row(Text(_short(layer.layer)), *numbers, Text(worst))
     return table
 
 
-def _module(tensor: str) -> str:
-    """Names are long, and all of these are weights."""
-    return tensor.removesuffix(".weight_packed").removesuffix(".weight")
+def _short(tensor: str) -> str:
+    """Names are long, begin alike, and all of these are weights; --json and problems keep them."""
+    module = tensor.removesuffix(".weight_packed").removesuffix(".weight")
+    return re.sub(r"^.*?\b(?=layers\.\d)", "", module)
 
 
 def _sentence(divergence: "Divergence") -> str:
@@ -125,10 +130,9 @@ def _sentence(divergence: "Divergence") -> str:
         f"next tokens: KL {divergence.mean:.3g} nats from the original, mean over"
         f" {divergence.prompts} golden prompts ({divergence.path})"
     )
-    if divergence.low is None or divergence.high is None:
-        return f"{text}; nothing was predicted to compare with"
     inside = "inside" if divergence.inside else "[red]outside[/red]"
-    return f"{text}; {inside} what is accepted, {divergence.low:.3g} to {divergence.high:.3g}"
+    accepted = f"{divergence.low:.3g} to {divergence.high:.3g} ({divergence.source})"
+    return f"{text}; {inside} what is accepted, {accepted}"
 
 
 def _verdict(found: "Verification") -> str:

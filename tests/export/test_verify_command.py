@@ -16,6 +16,7 @@ from calibrate.golden import golden_set
 from calibrate.predict import predict
 from export.checkpoint import export_checkpoint
 from export.onnx import export_onnx
+from export.triton import export_triton
 from export.verification import Divergence, Row, Verification
 from export.verify import verify as verify_files
 from octet.artifact import Manifest, write_artifact
@@ -25,10 +26,11 @@ from octet.commands.next_tokens import add_divergence
 from octet.commands.verify import report, verify
 from octet.errors import ConfigError
 from octet.expected import EXPECTED_FILE, ExpectedSet, ServingPath
-from octet.golden import GoldenSet
+from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.handmade import Tensors, write_handmade
+from tests.export.test_verify_kinds import described_engine
 
 PATH = ServingPath(kv_cache="e5m2", compute="float32")
 
@@ -148,6 +150,104 @@ def test_next_tokens_far_from_what_is_expected_are_a_problem(
     assert "outside 8.1e-06 to 1.21e-05" in problem["what"]
 
 
+def without(source: Path, out: Path, *names: str) -> Path:
+    """A copy of an export without these files, its manifest and hashes right."""
+    manifest = Manifest.load(source)
+    with write_artifact(out) as writer:
+        for name in {*manifest.files} - {*names}:
+            (writer.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (writer.path / name).write_bytes((source / name).read_bytes())
+        writer.finish(manifest)
+    return out
+
+
+def test_without_a_prediction_a_bound_holds(
+    calibration: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    export_checkpoint(calibration, tmp_path / "out")
+    path = without(tmp_path / "out", tmp_path / "unpredicted", EXPECTED_FILE)
+    result = run(path, "--model", tiny_model, "--json")
+    facts = json.loads(result.stdout)
+    assert result.exit_code == 0 and facts["divergence"]["inside"]
+    assert (facts["divergence"]["low"], facts["divergence"]["high"]) == (0.0, 0.1)
+    assert facts["divergence"]["source"] == "the bound of fp8, without a prediction"
+
+
+def test_next_tokens_beyond_every_bound_are_a_problem(tiny_model: Path, tmp_path: Path) -> None:
+    """The golden records are another model's, and nobody predicted."""
+    calibration = make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"))
+    export_checkpoint(calibration, tmp_path / "out")
+    result = run(tmp_path / "out", "--calibration", calibration, "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert result.exit_code == 1 and problem["check"] == "divergence"
+    assert "outside 0 to 0.1 (the bound of fp8, without a prediction)" in problem["what"]
+    assert run(tmp_path / "out", "--calibration", calibration, "--no-tokens").exit_code == 0
+
+
+def test_a_divergence_that_is_no_number_is_not_inside() -> None:
+    assert not Divergence(math.nan, 0.0, 1.0, 4, "", "").inside
+    assert not Divergence(math.inf, 0.0, 1.0, 4, "", "").inside
+    assert Divergence(0.5, 0.0, 1.0, 4, "", "").inside
+
+
+def unchecked(path: Path, calibration: Path) -> str:
+    """What `verify` says that it did not check; with --no-tokens, which is a wish, all is right."""
+    facts = json.loads((result := run(path, "--calibration", calibration, "--json")).stdout)
+    assert result.exit_code == 2 and facts["problems"] == [] and facts["divergence"] is None
+    assert run(path, "--calibration", calibration, "--no-tokens").exit_code == 0
+    (text,) = facts["unchecked"]
+    return str(text)
+
+
+def test_a_graph_for_tensorrt_is_not_run_and_that_is_said(
+    calibration: Path, tmp_path: Path
+) -> None:
+    export_onnx(calibration, tmp_path / "out", target="tensorrt")
+    assert "`octet build-engine` does" in unchecked(tmp_path / "out", calibration)
+
+
+def test_an_export_without_golden_records_is_not_all_checked(
+    calibration: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    export_checkpoint(calibration, tmp_path / "out")
+    path = without(tmp_path / "out", tmp_path / "mute", GOLDEN_FILE)
+    result = run(path, "--model", tiny_model)
+    assert result.exit_code == 2
+    assert "not checked: next tokens: it holds no golden records" in result.stdout
+    assert run(path, "--model", tiny_model, "--no-tokens").exit_code == 0
+
+
+def test_a_triton_entry_whose_model_lost_its_manifest_is_not_all_checked(
+    calibration: Path, tmp_path: Path
+) -> None:
+    export_triton(calibration, tmp_path / "tiny", backend="vllm")
+    assert run(tmp_path / "tiny", "--calibration", calibration).exit_code == 0
+    held = "1/checkpoint/manifest.json"
+    path = without(tmp_path / "tiny", tmp_path / "again" / "tiny", held)
+    result = run(path, "--calibration", calibration)
+    assert result.exit_code == 2
+    assert "not checked: numbers and next tokens" in result.stdout
+
+
+def test_a_plan_in_a_triton_entry_is_as_unchecked_as_the_engine(
+    calibration: Path, tmp_path: Path
+) -> None:
+    engine = described_engine(tmp_path / "engine", calibration)
+    export_triton(calibration, tmp_path / "tiny", backend="tensorrt", engine=engine)
+    assert unchecked(tmp_path / "tiny", calibration) == unchecked(engine, calibration)
+
+
+def test_an_engine_that_cannot_run_here_is_not_all_checked(
+    calibration: Path, tmp_path: Path
+) -> None:
+    """TensorRT is missing, or the plan is of another."""
+    engine = described_engine(tmp_path / "engine", calibration)
+    assert unchecked(engine, calibration).startswith("next tokens: ")
+    facts = json.loads((result := run(engine, "--no-tokens", "--json")).stdout)
+    assert result.exit_code == 2
+    assert facts["unchecked"][0].startswith("graph: give the calibration with --calibration")
+
+
 def test_a_fault_is_shown_and_exits_1(tiny_model: Path, tmp_path: Path) -> None:
     def invert(tensors: Tensors, _: object) -> None:
         name = "model.layers.1.mlp.up_proj.weight_scale"
@@ -178,8 +278,8 @@ def test_a_url_is_for_a_later_release() -> None:
         run("http://127.0.0.1:8000/v1")
 
 
-def shown(found: Verification, **options: bool) -> list[str]:
-    console = Console(width=100, record=True, file=None, force_terminal=False, quiet=False)
+def shown(found: Verification, width: int = 80, **options: bool) -> list[str]:
+    console = Console(width=width, record=True, file=None, force_terminal=False, quiet=False)
     with console.capture() as capture:
         report(found, console, **options)
     return capture.get().splitlines()
@@ -191,14 +291,17 @@ def row(index: int, sqnr: float = 30.0) -> Row:
     return Row(name, f"model.layers.{index}", "nvfp4", 1 << 20, 0.01, 1.0, noise, 30.0)
 
 
-def test_the_table_is_worst_first_and_fits_100_columns() -> None:
+def test_the_table_is_worst_first_and_fits_80_columns() -> None:
     found = Verification(Path("out/" + "long/" * 10), "checkpoint", "compressed-tensors")
     found.rows = [row(index, 30.0 - index / 10) for index in range(30)]
     found.problem("numbers", found.rows[3].tensor, "SQNR 12 dB, expected 30.0 dB: " + "why " * 30)
-    found.divergence = Divergence(0.5, 0.001, 0.002, 64, "simulated: " + PATH.label)
+    found.divergence = Divergence(0.5, 0.001, 0.002, 64, "simulated: " + PATH.label, "predicted")
     lines = shown(found)
-    assert all(len(line) <= 100 for line in lines)
+    assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
+    assert found.rows[3].tensor in text  # a problem's name is whole, and in one line
+    names = [line.split()[0] for line in lines if line.lstrip().startswith("layers.")]
+    assert {"layers.29.mlp.gate_proj", "layers.28"} < {*names}  # each in a line of its own
     places = [text.index(f"layers.{index}.mlp") for index in (3, 29, 28)]
     assert places == sorted(places)  # the wrong one first, then the worst
     assert "worst of 30 tensors" in text and "outside what is accepted, 0.001 to 0.002" in " ".join(
@@ -206,8 +309,8 @@ def test_the_table_is_worst_first_and_fits_100_columns() -> None:
     )
     every = "\n".join(shown(found, show_all=True))
     assert "layers.5.mlp" not in text and "layers.5.mlp" in every
-    found.rows = [replace(one, tensor=f"model.{'deep.' * 20}{one.tensor}") for one in found.rows]
-    assert all(len(line) <= 100 for line in shown(found))
+    found.rows = [replace(one, tensor=f"{one.tensor}.{'deep.' * 20}") for one in found.rows]
+    assert all(len(line) <= 80 for line in shown(found))
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -31,6 +31,27 @@ def rewritten(source: Path, out: Path, change: Callable[[Path], None], **update:
     return out
 
 
+def described_engine(out: Path, calibration: Path, **details: object) -> Path:
+    """An engine whose manifest says all that `build-engine` writes; `details` replace some."""
+    from export.engine_graph import INLINE_LIMIT_BYTES, build_engine_graph
+    from export.source import Source
+
+    scratch = out.with_name(f"{out.name}.graph")
+    scratch.mkdir()
+    graph = build_engine_graph(Source.open(calibration))
+    graph.save(scratch, inline_limit=INLINE_LIMIT_BYTES)
+    engine = make_engine(out.with_name(f"{out.name}.bare"), calibration)
+    manifest = Manifest.load(engine)
+    facts = {
+        "status": "built, unproven: nothing has executed it",
+        "targets": ["sm89"],
+        "precision": {"products": {item.name: "fp8" for item in manifest.model.spec.linears()}},
+        "graph_sha256": {file.name: sha256_file(file) for file in scratch.iterdir()},
+    }
+    described = {**manifest.details, **facts, **details}
+    return rewritten(engine, out, lambda path: None, details=described, software=software("onnx"))
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-static", "nvfp4", "mxfp4"])
 def test_a_sound_calibration(recipe: str, calibrations: dict[str, Path]) -> None:
     found = verify(calibrations[recipe])
@@ -60,25 +81,18 @@ def test_a_calibration_without_a_sound_scale(
 def test_an_engine_is_read_as_far_as_it_can_be(
     calibrations: dict[str, Path], tmp_path: Path
 ) -> None:
-    engine = make_engine(tmp_path / "engine", calibrations["fp8-static"])
-    details = Manifest.load(engine).details
-
-    def sound(_: Path) -> None:
-        pass
-
-    status = {"status": "built, unproven", "targets": ["sm89"]}
-    proven = rewritten(engine, tmp_path / "a", sound, details=details | status)
-    found = verify(proven)
+    calibration = calibrations["fp8-static"]
+    sound = described_engine(tmp_path / "a", calibration)
+    found = verify(sound, calibration=calibration)
     assert found.exit_code == 0 and found.format == "plan by TensorRT 10.16 for sm89"
-    assert "status: built, unproven" in found.notes
-    unlabelled = rewritten(engine, tmp_path / "b", sound, details=details)
-    assert [problem.where for problem in verify(unlabelled).problems] == ["status"]
+    assert "status: built, unproven: nothing has executed it" in found.notes
 
-    products = {linear.name: "fp8" for linear in Manifest.load(engine).model.spec.linears()}
+    unlabelled = described_engine(tmp_path / "b", calibration, status=None, graph_sha256=None)
+    assert [problem.where for problem in verify(unlabelled).problems] == ["status", "graph_sha256"]
+
+    products = dict(Manifest.load(sound).details["precision"]["products"])
     report = {"products": products | {"model.layers.1.mlp.up_proj": "float16"}}
-    slow = rewritten(
-        engine, tmp_path / "c", sound, details=details | status | {"precision": report}
-    )
+    slow = described_engine(tmp_path / "c", calibration, precision=report)
     assert [str(problem) for problem in verify(slow).problems] == [
         "model.layers.1.mlp.up_proj: runs in float16, and recipe fp8-static has fp8"
     ]
@@ -86,35 +100,38 @@ def test_an_engine_is_read_as_far_as_it_can_be(
     def empty(path: Path) -> None:
         (path / "model.plan").write_bytes(b"")
 
-    hollow = rewritten(engine, tmp_path / "d", empty, details=details | status)
+    hollow = rewritten(sound, tmp_path / "d", empty)
     assert "is empty" in [problem.what for problem in verify(hollow).problems]
+
+
+def test_what_of_an_engine_could_not_be_checked_is_said(
+    calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    calibration = calibrations["fp8-static"]
+    silent = described_engine(tmp_path / "a", calibration, precision=None)
+    assert verify(silent, calibration=calibration).unchecked == [
+        "precision: its builder reported nothing of what runs in 8 or 4 bits"
+    ]
+    sound = described_engine(tmp_path / "b", calibration)
+    assert verify(sound).unchecked == [
+        "graph: give the calibration with --calibration, to compare the one that was compiled"
+    ]
+    old = rewritten(sound, tmp_path / "c", lambda path: None, software={"octet": "0", "onnx": "1"})
+    found = verify(old, calibration=calibration)
+    assert found.exit_code == 2
+    assert found.unchecked[0].startswith("graph: it was built by octet 0, onnx 1, and octet ")
 
 
 def test_the_graph_of_an_engine_is_built_again_and_compared(
     calibrations: dict[str, Path], tmp_path: Path
 ) -> None:
-    from export.engine_graph import build_engine_graph
-    from export.source import Source
-    from export.verify_engine import INLINE_LIMIT_BYTES
-
-    graph = build_engine_graph(Source.open(calibrations["fp8-static"]))
-    (tmp_path / "graph").mkdir()
-    graph.save(tmp_path / "graph", inline_limit=INLINE_LIMIT_BYTES)
-    hashes = {file.name: sha256_file(file) for file in (tmp_path / "graph").iterdir()}
-    engine = make_engine(tmp_path / "engine", calibrations["fp8-static"])
-    details = Manifest.load(engine).details | {"status": "built, unproven", "graph_sha256": hashes}
-    same = rewritten(
-        engine, tmp_path / "a", lambda path: None, details=details, software=software("onnx")
-    )
-    assert verify(same, calibration=calibrations["fp8-static"]).problems == []
-    details["graph_sha256"] = hashes | {"model.onnx": "0" * 64}
-    other = rewritten(
-        engine, tmp_path / "b", lambda path: None, details=details, software=software("onnx")
-    )
-    (problem,) = verify(other, calibration=calibrations["fp8-static"]).problems
+    calibration = calibrations["fp8-static"]
+    same = described_engine(tmp_path / "a", calibration)
+    assert verify(same, calibration=calibration).problems == []
+    hashes = Manifest.load(same).details["graph_sha256"] | {"model.onnx": "0" * 64}
+    other = described_engine(tmp_path / "b", calibration, graph_sha256=hashes)
+    (problem,) = verify(other, calibration=calibration).problems
     assert problem.where == "graph_sha256: model.onnx" and "is another" in problem.what
-    note = "the graph that was compiled can be compared with --calibration"
-    assert note in verify(other).notes
 
 
 @pytest.mark.parametrize(

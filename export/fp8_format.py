@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export.fused import describe
-from export.layout import CacheScale, Tensors, float32, kept, weight
+from export.layout import CacheScale, Tensors, check_cache, float32, kept, weight
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model import Linear
@@ -26,11 +26,6 @@ _SERVED = (("block", "group"), ("tensor", "tensor"))
 
 class Fp8:
     def check(self, source: Source) -> None:
-        if source.kv_cache == "e5m2":
-            raise UnsupportedError(
-                "vLLM refuses an e5m2 cache with an fp8 checkpoint; use --kv e4m3 or --kv float16,"
-                " or --format compressed-tensors, which takes e5m2"
-            )
         linears = list(source.quantized_linears().values())
         for linear in linears:
             schemes = source.schemes(linear)
@@ -48,6 +43,7 @@ class Fp8:
                     f" ({linears[0].name}) and {describe(source, linear)} ({linear.name}); an fp8"
                     " checkpoint has one; use --format compressed-tensors"
                 )
+        check_cache(source, "an fp8")
 
     def label(self, source: Source) -> str:
         return f"fp8 {'block' if _is_block(source) else 'per tensor'}"

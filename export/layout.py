@@ -9,7 +9,7 @@ import numpy.typing as npt
 from export.codes import weight_codes
 from export.source import Source
 from octet import formats
-from octet.errors import NumericsError
+from octet.errors import NumericsError, UnsupportedError
 from octet.formats import E4M3, E8M0
 from octet.model import Linear
 from octet.recipe import BLOCK
@@ -19,6 +19,7 @@ __all__ = [
     "CacheScale",
     "Layout",
     "Tensors",
+    "check_cache",
     "e4m3",
     "e8m0",
     "float32",
@@ -51,6 +52,18 @@ class Layout(Protocol):
 
     def side_files(self, source: Source) -> Mapping[str, str]:
         """More files that describe the quantization: name to text."""
+
+
+def check_cache(source: Source, checkpoint: str) -> None:
+    """Raises UnsupportedError for the cache that vLLM refuses with `checkpoint`, "an fp8" one.
+
+    The last thing to check: it says what to do, which must not meet another refusal.
+    """
+    if source.kv_cache == "e5m2":
+        raise UnsupportedError(
+            f"vLLM refuses an e5m2 cache with {checkpoint} checkpoint; use --kv e4m3 or --kv"
+            " float16, or --format compressed-tensors, which takes e5m2"
+        )
 
 
 def weight(source: Source, linear: Linear) -> PendingTensor:

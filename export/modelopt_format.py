@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export.fused import describe
-from export.layout import CacheScale, Tensors, e4m3, float32, kept, weight
+from export.layout import CacheScale, Tensors, check_cache, e4m3, float32, kept, weight
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model import Linear
@@ -39,20 +39,16 @@ _E4M3_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 class ModelOpt:
     def check(self, source: Source) -> None:
-        if source.kv_cache == "e5m2":
-            raise UnsupportedError(
-                "vLLM refuses an e5m2 cache with a modelopt checkpoint; use --kv e4m3 or --kv"
-                " float16, or --format compressed-tensors, which takes e5m2"
-            )
         linears = list(source.quantized_linears().values())
         for linear in linears:
             algorithm = _algorithm(source, linear)
             experts = ".experts." in linear.name
+            held = "fp8-static or nvfp4" if experts else "fp8, fp8-static, fp8-block or nvfp4"
             if algorithm is None or (experts and algorithm not in ("FP8", "NVFP4")):
                 raise UnsupportedError(
                     f"recipe {source.recipe.name}: {linear.name} has {describe(source, linear)},"
                     f" which a modelopt checkpoint cannot hold{' of experts' if experts else ''};"
-                    " use --format compressed-tensors, or the schemes of fp8-static or nvfp4"
+                    f" use --format compressed-tensors, or the schemes of {held}"
                 )
             if algorithm != _algorithm(source, linears[0]):
                 raise UnsupportedError(
@@ -61,6 +57,7 @@ class ModelOpt:
                     " modelopt checkpoint has one; use --format compressed-tensors"
                 )
         _check_exclusions(source)
+        check_cache(source, "a modelopt")
 
     def label(self, source: Source) -> str:
         return f"modelopt {_only_algorithm(source)}"

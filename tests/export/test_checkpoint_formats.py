@@ -16,7 +16,7 @@ from export.checkpoint import CheckpointFormat, export_checkpoint
 from octet.artifact import Manifest
 from octet.calibration import Calibration
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
-from octet.recipe import Override, Recipe
+from octet.recipe import KvCacheDtype, Override, Recipe
 from octet.tensors import Tensor, TensorFile
 from tests.export.conftest import make_calibration
 from tests.models import write_model
@@ -196,12 +196,31 @@ def test_where_vllm_refuses_an_e5m2_cache_it_is_refused_first(
     ("recipe", "format"),
     [("mxfp4", "modelopt"), ("fp8", "fp8"), ("nvfp4", "fp8"), ("mxfp8", "modelopt")],
 )
-def test_a_recipe_that_the_format_cannot_hold_is_refused(
-    recipe: str, format: CheckpointFormat, calibrations: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("kv_cache", ["float16", "e5m2"])
+def test_a_recipe_that_the_format_cannot_hold_is_refused_whatever_the_cache(
+    kv_cache: KvCacheDtype,
+    recipe: str,
+    format: CheckpointFormat,
+    calibrations: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    match = rf"recipe {recipe}: {ATTENTION}\.q_proj has .* cannot hold; use --format compressed"
+    """It comes first: another cache, as its refusal says to use, would be no better."""
+    held = {"modelopt": "fp8, fp8-static, fp8-block or nvfp4", "fp8": "fp8-block or fp8-static"}
+    match = (
+        rf"recipe {recipe}: {ATTENTION}\.q_proj has .* cannot hold; use --format"
+        rf" compressed-tensors, or the schemes of {held[format]}$"
+    )
     with pytest.raises(UnsupportedError, match=match):
-        export_checkpoint(calibrations[recipe], tmp_path / "out", format=format, kv_cache="float16")
+        export_checkpoint(calibrations[recipe], tmp_path / "out", format=format, kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-static", "fp8-block", "nvfp4"])
+def test_modelopt_holds_the_recipes_that_its_refusal_names(
+    recipe: str, calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export_checkpoint(calibrations[recipe], out, format="modelopt", kv_cache="float16")
+    assert read(out)[1]["quant_method"] == "modelopt"
 
 
 def test_an_unknown_format_is_named(calibrations: dict[str, Path], tmp_path: Path) -> None:

@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from export.verification import Verification
 from export.verify_numbers import measure
+from export.verify_onnx_cache import check_graph_cache
 from export.verify_onnx_products import check_products
 from export.verify_original import Original
 from export.verify_tensors import compare_copies, judge, row_of
 from export.written_onnx import GraphWeight, WrittenGraph
 from octet.artifact import Manifest
 from octet.errors import ArtifactError
-from octet.recipe import TensorScheme
+from octet.recipe import KvCacheDtype, TensorScheme
 
 __all__ = ["verify_onnx"]
 
@@ -52,6 +54,9 @@ def verify_onnx(
             advance(math.prod(original.shapes[f"{module}.weight"]))
     if original is None:
         return
+    for cache in get_args(KvCacheDtype):
+        if cache == manifest.details.get("kv_cache") and original.calibration is not None:
+            check_graph_cache(graph, spec, cache, original.calibration, found)
     for name in original.shapes:
         module = name.removesuffix(".weight")
         if schemes.get(module) is not None and name != module:
@@ -149,8 +154,8 @@ def _check_input_scale(
         return
     wanted = original.calibration.scales.get(name)
     value = float(graph.values(name).reshape(-1)[0])
-    if wanted is not None and not math.isclose(value, float(wanted), rel_tol=1e-3):
-        found.problem("scales", name, f"{value:.6g}, and calibration has {float(wanted):.6g}")
+    if wanted is not None and value != float(wanted):
+        found.problem("scales", name, f"{value:.9g}, and calibration has {float(wanted):.9g}")
 
 
 def _left_out(name: str, tied: bool) -> bool:

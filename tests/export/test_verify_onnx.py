@@ -13,6 +13,8 @@ from export.onnx import Target, export_onnx
 from export.verify import verify
 from export.written_onnx import WrittenGraph
 from octet.artifact import Manifest, write_artifact
+from octet.recipe import KvCacheDtype, Recipe
+from tests.export.conftest import make_calibration
 
 LAYER = "model.layers.1"
 Q, K, V = (f"{LAYER}.self_attn.{p}_proj.weight" for p in "qkv")
@@ -188,6 +190,24 @@ def an_input_scale_of_twice_the_size(model: onnx.ModelProto) -> None:
     change(model, f"{LAYER}.mlp.down_proj.input_scale", "f4", lambda scale: 2 * scale)
 
 
+@fault("fp8", "present.1.key", "missing: no node of the graph makes it")
+def a_cache_of_another_name(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                names[index] = "keys" if name == "present.1.key" else name
+
+
+@fault("fp8-static", f"{LAYER}.mlp.down_proj.input_scale", "calibration has 0.0178571437")
+def an_input_scale_of_one_more_bit(model: onnx.ModelProto) -> None:
+    change(
+        model,
+        f"{LAYER}.mlp.down_proj.input_scale",
+        "f4",
+        lambda scale: np.nextafter(scale, np.float32(1)),
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "where", "what", "damage"),
     [case[1:] for case in FAULTS],
@@ -221,6 +241,99 @@ def damaged(source: Path, out: Path, damage: Damage) -> Path:
         (writer.path / "model.onnx").write_bytes(model.SerializeToString())
         writer.finish(manifest)
     return out
+
+
+CACHE = {"k": 0.3, "v": 0.45}  # scales with all their bits set, and no powers of two
+CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A directory with a calibration `cal`, and its export to each target with each cache."""
+    root = tmp_path_factory.mktemp("cached")
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale{suffix}": value * (1 + layer)
+        for layer in (0, 1)
+        for kind, value in CACHE.items()
+        for suffix in ("", "_e4m3", "_e5m2")
+    }
+    make_calibration(root / "cal", tiny_model, Recipe.load("fp8"), scales=scales)
+    for target in ("onnxruntime", "tensorrt"):
+        for cache in CACHES:
+            out = root / f"{target}-{cache}"
+            export_onnx(root / "cal", out, target=target, kv_cache=cache)  # type: ignore[arg-type]
+    return root
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_scales_of_the_cache_are_found_sound(target: Target, cache: str, cached: Path) -> None:
+    assert verify(cached / f"{target}-{cache}", calibration=cached / "cal").problems == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "name", "where", "what"),
+    [
+        (
+            "onnxruntime-e5m2",
+            "past_key_values.1.key.real.scale",
+            "past_key_values.1.key",
+            "read with scale 1.20000005, and calibration has 0.600000024 for e5m2",
+        ),
+        (
+            "onnxruntime-e4m3",
+            "present.1.value.stored.scale",
+            "present.1.value",
+            "stored with scale 1.79999995, and calibration has 0.899999976 for e4m3",
+        ),
+        (
+            "onnxruntime-e4m3",
+            "present.0.key.real.scale",
+            "present.0.key",
+            "read back with scale 0.600000024, and calibration has 0.300000012 for e4m3",
+        ),
+        ("tensorrt-e5m2", "present.0.key.scale_inverse", "present.0.key", "stored with scale 0.15"),
+        ("tensorrt-e5m2", "present.0.key.scale", "present.0.key", "read back with scale 0.6"),
+        (
+            "tensorrt-e5m2",
+            "e5m2.values.0.30000001192092896",
+            "past_key_values.0.key",
+            "read with scale 0.6",
+        ),
+        (
+            "tensorrt-e4m3",
+            "cache.scale.0.30000001192092896",
+            "past_key_values.0.key",
+            "read with scale 0.6",
+        ),
+    ],
+)
+def test_a_scale_of_the_cache_of_twice_the_size_is_named(
+    graph: str, name: str, where: str, what: str, cached: Path, tmp_path: Path
+) -> None:
+    def double(model: onnx.ModelProto) -> None:
+        kind = initializer(model, name).data_type
+        dtype = {TensorProto.FLOAT: "f4", TensorProto.FLOAT16: "f2"}[kind]
+        with np.errstate(over="ignore"):
+            change(model, name, dtype, lambda scale: scale * np.array(2, dtype))
+
+    path = damaged(cached / graph, tmp_path / "out", double)
+    problems = verify(path, calibration=cached / "cal").problems
+    assert where in {problem.where for problem in problems}
+    assert any(what in problem.what for problem in problems), [*map(str, problems)]
+    assert len(problems) <= 3
+
+
+def test_a_table_that_is_not_e5m2s_is_found(cached: Path, tmp_path: Path) -> None:
+    def nudge(table: np.ndarray) -> np.ndarray:
+        table[17] *= 2
+        return table
+
+    name = "e5m2.values.0.30000001192092896"
+    source, out = cached / "tensorrt-e5m2", tmp_path / "out"
+    path = damaged(source, out, lambda model: change(model, name, "f2", nudge))
+    (problem,) = verify(path, calibration=cached / "cal").problems
+    assert problem.where == "past_key_values.0.key" and "read with scale nan" in problem.what
 
 
 def test_a_file_that_is_no_graph_is_a_finding(

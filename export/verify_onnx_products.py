@@ -17,6 +17,7 @@ it, and that one's input back to what rounds it. What is found there is compared
 Read are operators and types, never names, but for the weight's and its product's.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,13 @@ Schemes = Mapping[str, tuple[TensorScheme, TensorScheme] | None]
 _REAL = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _ELEMENTS = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT4E2M1: "e2m1"}
 _SCALES = {"e8m0": TensorProto.FLOAT8E8M0, "e4m3": TensorProto.FLOAT8E4M3FN}
+# What a maximum is divided by; of MXFP4, whose scale is a power of two rounded down, 3.5.
+_DIVISORS = {
+    ("e4m3", "float32"): 448,
+    ("e4m3", "e8m0"): 448,
+    ("e2m1", "e8m0"): 3.5,
+    ("e2m1", "e4m3"): 6,
+}
 _SHAPING = ("Reshape", "Transpose", "Identity")
 _NOTHING = onnx.NodeProto(input=["", ""])  # what stands for the maker of an input or a constant
 _ARITHMETIC = ("Max", "Div", "Mul", "Where")  # between a maximum and its scale
@@ -87,17 +95,16 @@ class _Reader:
             if name not in (linear.name, f"{linear.name}.product"):
                 yield f"its weight is multiplied in {name}"
                 continue
+            wanted = None if scheme is None else _wanted(scheme[1], linear.in_features)
             try:
                 rounding = self._input(product, linear.in_features)
             except _NotRounded as error:
-                if scheme is not None:
-                    wanted = _wanted(scheme[1], linear.in_features)
-                    yield f"its input is not rounded: {error}; the recipe has {wanted}"
+                if wanted is not None:
+                    yield f"its input is not rounded to {wanted}, as the recipe has it: {error}"
                 continue
-            if scheme is None:
+            if wanted is None:
                 yield f"its input is rounded to {rounding}, and the recipe leaves it as it was"
-            elif rounding != _wanted(scheme[1], linear.in_features):
-                wanted = _wanted(scheme[1], linear.in_features)
+            elif rounding != wanted:
                 yield f"its input is rounded to {rounding}, and the recipe has {wanted}"
 
     def _products(self, name: str, *, dequantized: bool) -> Iterator[onnx.NodeProto]:
@@ -175,12 +182,16 @@ class _Reader:
     def _by_maximum(self, scaled: onnx.NodeProto, element: str, features: int) -> _Rounding:
         """x / s, with s made from the maximum of each slice of x: how fine, and stored as what."""
         kinds: set[int] = set()
+        divisor = 1.0  # of the maximum, before its scale is rounded
         node = self._maker(scaled.input[1])
         while node.op_type != "ReduceMax":
             if node.op_type == "Cast":
                 kinds.add(_to(node))
             elif node.op_type not in (*_ARITHMETIC, "DequantizeLinear"):
                 raise _NotRounded(f"its scale comes from {node.op_type or 'no maximum'}")
+            for number in [self._constant(name) for name in node.input if self._fixed(name)]:
+                if number and node.op_type in ("Div", "Mul", "DequantizeLinear"):
+                    divisor *= number if node.op_type == "Div" else 1 / number
             varying = [name for name in node.input if not self._fixed(name)]
             node = self._maker(varying[-1] if varying else "")  # of Where, after the condition
         magnitude = self._maker(node.input[0])
@@ -188,10 +199,11 @@ class _Reader:
             raise _NotRounded("its scale is not of its own maximum")
         if len(node.input) < 2 or self._constant(node.input[1]) != -1:
             raise _NotRounded("its scale is not of its maximum along the inputs")
-        found = [name for name, kind in _SCALES.items() if kind in kinds]
-        return _Rounding(
-            element, "".join(found) or "float32", self._width(scaled.input[0], features)
-        )
+        scales = "".join(name for name, kind in _SCALES.items() if kind in kinds) or "float32"
+        top = _DIVISORS.get((element, scales))
+        if top is not None and not math.isclose(divisor, top, rel_tol=1e-5):
+            raise _NotRounded(f"its scale is its maximum / {divisor:.6g}, and should be / {top:g}")
+        return _Rounding(element, scales, self._width(scaled.input[0], features))
 
     def _width(self, name: str, features: int) -> int:
         """How many columns a slice of `name` has, along the last axis."""

@@ -107,7 +107,8 @@ def test_an_input_that_nobody_rounds_is_named(
     assert faults(products[name], calibrations) == {}
     told = faults(changed(products[name], tmp_path / "out", strip(DOWN)), calibrations)
     assert told.keys() == {DOWN}
-    assert told[DOWN].startswith("its input is not rounded: it comes from Mul; the recipe has ")
+    assert told[DOWN].startswith("its input is not rounded to e")
+    assert told[DOWN].endswith(", as the recipe has it: it comes from Mul")
 
 
 def test_all_inputs_of_a_layer(
@@ -117,10 +118,9 @@ def test_all_inputs_of_a_layer(
     layer = [linear.name for linear in spec.linears(1)]
     told = faults(changed(products["fp8"], tmp_path / "out", strip(*layer)), calibrations)
     assert told.keys() == set(layer) and len(layer) == 7
-    wanted = "e4m3 with float32 scales of 256 columns"
-    assert (
-        told[Q]
-        == f"its input is not rounded: it comes from RMSNormalization; the recipe has {wanted}"
+    assert told[Q] == (
+        "its input is not rounded to e4m3 with float32 scales of 256 columns, as the recipe has it:"
+        " it comes from RMSNormalization"
     )
 
 
@@ -142,6 +142,13 @@ def other_groups(graph: onnx.GraphProto) -> None:
     shape = numpy_helper.from_array(np.array([0, 0, -1, 64], np.int64), "shape.other")
     graph.initializer.append(shape)
     maker(graph, f"{DOWN}.input.grouped").input[1] = shape.name
+
+
+def a_tenth_of_the_scale(graph: onnx.GraphProto) -> None:
+    """All but the smallest values would be cut off at the format's largest."""
+    divisor = numpy_helper.from_array(np.array(4480, np.float32), "other.max")
+    graph.initializer.append(divisor)
+    maker(graph, f"{DOWN}.input.ratio").input[1] = divisor.name
 
 
 def another_scale_back(graph: onnx.GraphProto) -> None:
@@ -183,7 +190,9 @@ def left_over(graph: onnx.GraphProto) -> None:
         ("fp8", to_float16, DOWN, "is rounded to float16 with float32 scales of 512 columns, and"),
         ("mxfp8", any_scale, DOWN, "is rounded to e4m3 with float32 scales of 32 columns"),
         ("mxfp4", other_groups, DOWN, "e2m1 with e8m0 scales of 64 columns, and the recipe has"),
-        ("fp8", another_scale_back, DOWN, "its input is not rounded: it comes from Mul"),
+        ("fp8", a_tenth_of_the_scale, DOWN, "its scale is its maximum / 4480, and should be / 448"),
+        ("fp8-tensorrt", a_tenth_of_the_scale, DOWN, "its maximum / 4480, and should be / 448"),
+        ("fp8", another_scale_back, DOWN, "as the recipe has it: it comes from Mul"),
         ("fp8-tensorrt", not_multiplied_back, DOWN, "a scale that the product is not multiplied"),
         ("fp8", weights_exchanged, UP, f"its weight is multiplied in {LAYER}.mlp.gate_proj"),
         ("fp8", left_over, DOWN, f"its weight is multiplied in {DOWN}.fast"),

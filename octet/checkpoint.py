@@ -1,12 +1,12 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from octet.checksum import file_digests, sha256_file
 from octet.errors import CheckpointError
 from octet.model import ModelSpec
 from octet.tensors import Tensor, TensorFile
@@ -99,10 +99,20 @@ class Checkpoint:
         return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).exists())
 
     @cached_property
+    def _weight_digests(self) -> dict[str, tuple[str, str | None]]:
+        paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
+        return {path.name: file_digests(path) for path in paths}
+
+    @property
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 of config.json and of each shard, by file name."""
-        paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
-        return {path.name: sha256_file(path) for path in paths}
+        return {name: sha256 for name, (sha256, _) in self._weight_digests.items()}
+
+    @property
+    def weight_checksums(self) -> dict[str, str]:
+        """XXH3-128 of the same files; {} without the `xxhash` package."""
+        found = self._weight_digests.items()
+        return {name: fast for name, (_, fast) in found if fast is not None}
 
     @cached_property
     def tokenizer_hashes(self) -> dict[str, str]:
@@ -159,12 +169,6 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.path}: {name} has shape {shard.shape(name)}, config.json says {shape}"
                 )
-
-
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_json(path: Path, missing: str) -> dict[str, Any]:

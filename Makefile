@@ -37,6 +37,8 @@ bench: setup
 	$(BIN)/python benchmarks/calibration_overhead.py
 	$(BIN)/python benchmarks/fp4_weights.py
 	$(BIN)/python benchmarks/embedded_throughput.py
+	$(BIN)/python benchmarks/export_checkpoint.py
+	$(BIN)/python benchmarks/verify_checkpoint.py
 
 clean:
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from export.compressed_tensors import CompressedTensors
@@ -88,7 +87,6 @@ def export_checkpoint(
     sizes = {name: tensors_nbytes(tensors, _METADATA) for name, tensors in shards.items()}
     require_space(out, sum(sizes.values()))
     details = _details(source, layout, tensor_parallel)
-    _tell(console, details)
     with write_artifact(out, force=force) as writer:
         _write_side_files(source, layout, writer.path)
         if (source.checkpoint.path / INDEX_FILE).exists():
@@ -107,9 +105,9 @@ def _write_shards(
     stop = threading.Event()
 
     def write(shard: TensorFile) -> str:
-        digest = _write_shard(source, shard, directory, shards[shard.path.name], stop)
+        written = _write_shard(source, shard, directory, shards[shard.path.name], stop)
         progress.advance(task, shard.path.stat().st_size)
-        return digest
+        return written
 
     with progress, ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool:
         task = progress.add_task("export", total=total)
@@ -126,7 +124,8 @@ def _write_shard(
 ) -> str:
     """The SHA-256 of what it writes; ends early, with CancelledError, once `stop` is set."""
     with ThreadPoolExecutor(1) as hashing:
-        reader = ShardReader(shard, hashing)
+        digest = source.calibration.manifest.model.digest(shard.path.name)
+        reader = ShardReader(shard, digest, hashing)
 
         def release() -> None:
             reader.release()
@@ -137,12 +136,12 @@ def _write_shard(
 
         try:
             path, streamed = directory / shard.path.name, _streamed(source, reader, tensors)
-            digest = write_tensors(path, streamed, _METADATA, release=release)
+            written = write_tensors(path, streamed, _METADATA, release=release)
         except OctetError:  # such as a NaN, which may come of the very alteration
             source.require_shard(shard.path, reader.hexdigest())
             raise
         source.require_shard(shard.path, reader.hexdigest())
-        return digest
+        return written
 
 
 def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
@@ -162,11 +161,15 @@ def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
 
 
 def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
-    """The tensor, made once `reader` has been told that the stored one is read."""
+    """The tensor, made as `reader` is told how far the stored one is read."""
 
     def parts() -> Iterator[npt.NDArray[Any]]:
+        rows = 0
         reader.expect(stored)
-        yield from (tensor.read(),) if tensor.parts is None else tensor.parts()
+        for part in (tensor.read(),) if tensor.parts is None else tensor.parts():
+            rows += len(part) if part.ndim else 0
+            yield part
+            reader.expect(stored, rows)
 
     return replace(tensor, parts=parts)
 
@@ -241,19 +244,8 @@ def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, 
         details["query_scale"] = (
             "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
         )
-    if source.checkpoint.warnings:
-        details["warnings"] = list(source.checkpoint.warnings)
+    if warnings := layout.warnings(source):
+        details["warnings"] = warnings
     if template_of(source.checkpoint.path) is None:
         details["chat_template"] = "plain default: the model brings none"
     return details
-
-
-def _tell(console: Console | None, details: dict[str, Any]) -> None:
-    """What a user should know beforehand."""
-    told = list(details.get("warnings", []))
-    if details.get("query_scale", "calibrated") != "calibrated":
-        told.append(f"the scale of queries was {details['query_scale']}")
-    if console is None:
-        return
-    for warning in told:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)

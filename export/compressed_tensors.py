@@ -62,6 +62,9 @@ class CompressedTensors:
                     " vLLM serves; use those of fp8, fp8-static, fp8-block, mxfp8, mxfp4 or nvfp4"
                 )
 
+    def warnings(self, source: Source) -> list[str]:
+        return []
+
     def label(self, source: Source) -> str:
         return f"compressed-tensors {_format(_groups(source))}"
 

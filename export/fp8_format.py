@@ -45,6 +45,9 @@ class Fp8:
                 )
         check_cache(source, "an fp8")
 
+    def warnings(self, source: Source) -> list[str]:
+        return []
+
     def label(self, source: Source) -> str:
         return f"fp8 {'block' if _is_block(source) else 'per tensor'}"
 

@@ -38,6 +38,9 @@ class Layout(Protocol):
     def check(self, source: Source) -> None:
         """Raises UnsupportedError for what engines refuse in this layout, or get wrong."""
 
+    def warnings(self, source: Source) -> list[str]:
+        """What some engine refuses of this checkpoint in this layout, though others load it."""
+
     def label(self, source: Source) -> str:
         """What the manifest calls it, such as "compressed-tensors float-quantized"."""
 

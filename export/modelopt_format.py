@@ -33,6 +33,10 @@ _ALGORITHMS = {
     ("fp8", "block", "group"): "FP8_PB_WO",
     ("nvfp4", "group", "group"): "NVFP4",
 }
+_TIED = (
+    "vLLM 0.24 does not load a modelopt checkpoint with tied embeddings (NotImplementedError in"
+    " tie_weights); use --format compressed-tensors, or a model whose head has a tensor of its own"
+)
 _PRODUCER = {"name": "modelopt"}  # the layout's name, by which loaders know it
 _E4M3_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
@@ -58,6 +62,9 @@ class ModelOpt:
                 )
         _check_exclusions(source)
         check_cache(source, "a modelopt")
+
+    def warnings(self, source: Source) -> list[str]:
+        return [_TIED] if source.spec.tied_embeddings else []
 
     def label(self, source: Source) -> str:
         return f"modelopt {_only_algorithm(source)}"

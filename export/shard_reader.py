@@ -4,7 +4,6 @@ The hash is of the very pages that are encoded. What both are done with is let g
 model of any size is exported in little memory.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from octet.checksum import Digest
 from octet.tensors import TensorFile
 
 __all__ = ["ShardReader"]
@@ -23,21 +23,27 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: maps many pages at once, 
 
 
 class ShardReader:
-    """The SHA-256 of a shard's file, computed on `executor` as far as it has been read."""
+    """Feeds a shard's file to `digest`, on `executor`, as far as it has been read."""
 
-    def __init__(self, shard: TensorFile, executor: Executor) -> None:
+    def __init__(self, shard: TensorFile, digest: Digest, executor: Executor) -> None:
         self.shard = shard
         self._executor = executor
-        self._digest = hashlib.sha256()
+        self._digest = digest
         self._in_use = 0  # before this, all has been encoded
         self._asked = 0  # before this, all has been given to be hashed
         self._hashed = 0
         self._released = 0
         self._waiting: deque[tuple[int, Future[None]]] = deque()  # where each part ends
 
-    def expect(self, name: str) -> None:
-        """Tells that a tensor is about to be encoded; calls in the file's order cost least."""
-        self._read(*self.shard.span(name))
+    def expect(self, name: str, rows: int = 0) -> None:
+        """Tells that a tensor is about to be encoded, of which `rows` have been already.
+
+        Calls in the file's order cost least.
+        """
+        start, stop = self.shard.span(name)
+        if rows:
+            start += (stop - start) // self.shard.shape(name)[0] * rows
+        self._read(start, min(start + _PART, stop))
 
     def parts(self, name: str) -> Iterator[npt.NDArray[Any]]:
         """The codes of a tensor that is copied, some rows at a time."""
@@ -62,7 +68,7 @@ class ShardReader:
         self._released = max(done, self._released)
 
     def hexdigest(self) -> str:
-        """The SHA-256 of the whole file."""
+        """The hash of the whole file."""
         end = len(self.shard.contents)
         self._read(end, end)
         self._settle(0)

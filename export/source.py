@@ -83,7 +83,7 @@ class Source:
                 raise ArtifactError(f"{path} was altered while it was read; export again")
 
     def require_shard(self, path: Path, digest: str) -> None:
-        """Raises ArtifactError if a shard with that SHA-256 is not the one of calibration."""
+        """Raises ArtifactError if a shard with that hash is not the one of calibration."""
         self.calibration.manifest.model.require_file(path, digest)
 
     @property
@@ -175,9 +175,11 @@ class Source:
     ) -> Manifest:
         """The manifest of an export of `kind`, to be completed with its files.
 
+        `warnings` among its details are beside those of the checkpoint.
         Without what the recipe is expected to cost if the export is not `quantized`.
         """
-        details = details | self._algorithm() | self._warnings()
+        told = [*self.checkpoint.warnings, *details.get("warnings", ())]
+        details = details | self._algorithm() | ({"warnings": told} if told else {})
         origin = self.calibration.manifest
         return Manifest(
             kind=kind,
@@ -193,10 +195,6 @@ class Source:
         """What changed weights before they were quantized: an export is then not the original's."""
         found = self.calibration.manifest.details.get("algorithm")
         return {"algorithm": found["name"]} if isinstance(found, dict) and "name" in found else {}
-
-    def _warnings(self) -> dict[str, Any]:
-        """What is known to be doubtful about the checkpoint; {} if nothing is."""
-        return {"warnings": list(found)} if (found := self.checkpoint.warnings) else {}
 
     def _expected(self) -> dict[str, Any]:
         """What serving it may cost in nats, by path with this cache; {} if nobody predicted."""

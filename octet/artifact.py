@@ -18,7 +18,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from octet.checkpoint import Checkpoint, sha256_file
+from octet.checkpoint import Checkpoint
+from octet.checksum import XXH3, Digest, sha256_file, xxh3
 from octet.errors import ArtifactError
 from octet.model import ModelSpec
 from octet.recipe import Recipe
@@ -48,6 +49,8 @@ class ModelIdentity(BaseModel):
     spec: ModelSpec
     files: dict[str, str]  # config.json and shards: file name -> SHA-256
     tokenizer: dict[str, str]
+    # File name -> XXH3-128, of the files in `files`; {} where the package was not installed.
+    checksums: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Self:
@@ -56,6 +59,7 @@ class ModelIdentity(BaseModel):
             spec=checkpoint.spec,
             files=checkpoint.weight_hashes,
             tokenizer=checkpoint.tokenizer_hashes,
+            checksums=checkpoint.weight_checksums,
         )
 
     def require(self, checkpoint: Checkpoint, *, shards: bool = True) -> None:
@@ -75,9 +79,21 @@ class ModelIdentity(BaseModel):
         for file in self.files | self.tokenizer:
             self.require_file(checkpoint.path / file, hashes.get(file))
 
+    def digest(self, name: str) -> Digest:
+        """A hash to be fed the file of that name, and to be given to `require_file`.
+
+        The fastest that is recorded and installed: XXH3-128, which tells an accident and no forger,
+        or else SHA-256.
+        """
+        fast = xxh3() if name in self.checksums else None
+        return hashlib.sha256() if fast is None else fast
+
     def require_file(self, path: Path, digest: str | None) -> None:
-        """Raises ArtifactError unless the file of that name had this SHA-256; None: it is gone."""
-        if (self.files | self.tokenizer).get(path.name) != digest:
+        """Raises ArtifactError unless the file of that name had this SHA-256, or this XXH3-128 as
+        `digest` gives it; None: it is gone."""
+        fast = digest is not None and digest.startswith(XXH3)
+        known = self.checksums if fast else self.files | self.tokenizer
+        if known.get(path.name) != digest:
             state = "is missing; it was there at" if digest is None else "has changed since"
             raise ArtifactError(f"{path} {state} calibration; calibrate again or restore it")
 

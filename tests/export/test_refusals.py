@@ -1,6 +1,7 @@
 """What a calibration or its checkpoint can be that no export takes: one line, and nothing left."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,10 +55,22 @@ def test_a_checkpoint_that_has_moved(tmp_path: Path, tiny_model: Path) -> None:
     export_checkpoint(tmp_path / "cal", tmp_path / "out", model=tmp_path / "moved")
 
 
-def test_a_checkpoint_altered_after_calibration(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("known", ["both hashes", "SHA-256 alone", "no xxhash package"])
+def test_a_checkpoint_altered_after_calibration(
+    tmp_path: Path, tiny_model: Path, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
+    if known == "SHA-256 alone":
+        monkeypatch.setitem(sys.modules, "xxhash", None)
     make_calibration(tmp_path / "cal", model, Recipe.load("fp8"))
+    checksums = Manifest.load(tmp_path / "cal").model.checksums
+    assert ("model.safetensors" in checksums) == (known != "SHA-256 alone")
+    monkeypatch.undo()
+    if known == "no xxhash package":
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+    export_checkpoint(tmp_path / "cal", tmp_path / "same")
+    shutil.rmtree(tmp_path / "same")
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")

@@ -13,6 +13,7 @@ import pytest
 
 import export.shard_reader
 from export.shard_reader import ShardReader
+from octet.checksum import Digest, file_digests, xxh3
 from octet.tensors import Tensor, TensorFile, write_tensors
 
 SHAPES = {"a": (300, 70), "b": (), "c": (0, 4), "d": (5,), "e": (64, 64)}
@@ -34,9 +35,12 @@ def digest_of(shard: TensorFile) -> str:
 
 
 @pytest.mark.parametrize("order", ["abcde", "edcba", "ca", ""])
-def test_the_hash_is_the_files(shard: TensorFile, order: str) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_hash_is_the_files(shard: TensorFile, order: str, fast: bool) -> None:
+    digest: Digest | None = xxh3() if fast else hashlib.sha256()
+    assert digest is not None
     with ThreadPoolExecutor(1) as executor:
-        reader = ShardReader(shard, executor)
+        reader = ShardReader(shard, digest, executor)
         for name in order:
             parts = list(reader.parts(name))
             whole = np.concatenate(parts) if SHAPES[name] else parts[0]
@@ -44,7 +48,9 @@ def test_the_hash_is_the_files(shard: TensorFile, order: str) -> None:
             reader.release()
         for name in order:
             reader.expect(name)
-        assert reader.hexdigest() == digest_of(shard)
+            for rows in range(1, SHAPES[name][0] + 1 if SHAPES[name] else 1):
+                reader.expect(name, rows)
+        assert reader.hexdigest() == file_digests(shard.path)[fast]
 
 
 def test_pages_are_kept_until_they_are_hashed_and_encoded(
@@ -61,7 +67,7 @@ def test_pages_are_kept_until_they_are_hashed_and_encoded(
     monkeypatch.setattr(shard, "advise", watch)
     stop = shard.span("a")[1]
     with ThreadPoolExecutor(1) as executor:
-        reader = ShardReader(shard, executor)
+        reader = ShardReader(shard, hashlib.sha256(), executor)
         last = 0
         for part in reader.parts("a"):
             reader.release()
@@ -85,7 +91,7 @@ class Held(Executor):
 
 def test_reading_waits_for_a_hash_that_is_far_behind(shard: TensorFile) -> None:
     held = Held()
-    reader = ShardReader(shard, held)
+    reader = ShardReader(shard, hashlib.sha256(), held)
     for index, _ in enumerate(reader.parts("a")):
         if index == 2:
             break

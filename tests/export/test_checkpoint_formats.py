@@ -17,7 +17,7 @@ from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedErr
 from octet.recipe import KvCacheDtype, Override, Recipe
 from octet.tensors import Tensor, TensorFile
 from tests.export.conftest import make_calibration
-from tests.models import write_model
+from tests.models import KNOWN, write_model
 
 ATTENTION = "model.layers.0.self_attn"
 K_PROJ = f"{ATTENTION}.k_proj"  # [128, 256]
@@ -219,6 +219,15 @@ def test_modelopt_holds_the_recipes_that_its_refusal_names(
     out = tmp_path / "out"
     export_checkpoint(calibrations[recipe], out, format="modelopt", kv_cache="float16")
     assert read(out)[1]["quant_method"] == "modelopt"
+
+
+def test_of_experts_modelopt_holds_fewer_recipes(tmp_path: Path) -> None:
+    kind, settings = KNOWN["mixtral"]
+    model = write_model(tmp_path / "model", kind, **settings)
+    calibration = make_calibration(tmp_path / "calibration", model, Recipe.load("fp8"))
+    match = r"experts\.0\..* cannot hold of experts; .* or the schemes of fp8-static or nvfp4$"
+    with pytest.raises(UnsupportedError, match=match):
+        export_checkpoint(calibration, tmp_path / "out", format="modelopt")
 
 
 def test_an_unknown_format_is_named(calibrations: dict[str, Path], tmp_path: Path) -> None:

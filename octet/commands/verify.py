@@ -63,7 +63,8 @@ def report(found: "Verification", console: Console, *, show_all: bool = False) -
     """One table for people, the worst first, readable in 80 columns."""
     console.print(Text.assemble((str(found.path), "bold"), f": {found.kind}, {found.format}"))
     if found.problems:
-        console.print(_problems(found, len(found.problems) if show_all else _PROBLEMS))
+        most = len(found.problems) if show_all else _PROBLEMS
+        console.print(_problems(found, most, console.width))
     if found.rows:
         rows = found.worst_first
         shown = rows if show_all else rows[:_WORST]
@@ -78,13 +79,16 @@ def report(found: "Verification", console: Console, *, show_all: bool = False) -
     console.print(_verdict(found), highlight=False)
 
 
-def _problems(found: "Verification", most: int) -> Table:
+def _problems(found: "Verification", most: int, width: int) -> Table:
     count = len(found.problems)
-    title = f"{count} problems" if count <= most else f"first {most} of {count} problems"
+    title = f"first {most} of {count} problems"
+    if count <= most:
+        title = f"{count} problem{'s' if count > 1 else ''}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    longest = max((len(problem.where) for problem in found.problems[:most]), default=0)
-    table.add_column("where", style="red", overflow="fold", min_width=min(longest, _WHERE))
-    table.add_column("what is wrong", overflow="fold")
+    longest = max(len(problem.where) for problem in found.problems[:most])
+    where = max(5, min(longest, _WHERE, width // 2 + 8))
+    table.add_column("where", style="red", overflow="fold", width=where)
+    table.add_column("what is wrong", overflow="fold", width=max(13, width - where - 4))
     for problem in found.problems[:most]:
         table.add_row(Text(problem.where), Text(problem.what))
     return table

@@ -8,10 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibrate.golden import golden_set
 from export.checkpoint import export_checkpoint
 from export.verify import verify
 from octet.artifact import Manifest, write_artifact
+from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
+from octet.commands.next_tokens import add_divergence
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.models import GENERIC, KNOWN, write_model
@@ -47,6 +50,24 @@ def test_an_export_of_every_architecture_is_read_back(
     checkpoint = Checkpoint.open(models / name)
     assert len(found.rows) == len(list(checkpoint.spec.linears()))
     assert len(found.rows) + found.copied == len(checkpoint.tensor_names)
+
+
+@pytest.mark.filterwarnings("default")
+def test_next_tokens_of_an_unknown_architecture_are_held_to_a_bound(
+    models: Path, tmp_path: Path
+) -> None:
+    calibration, _ = exported("olmo2", models, "fp8", tmp_path)
+    checkpoint, plain = Checkpoint.open(models / "olmo2"), Calibration.load(calibration)
+    golden = golden_set(checkpoint, [("", [5, 7, 11, 13]), ("", [3, 2, 1])])
+    saved = tmp_path / "saved"
+    Calibration.save(saved, plain.manifest, {}, {}, plain.scales, golden)
+    export_checkpoint(saved, tmp_path / "again")
+    found = verify(tmp_path / "again", calibration=saved)
+    add_divergence(found)
+    assert found.exit_code == 0 and found.divergence is not None
+    assert found.divergence.source == "the bound of fp8, without a prediction"
+    assert "float16" in found.divergence.path  # nobody says that its cache was rounded
+    assert any("the cache is not rounded" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3_moe", "phi3"])

@@ -300,6 +300,7 @@ def test_the_table_is_worst_first_and_fits_80_columns() -> None:
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
     assert found.rows[3].tensor in text  # a problem's name is whole, and in one line
+    assert text.count("why") == 30  # nothing is cut off
     names = [line.split()[0] for line in lines if line.lstrip().startswith("layers.")]
     assert {"layers.29.mlp.gate_proj", "layers.28"} < {*names}  # each in a line of its own
     places = [text.index(f"layers.{index}.mlp") for index in (3, 29, 28)]

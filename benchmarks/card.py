@@ -15,7 +15,16 @@ from octet.artifact import software
 
 __all__ = ["conditions", "report"]
 
-PACKAGES = ("numpy", "torch", "transformers", "onnx", "onnxruntime", "numba", "tokenizers")
+PACKAGES = (
+    "numpy",
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxruntime",
+    "numba",
+    "tokenizers",
+    "xxhash",
+)
 
 
 def conditions(**facts: Any) -> dict[str, Any]:

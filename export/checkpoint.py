@@ -2,8 +2,10 @@
 
 Codes and scales take the place of the linears' weights; every other tensor is copied bit for bit.
 Shards are streamed, two at a time: a part of a tensor of each is in memory, each file is read once
-and written once, and both are hashed on the way. A shard that is not the calibration's fails the
-export when its end is reached, and nothing is left behind.
+and written once, and both are hashed on the way: SHA-256 of what is written, which identifies it,
+and XXH3-128 of what is read, where the calibration recorded one (octet/checksum.py says what that
+is worth). A shard that is not the calibration's fails the export when its end is reached, and
+nothing is left behind.
 
 | cache (`kv_cache`) | in the checkpoint                                                          |
 |--------------------|----------------------------------------------------------------------------|

@@ -94,6 +94,7 @@ def export_checkpoint(
         if (source.checkpoint.path / INDEX_FILE).exists():
             _write_index(writer.path, shards)
         hashes = _write_shards(source, writer.path, shards, console)
+        source.require_unaltered()
         return writer.finish(source.manifest("checkpoint", details, "numba"), hashes)
 
 

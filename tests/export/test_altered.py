@@ -5,10 +5,12 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from export import engine
+from export.checkpoint import export_checkpoint
 from export.engine import build_engine
 from export.graph import Graph
 from export.onnx import export_onnx
@@ -16,6 +18,7 @@ from octet.artifact import Manifest
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError
 from octet.recipe import Recipe
+from octet.tensors import write_tensors
 from tests.export import fake_tensorrt
 from tests.export.conftest import make_calibration
 
@@ -85,7 +88,22 @@ def test_it_is_refused_and_nothing_is_left(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("export", [export_onnx, export_engine])
+def test_of_a_checkpoint_the_same(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are hashed on the way; what an algorithm changed is not."""
+
+    def write(path: Path, *args: Any, **options: Any) -> str:
+        write_in_place(calibration / "weights.safetensors")
+        return write_tensors(path, *args, **options)
+
+    monkeypatch.setattr("export.checkpoint.write_tensors", write)
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors was altered while it was read"):
+        export_checkpoint(calibration, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("export", [export_onnx, export_engine, export_checkpoint])
 def test_reading_a_file_is_no_alteration(
     calibration: Path, tmp_path: Path, export: Callable[[Path, Path], Manifest]
 ) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from octet.checkpoint import Checkpoint
 from octet.checksum import XXH3, Digest, sha256_file, xxh3
-from octet.errors import ArtifactError
+from octet.errors import ArtifactError, OctetError
 from octet.model import ModelSpec
 from octet.recipe import Recipe
 
@@ -209,9 +209,10 @@ def write_artifact(destination: Path, *, force: bool = False) -> Iterator["Artif
     """A directory to fill; it takes its place when the block ends well, and vanishes otherwise.
 
     Raises ArtifactError at once if `destination` exists and `force` is not given, or if it exists
-    and is not an Octet artifact (which `force` never overwrites).
+    and is not an Octet artifact (which `force` never overwrites). In errors that the block raises,
+    `destination` stands for the directory that was being filled.
     """
-    destination = destination.absolute()
+    named, destination = destination, destination.absolute()
     check_destination(destination, force=force)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
@@ -221,6 +222,9 @@ def write_artifact(destination: Path, *, force: bool = False) -> Iterator["Artif
         if writer.manifest is None:
             raise RuntimeError("the artifact was left without a manifest")
         _move_into_place(staging, destination)
+    except OctetError as error:
+        error.args = (str(error).replace(str(staging), str(named)),)
+        raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -26,7 +26,7 @@ from export.verify_names import cache_scale_of
 from export.verify_original import Original
 from export.verify_triton import held_models
 from export.written import Written
-from octet.artifact import MANIFEST_FILE, Manifest
+from octet.artifact import MANIFEST_FILE, PLAN_FILE, Manifest
 from octet.errors import ExportError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath, bound_of
 from octet.golden import GOLDEN_FILE, GoldenSet
@@ -161,7 +161,7 @@ def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None
         return
     from serve.engine_proof import prove
 
-    file = "model.onnx" if manifest.kind == "onnx" else "model.plan"
+    file = "model.onnx" if manifest.kind == "onnx" else PLAN_FILE
     try:
         facts = prove(directory)
     except ExportError as error:

@@ -35,7 +35,6 @@ from octet.artifact import (
     write_artifact,
 )
 from octet.checkpoint import sha256_file
-from octet.errors import OctetError
 from octet.recipe import KvCacheDtype
 
 __all__ = ["build_engine"]
@@ -101,7 +100,7 @@ def build_engine(
             "max_batch": max_batch,
             "max_length": longest_of(source.spec, max_length),
         }
-        manifest = _finish(writer, build, details, prove and _naming(out, prove))
+        manifest = _finish(writer, build, details, prove)
     if console is not None:
         print_report(console, manifest.details)
     return manifest
@@ -168,19 +167,6 @@ def _figures(plan: Plan, path: Path) -> dict[str, Any]:
         "scratch_bytes": plan.scratch_bytes,
         "precision": precision_details(plan.precision),
     }
-
-
-def _naming(out: Path, prove: Prove) -> Prove:
-    """`prove`, with `out` in its errors: when they are read, the staging directory is gone."""
-
-    def proof(directory: Path) -> dict[str, Any]:
-        try:
-            return prove(directory)
-        except OctetError as error:
-            error.args = (str(error).replace(str(directory), str(out)),)
-            raise
-
-    return proof
 
 
 def _finish(

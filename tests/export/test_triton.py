@@ -182,6 +182,15 @@ def test_all_writes_nothing_without_space_for_all(
     assert not models.exists()
 
 
+def test_an_error_names_the_entry_not_where_it_was_being_written(
+    tmp_path: Path, calibrations: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr("export.source.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(ExportError, match=rf"^{tmp_path}/one/1/onnx: the export needs"):
+        export_triton(calibrations["fp8"], tmp_path / "one")
+
+
 def test_what_it_would_store_is_what_it_stores(
     tmp_path: Path, calibrations: dict[str, Path]
 ) -> None:

@@ -1,5 +1,6 @@
 """Artifacts appear whole or not at all, and a reader notices every change."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from octet.artifact import (
     write_artifact,
 )
 from octet.checkpoint import Checkpoint
+from octet.checksum import XXH3
 from octet.errors import ArtifactError
 from octet.recipe import Recipe
 
@@ -131,3 +133,31 @@ def test_a_changed_checkpoint_is_noticed(
     weights.write_bytes(content)
     with pytest.raises(ArtifactError, match=r"model.safetensors has changed since calibration"):
         manifest.model.require(Checkpoint.open(copy))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_file_is_known_by_each_hash_that_was_recorded(
+    tiny_model: Path, manifest: Manifest, recorded: bool
+) -> None:
+    model = manifest.model if recorded else manifest.model.model_copy(update={"checksums": {}})
+    weights = tiny_model / "model.safetensors"
+    digest = model.digest(weights.name)
+    digest.update(weights.read_bytes())
+    assert digest.hexdigest().startswith(XXH3) == recorded
+    model.require_file(weights, digest.hexdigest())
+    digest.update(b"more")
+    for wrong in (digest.hexdigest(), XXH3 + "0" * 32, "0" * 64, None):
+        with pytest.raises(ArtifactError, match=r"model\.safetensors (has changed|is missing)"):
+            model.require_file(weights, wrong)
+
+
+def test_a_manifest_of_before_checksums_is_read(tmp_path: Path, manifest: Manifest) -> None:
+    written = write(tmp_path / "a", manifest)
+    path = tmp_path / "a" / "manifest.json"
+    data = json.loads(path.read_text())
+    del data["model"]["checksums"], data["identity"]
+    data["identity"] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(data))
+    read = Manifest.load(tmp_path / "a")
+    assert read.model.checksums == {} and read.model.files == written.model.files
+    assert read.identity == data["identity"]

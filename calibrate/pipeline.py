@@ -72,7 +72,7 @@ def run(
     Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Of the
     processes that torchrun starts, the first writes `out`; the others return None.
     """
-    check_destination(out, force=force, inputs=[model, samples])
+    check_destination(out, force=force, inputs=[model, samples], kind="calibration")
     checkpoint = Checkpoint.open(model)
     check_recipe(recipe, checkpoint.spec)
     check_quantizes(recipe, checkpoint.spec)

@@ -52,7 +52,8 @@ def rescale(
     checkpoint was altered, ConfigError for a recipe that does not fit the model; then `out` is as
     it was.
     """
-    check_destination(out, force=force, inputs=[calibration, *([model] if model else [])])
+    reads = [calibration, *([model] if model else [])]
+    check_destination(out, force=force, inputs=reads, kind="calibration")
     origin = Calibration.load(calibration)
     checkpoint = _checkpoint(origin, model)
     check_recipe(recipe, checkpoint.spec)

@@ -26,6 +26,7 @@ from onnx import TensorProto
 from export.engine_inputs import dequantize, widened
 from export.graph import Graph
 from export.onnx_cache import Cache
+from octet.errors import UnsupportedError
 from octet.formats import E5M2, decode
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype
@@ -70,6 +71,11 @@ class E5M2Cache:
         """The rows of the input `past`: the values of its codes, times the scale."""
         values = decode(np.arange(256, dtype=np.uint8), E5M2) * np.float32(scale)
         kind = np.float16 if self.compute == TensorProto.FLOAT16 else np.float32
+        if scale * E5M2.max > float(np.finfo(kind).max):
+            raise UnsupportedError(
+                f"{past}: an E5M2 cache with the scale {scale:.3g} holds more than FP16, in which"
+                " an engine computes; use --kv e4m3"
+            )
         table = graph.array(f"e5m2.values.{scale}", values.astype(kind))
         # Gather takes no uint8 indices.
         codes = graph.node("Cast", [past], f"{past}.codes", to=TensorProto.INT32)

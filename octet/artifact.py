@@ -205,15 +205,16 @@ def _hash(content: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def write_artifact(destination: Path, *, force: bool = False) -> Iterator["ArtifactWriter"]:
+def write_artifact(
+    destination: Path, *, force: bool = False, kind: Kind | None = None
+) -> Iterator["ArtifactWriter"]:
     """A directory to fill; it takes its place when the block ends well, and vanishes otherwise.
 
-    Raises ArtifactError at once if `destination` exists and `force` is not given, or if it exists
-    and is not an Octet artifact (which `force` never overwrites). In errors that the block raises,
-    `destination` stands for the directory that was being filled.
+    Raises ArtifactError at once if `destination` may not be written: see `check_destination`. In
+    errors that the block raises, `destination` stands for the directory that was being filled.
     """
     named, destination = destination, destination.absolute()
-    check_destination(destination, force=force)
+    check_destination(destination, force=force, kind=kind)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     writer = ArtifactWriter(staging)
@@ -229,10 +230,18 @@ def write_artifact(destination: Path, *, force: bool = False) -> Iterator["Artif
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def check_destination(destination: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+def check_destination(
+    destination: Path,
+    *,
+    force: bool,
+    inputs: Sequence[Path] = (),
+    kind: Kind | None = None,
+) -> None:
     """Raises ArtifactError if `destination` may not be written; call before expensive work.
 
-    `inputs` are what the work reads: replacing one of them is refused, `force` or not.
+    That is if it exists and `force` is not given. `force` or not, these are never replaced: what is
+    no Octet artifact; `inputs`, which the work reads; and, by anything of another `kind`, a
+    calibration, which may have taken hours.
     """
     if destination.is_symlink():
         raise ArtifactError(f"{destination}: is a symbolic link; name the directory itself")
@@ -247,11 +256,21 @@ def check_destination(destination: Path, *, force: bool, inputs: Sequence[Path] 
         raise ArtifactError(f"{destination}: exists and is not an Octet artifact; choose another")
     if not force:
         raise ArtifactError(f"{destination}: exists already; add --force to replace it")
+    if kind != "calibration" and _kind_of(destination) == "calibration":
+        raise ArtifactError(f"{destination}: is a calibration, which --force keeps; choose another")
     for path in inputs:
         if path.resolve().is_relative_to(destination.resolve()):
             raise ArtifactError(
                 f"{destination}: would replace {path}, which is read; choose another"
             )
+
+
+def _kind_of(directory: Path) -> Any:
+    """What its manifest says that it is; None if that cannot be read."""
+    try:
+        return json.loads((directory / MANIFEST_FILE).read_text())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class ArtifactWriter:

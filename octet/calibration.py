@@ -142,7 +142,7 @@ class Calibration:
         `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart.
         `extra_files` are kept beside: texts, or files to copy.
         """
-        with write_artifact(path, force=force) as writer:
+        with write_artifact(path, force=force, kind="calibration") as writer:
             records: dict[str, Any] = {
                 name: item.model_dump(mode="json") for name, item in observations.items()
             }

@@ -288,3 +288,12 @@ def test_every_quantized_linear_has_fp8_on_both_sides(calibrations: dict[str, Pa
                 node = makers[node.input[0]]
             assert node.op_type == "DequantizeLinear"
             assert graph.weights[node.input[1]].elem_type == TensorProto.FLOAT
+
+
+def test_a_cache_that_fp16_cannot_hold_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    scales = {"model.layers.0.self_attn.v_scale": 1.5}
+    calibration = make_calibration(
+        tmp_path / "calibration", tiny_model, Recipe.load("fp8-static"), scales=scales
+    )
+    with pytest.raises(UnsupportedError, match=r"0\.value: an E5M2 cache with the scale 1\.5"):
+        build_engine_graph(Source.open(calibration))

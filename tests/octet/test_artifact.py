@@ -30,7 +30,7 @@ def manifest(tiny_model: Path) -> Manifest:
 
 
 def write(path: Path, manifest: Manifest, text: str = "one", *, force: bool = False) -> Manifest:
-    with write_artifact(path, force=force) as writer:
+    with write_artifact(path, force=force, kind="calibration") as writer:
         (writer.path / "sub").mkdir()
         (writer.path / "sub" / "data.txt").write_text(text)
         return writer.finish(manifest)
@@ -56,7 +56,10 @@ def test_a_failure_leaves_nothing(
 ) -> None:
     write(tmp_path / "a", manifest)
     for name in ("a", "b"):
-        with pytest.raises(error), write_artifact(tmp_path / name, force=True) as writer:
+        with (
+            pytest.raises(error),
+            write_artifact(tmp_path / name, force=True, kind="calibration") as writer,
+        ):
             (writer.path / "half").write_text("half")
             raise error
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -116,8 +119,10 @@ def test_a_destination_that_cannot_be_written_is_refused_before_the_work(
         check_destination(tmp_path / "link", force=False)
     write(tmp_path / "a", manifest)
     with pytest.raises(ArtifactError, match="which is read; choose another"):
-        check_destination(tmp_path / "a", force=True, inputs=[tmp_path / "a" / "sub"])
-    check_destination(tmp_path / "a", force=True, inputs=[tmp_path / "b"])
+        check_destination(
+            tmp_path / "a", force=True, kind="calibration", inputs=[tmp_path / "a" / "sub"]
+        )
+    check_destination(tmp_path / "a", force=True, kind="calibration", inputs=[tmp_path / "b"])
 
 
 def test_a_changed_checkpoint_is_noticed(
@@ -133,6 +138,15 @@ def test_a_changed_checkpoint_is_noticed(
     weights.write_bytes(content)
     with pytest.raises(ArtifactError, match=r"model.safetensors has changed since calibration"):
         manifest.model.require(Checkpoint.open(copy))
+
+
+def test_a_calibration_is_replaced_by_a_calibration_alone(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    write(tmp_path / "a", manifest)
+    with pytest.raises(ArtifactError, match="is a calibration, which --force keeps"):
+        check_destination(tmp_path / "a", force=True, kind="checkpoint")
+    check_destination(tmp_path / "a", force=True, kind="calibration")
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -183,6 +183,27 @@ def test_an_existing_artifact_is_kept_unless_forced(calibration: Path, tmp_path:
     assert Manifest.load(out, "checkpoint") == before
 
 
+def test_force_never_replaces_a_calibration_by_an_export(calibration: Path, tmp_path: Path) -> None:
+    kept = Path(shutil.copytree(calibration, tmp_path / "kept"))
+    line = refused("export", "checkpoint", calibration, "-o", kept, "--force")
+    assert f"{kept}: is a calibration, which --force keeps" in line
+    assert Manifest.load(kept, "calibration").files
+
+
+def test_an_export_says_what_it_wrote_where(calibration: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a [bold]name"
+    done = run("export", "checkpoint", calibration, "-o", out)
+    assert done.returncode == 0, done.stderr
+    said = "".join(done.stdout.split())
+    assert f"wrote{out}".replace(" ", "") in said
+    assert "servewith:--kv-cache-dtypefp8_e5m2" in said
+
+
+def test_all_triton_entries_are_of_every_backend(calibration: Path, tmp_path: Path) -> None:
+    line = refused("export", "triton", "--all", calibration, "--backend", "vllm", "-o", tmp_path)
+    assert "leave --backend out" in line
+
+
 def test_evaluate_refuses_what_it_cannot_score(
     calibration: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:

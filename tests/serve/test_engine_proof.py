@@ -111,7 +111,7 @@ def test_an_export_that_is_not_quantized_at_all_is_refused(
 
 def test_nan_is_refused(export: Path, tmp_path: Path) -> None:
     nan = with_changed(export, tmp_path / "nan", "model.norm.weight", lambda w: w * np.nan)
-    with pytest.raises(ExportError, match="is (nan|inf) nats"):
+    with pytest.raises(ExportError, match=r"is (nan|inf) nats"):
         prove(nan, threads=2)
 
 

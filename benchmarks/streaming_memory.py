@@ -66,6 +66,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--recipe", default="fp8")
     parser.add_argument("--directory", type=Path, help="where 8 GB are free")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict too: 20 more passes over 64 prompts"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="octet-", dir=options.directory) as name:
@@ -88,7 +91,8 @@ def main() -> None:
         model=f"Llama 3B shape, {options.layers} layers, random weights, BF16",
         samples=f"{options.count} of {options.max_length} tokens, 8 in a batch",
         recipe=options.recipe,
-        command="octet calibrate, with its journal, golden records and scales",
+        command="octet calibrate, with its journal, golden records and scales"
+        + (" and predictions" if options.predict else ""),
     )
     report("streaming_memory", card, [row], options.output)
     if peak > LIMIT:
@@ -147,6 +151,7 @@ def calibrate(directory: Path, samples: Path, options: argparse.Namespace) -> in
         *("calibrate", str(directory / "model"), "--samples", str(samples)),
         *("--out", str(directory / "out"), "--recipe", options.recipe, "--name", "llama-3b-shape"),
         *("--count", str(options.count), "--max-length", str(options.max_length)),
+        "--predict" if options.predict else "--no-predict",
     ]
     subprocess.run(
         [sys.executable, "-c", RUN.format(path=str(peak)), *command],

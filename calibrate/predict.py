@@ -3,25 +3,10 @@
 Every path is simulated layer by layer: weights are decoded once a layer and shared by all paths,
 and in memory are one layer, in each dtype that is computed in, and the hidden states of the prompts
 (`_STATES_BYTES` of them at a time). What is compared is what an API returns: the 20 likeliest
-tokens.
-
-**The range.** FP8 rounding is chaotic: sums that differ in their last bit put some values on the
-other side of a rounding boundary, a whole step away, and two honest implementations end up as far
-from each other as either is from the reference (docs/LOG.md). The prompts are the same for all, so
-that the spread of a mean over them comes from this alone. It is measured: each path runs
-`REPEATS` times, from embeddings that differ in the last bit, and the divergences d of prompt i
-scatter around their mean. With n prompts, R repeats and s² the mean of their variances, the mean
-that another implementation finds has a standard error of s·√((1 + 1/R)/n). A few prompts, whose
-next token is a close call, carry most of it; two repeats of one path may both miss them. So the
-relative error s/mean is pooled over all paths of the same kind, those that are chaotic (activations
-are rounded, or everything is, to bfloat16) and those that are not, and Student's t has as many
-degrees of freedom as Satterthwaite's formula gives for variances that differ by prompt (at least 3:
-with eight repeats, which can tell, paths of the example have 3 to 9). Divergences are positive and
-skewed: the range is mean·e^±, not mean ±.
+tokens. The range around a mean: `calibrate.scatter`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +21,7 @@ from calibrate.batches import Batch, make_batches
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.progress import Spread, progress_bar
+from calibrate.scatter import expectations
 from calibrate.simulate import (
     Schemes,
     decoded_weights,
@@ -46,9 +32,8 @@ from calibrate.simulate import (
 )
 from calibrate.simulate_cache import CacheRounding, round_attention
 from calibrate.simulate_scales import DeviceScales, Scales
-from calibrate.student import t_quantile
 from octet.checkpoint import Checkpoint
-from octet.expected import Expectation, ExpectedSet, ServingPath
+from octet.expected import ExpectedSet, ServingPath
 from octet.golden import GoldenSet, top_k_divergence
 from octet.recipe import KvCacheDtype, Recipe
 
@@ -58,9 +43,6 @@ REPEATS = 2
 _TOKENS = {"cpu": 512, "cuda": 8192}  # in a batch: what stays in a cache, what fills a GPU
 _STATES_BYTES = 512 << 20  # hidden states in memory at a time
 _UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # what embeddings differ by between repeats
-_CONFIDENCE = 0.975  # one side of 95 %
-_DEGREES = 3  # of freedom, at least
-_LEAST = 1e-6  # nats that log-probabilities in float32 can be off by, however exact a server is
 
 # weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
 Weights = Callable[[str], NDArray[np.float32] | None]
@@ -120,7 +102,7 @@ def predict(
         sweep.run(progress)
         for path in together:
             found[path] = sweep.divergences(path, golden)
-    return ExpectedSet(recipe=recipe.name, expectations=tuple(_expectations(found)))
+    return ExpectedSet(recipe=recipe.name, expectations=tuple(expectations(found)))
 
 
 def expected_divergence(
@@ -312,38 +294,3 @@ def _divergence(golden: GoldenSet, number: int, logits: Tensor) -> float:
     top = logprobs.topk(len(record.top_token_ids))
     served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return top_k_divergence(record.top, served)
-
-
-def _expectations(found: Mapping[ServingPath, NDArray[np.float64]]) -> Iterator[Expectation]:
-    """`found` are [repeats, prompts] by path; see the top of this file."""
-    kinds: dict[bool, list[NDArray[np.float64]]] = {}
-    for path, values in found.items():
-        mean = values.mean()
-        relative = values.var(axis=0, ddof=1) / mean**2 if mean > 0 else np.zeros(len(values[0]))
-        kinds.setdefault(_chaotic(path), []).append(relative)
-    for path, values in found.items():
-        repeats, prompts = values.shape
-        variances = np.mean(kinds[_chaotic(path)], axis=0)
-        error = math.sqrt(variances.mean() * (1 + 1 / repeats) / prompts)
-        spread = _degrees(variances, repeats) * error
-        mean = float(values.mean())
-        yield Expectation(
-            path=path,
-            mean=mean,
-            low=mean * math.exp(-spread),
-            high=max(mean * math.exp(spread), mean + _LEAST),
-            prompts=prompts,
-        )
-
-
-def _chaotic(path: ServingPath) -> bool:
-    return path.activations or path.compute == "bfloat16"
-
-
-def _degrees(variances: NDArray[np.float64], repeats: int) -> float:
-    """Student's t for a sum of `variances` that each have `repeats` - 1 degrees of freedom."""
-    squares = float(np.square(variances).sum())
-    if squares == 0:
-        return 0.0
-    degrees = (repeats - 1) * float(variances.sum()) ** 2 / squares
-    return t_quantile(_CONFIDENCE, max(_DEGREES, math.floor(degrees)))

@@ -12,6 +12,7 @@ import torch
 from calibrate import predict as module
 from calibrate.golden import golden_set
 from calibrate.predict import predict, serving_paths
+from calibrate.scatter import expectations
 from calibrate.simulate import module_schemes, simulate_modules
 from octet.checkpoint import Checkpoint
 from octet.engines import vllm_path
@@ -212,7 +213,7 @@ def test_a_range_holds_what_another_implementation_finds() -> None:
         scatter = rng.lognormal(-0.5, 1, 64)
         draws = level * rng.lognormal(-(scatter**2) / 2, scatter, (len(paths), 3, 64))
         found = dict(zip(paths, draws[:, :2], strict=True))
-        for expected, third in zip(module._expectations(found), draws[:, 2], strict=True):
+        for expected, third in zip(expectations(found), draws[:, 2], strict=True):
             inside += expected.holds(third.mean())
             total += 1
             widths.append(np.log(expected.high / expected.low))

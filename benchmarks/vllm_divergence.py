@@ -49,7 +49,7 @@ class Case:
 
     recipe: str | None
     cache: KvCacheDtype
-    format: str = "compressed-tensors"
+    format: Literal["compressed-tensors", "modelopt", "fp8"] = "compressed-tensors"
     attention: Literal["FLASHINFER", "FLASH_ATTN"] | None = None
 
     @property
@@ -181,7 +181,7 @@ def prepare(
                 export_checkpoint(
                     calibration.path,
                     directory / case.directory,
-                    format=case.format,  # type: ignore[arg-type]
+                    format=case.format,
                     kv_cache=case.cache,
                 )
     return found

@@ -27,7 +27,8 @@ def replace_attention(module: nn.Module, attention: Attention) -> Iterator[None]
     """While active, `module` attends by `attention`; other modules as before."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
-    name: str = module.config._attn_implementation  # type: ignore[assignment, union-attr]
+    config: Any = module.config
+    name: str = config._attn_implementation
     inner = functions.get(name, _eager)
     replaced = name in functions._local_mapping
 

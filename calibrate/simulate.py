@@ -111,7 +111,7 @@ def layer_weights(
     return {
         name: experts[name]
         if name in experts
-        else layer.get_submodule(name.removeprefix(f"{prefix}.")).weight  # type: ignore[misc]
+        else layer.get_parameter(f"{name.removeprefix(f'{prefix}.')}.weight")
         for name in names
     }
 
@@ -140,7 +140,7 @@ def replace_weights(
     with ExitStack() as stack:
         mine = [name for name in weights if ".experts." in name]
         if mine:  # they are fused: all of the layer's are copied
-            experts: Any = layer.mlp.experts  # type: ignore[union-attr]
+            experts: Any = layer.get_submodule("mlp.experts")
             for fused in ("gate_up_proj", "down_proj"):
                 stack.enter_context(_parameter(experts, fused, getattr(experts, fused).clone()))
             views = expert_weights(layer, prefix, spec)

@@ -77,10 +77,12 @@ def _kernel(fmt: str) -> Kernel | None:
     function = {"e4m3": _encode_e4m3, "e2m1": _encode_e2m1}[fmt]
     # error_model: a division that does not look for 0, so that it runs 16 at a time.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    kernel: Kernel
     try:
-        return numba.njit(function, cache=True, **options)  # type: ignore[no-any-return]
+        kernel = numba.njit(function, cache=True, **options)
     except RuntimeError:  # neither our folder nor the user's cache is writable
-        return numba.njit(function, **options)  # type: ignore[no-any-return]
+        kernel = numba.njit(function, **options)
+    return kernel
 
 
 def _encode_e4m3(

@@ -21,9 +21,10 @@ def cache_of(
     written: Written, recipe_cache: KvCacheDtype | None, asked: object = None
 ) -> KvCacheDtype:
     """The cache that the files are for: by the manifest, else by the configuration."""
-    for known in get_args(KvCacheDtype):
+    caches: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
+    for known in caches:
         if asked == known:
-            return known  # type: ignore[no-any-return]
+            return known
     if written.quantization is not None and written.quantization.kv_scheme:
         return "e4m3"
     return "e5m2" if recipe_cache in (None, "e4m3") else recipe_cache
@@ -51,7 +52,11 @@ def check_cache_scheme(written: Written, asked: object, found: Verification) -> 
 
 
 def check_cache_scales(
-    written: Written, names: Names, kv_cache: str, original: Original | None, found: Verification
+    written: Written,
+    names: Names,
+    kv_cache: KvCacheDtype,
+    original: Original | None,
+    found: Verification,
 ) -> None:
     """Adds to `found`: scales missing under a declared E4M3 cache, or of another format."""
     quantization = written.quantization
@@ -96,7 +101,7 @@ def _why_needed(
     quantization: Quantization,
     attention: str,
     kind: str,
-    kv_cache: str,
+    kv_cache: KvCacheDtype,
     original: Original | None,
 ) -> str:
     """Why a scale of "k", "v" or "q" has to be there; empty if it need not."""
@@ -106,7 +111,7 @@ def _why_needed(
         return "this was exported for an E4M3 cache"
     if original is None or original.calibration is None or kv_cache == "float16":
         return ""
-    known = original.calibration.cache_scale(attention, kind, kv_cache)  # type: ignore[arg-type]
+    known = original.calibration.cache_scale(attention, kind, kv_cache)
     return "" if known in (None, 1.0) else f"calibration has {known:.6g} for {kv_cache}"
 
 
@@ -115,17 +120,17 @@ def _compare(
     kind: str,
     name: str,
     written: float,
-    kv_cache: str,
+    kv_cache: KvCacheDtype,
     original: Original,
     found: Verification,
 ) -> None:
     assert original.calibration is not None
     known = original.calibration
-    wanted = known.cache_scale(attention, kind, kv_cache)  # type: ignore[arg-type]
+    wanted = known.cache_scale(attention, kind, kv_cache)
     if wanted is None or np.isclose(written, wanted, rtol=_SAME, atol=0):
         return
-    other = "e5m2" if kv_cache == "e4m3" else "e4m3"
-    theirs = known.cache_scale(attention, kind, other)  # type: ignore[arg-type]
+    other: KvCacheDtype = "e5m2" if kv_cache == "e4m3" else "e4m3"
+    theirs = known.cache_scale(attention, kind, other)
     why = ""
     ratio = _E5M2_PER_E4M3 if kv_cache == "e4m3" else 1 / _E5M2_PER_E4M3
     if theirs is not None and np.isclose(written, theirs, rtol=_SAME, atol=0):

@@ -35,7 +35,7 @@ def check_graph_cache(
     for index in range(spec.layers):
         for kind in ("key", "value"):
             attention = f"{spec.layer(index)}.self_attn"
-            wanted = calibration.cache_scale(attention, kind[0], kv_cache)  # type: ignore[arg-type]
+            wanted = calibration.cache_scale(attention, kind[0], kv_cache)
             if wanted is None:
                 continue
             scale = np.float32(wanted)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from octet.artifact import Manifest
@@ -51,7 +51,7 @@ class Original:
                 and linear.name.startswith(f"{layer}.")
                 and self.shapes.get(name) == shape
             ):
-                yield linear.name, lambda name=name: self.read(name)  # type: ignore[misc]
+                yield linear.name, partial(self.read, name)
 
 
 def find_original(

@@ -93,10 +93,11 @@ class Calibration:
         """
         return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
 
-    def cache_scale(
-        self, attention: str, which: Literal["q", "k", "v"], kv_cache: KvCacheDtype
-    ) -> float | None:
-        """The scale of queries, keys or values in a cache of that type; None if it is not known."""
+    def cache_scale(self, attention: str, which: str, kv_cache: KvCacheDtype) -> float | None:
+        """The scale of queries ("q"), keys ("k") or values ("v") in a cache of that type.
+
+        None if it is not known.
+        """
         scale = self.scales.get(f"{attention}.{which}_scale_{kv_cache}")
         if scale is None and which != "q" and kv_cache == self.manifest.recipe.kv_cache:
             scale = self.scales.get(f"{attention}.{which}_scale")

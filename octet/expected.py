@@ -6,13 +6,12 @@ another in float32. So a prediction belongs to a `ServingPath`, and a served mod
 that of the path its engine executes.
 """
 
-import json
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from octet.errors import ArtifactError
+from octet.documents import read_document
 from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
@@ -103,11 +102,4 @@ class ExpectedSet(BaseModel):
     @classmethod
     def load(cls, directory: Path) -> Self:
         """ArtifactError if there is none, or no such file."""
-        path = directory / EXPECTED_FILE
-        try:
-            return cls.model_validate(json.loads(path.read_text()))
-        except OSError as error:
-            raise ArtifactError(f"{path}: {error.strerror}") from None
-        except (ValueError, ValidationError) as error:
-            detail = str(error).splitlines()[0]
-            raise ArtifactError(f"{path}: not a set of expectations ({detail})") from None
+        return read_document(directory / EXPECTED_FILE, cls, "a set of expectations")

@@ -4,15 +4,14 @@ A served model is compared with them by the Kullback-Leibler divergence of its n
 distribution from the reference's, over what an API returns: the top few log-probabilities.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from octet.errors import ArtifactError
+from octet.documents import read_document
 
 __all__ = ["GOLDEN_FILE", "GoldenRecord", "GoldenSet", "top_k_divergence"]
 
@@ -51,14 +50,7 @@ class GoldenSet(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        path = directory / GOLDEN_FILE
-        try:
-            return cls.model_validate(json.loads(path.read_text()))
-        except OSError as error:
-            raise ArtifactError(f"{path}: {error.strerror}") from None
-        except (ValueError, ValidationError) as error:
-            detail = str(error).splitlines()[0]
-            raise ArtifactError(f"{path}: not a golden set ({detail})") from None
+        return read_document(directory / GOLDEN_FILE, cls, "a golden set")
 
 
 def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:

@@ -1,8 +1,9 @@
 """`octet serve` and `octet evaluate`: what an artifact answers, and how well."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,12 +29,13 @@ def evaluate(
     for path in (target, samples):
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
+    score: Callable[..., Any]
     with held_back():
         if any((target / name).exists() for name in ("model.onnx", PLAN_FILE)):
-            from serve.evaluate import perplexity
+            from serve.evaluate import perplexity as score
         else:
-            from calibrate.reference import perplexity  # type: ignore[assignment]
-    result = perplexity(
+            from calibrate.reference import perplexity as score
+    result = score(
         target,
         samples,
         count=count,

@@ -8,14 +8,13 @@ import pytest
 
 from export.onnx import export_onnx
 from octet import microscaling, scaling
-from octet.artifact import Manifest, ModelIdentity, software
-from octet.calibration import WEIGHTS_FILE, Calibration
+from octet.calibration import WEIGHTS_FILE
 from octet.checkpoint import Checkpoint
 from octet.formats import E4M3, FORMATS, Float32Array, round_to
-from octet.golden import GoldenRecord, GoldenSet
 from octet.model import Linear
 from octet.recipe import Recipe, TensorScheme
 from octet.tensors import Tensor, write_tensors
+from tests.calibrations import save_calibration
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
 GROUPED = ("mxfp8", "mxfp4", "nvfp4")
@@ -46,27 +45,11 @@ def make_calibration(
     for name, value in (scales or {}).items():
         found[name] = np.array(value, np.float32)
     found.pop(drop or "", None)
-    record = GoldenRecord(
-        prompt="a",
-        prompt_token_ids=(5,),
-        top_token_ids=(1, 2),
-        top_logprobs=(-0.1, -3.0),
-        continuation_token_ids=(1,),
-    )
-    golden = GoldenSet(weights_sha256="0", compute_dtype="float32", software={}, records=(record,))
-    manifest = Manifest(
-        kind="calibration",
-        model=ModelIdentity.of(checkpoint),
-        recipe=recipe,
-        details={"source": str(model)},
-        software=software(),
-    )
     extra: dict[str, str | Path] = {}
     if changed is not None:
         extra[WEIGHTS_FILE] = path.with_suffix(".safetensors")
         write_tensors(path.with_suffix(".safetensors"), changed)
-    Calibration.save(path, manifest, {}, {}, found, golden, extra_files=extra)
-    return path
+    return save_calibration(path, checkpoint, recipe, found, extra)
 
 
 def plausible_scales(

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from octet import scaling
-from octet.artifact import Manifest, ModelIdentity, software
-from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.golden import GoldenRecord, GoldenSet
 from octet.model import Linear
 from octet.recipe import Recipe, TensorScheme
+from tests.calibrations import save_calibration
 
 __all__ = ["calibrate", "write_checkpoint"]
 
@@ -94,23 +92,7 @@ def calibrate(path: Path, model: Path, recipe: Recipe) -> Path:
             for suffix in ("", "_e4m3", "_e5m2"):
                 name = f"model.layers.{index}.self_attn.{kind}_scale{suffix}"
                 scales[name] = np.array(1, np.float32)
-    record = GoldenRecord(
-        prompt="a",
-        prompt_token_ids=(5,),
-        top_token_ids=(1, 2),
-        top_logprobs=(-0.1, -3.0),
-        continuation_token_ids=(1,),
-    )
-    golden = GoldenSet(weights_sha256="0", compute_dtype="float32", software={}, records=(record,))
-    manifest = Manifest(
-        kind="calibration",
-        model=ModelIdentity.of(checkpoint),
-        recipe=recipe,
-        details={"source": str(model)},
-        software=software(),
-    )
-    Calibration.save(path, manifest, {}, {}, scales, golden)
-    return path
+    return save_calibration(path, checkpoint, recipe, scales)
 
 
 def _scales(linear: Linear, weights: TensorScheme, inputs: TensorScheme) -> dict[str, np.ndarray]:

@@ -1,0 +1,39 @@
+"""Calibrations with scales of one's own, made without the calibrate stage."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from octet.artifact import Manifest, ModelIdentity, software
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.golden import GoldenRecord, GoldenSet
+from octet.recipe import Recipe
+
+
+def save_calibration(
+    path: Path,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Mapping[str, np.ndarray],
+    extra_files: Mapping[str, str | Path] | None = None,
+) -> Path:
+    """A calibration without histograms, and with one golden record that no model answers so."""
+    record = GoldenRecord(
+        prompt="a",
+        prompt_token_ids=(5,),
+        top_token_ids=(1, 2),
+        top_logprobs=(-0.1, -3.0),
+        continuation_token_ids=(1,),
+    )
+    golden = GoldenSet(weights_sha256="0", compute_dtype="float32", software={}, records=(record,))
+    manifest = Manifest(
+        kind="calibration",
+        model=ModelIdentity.of(checkpoint),
+        recipe=recipe,
+        details={"source": str(checkpoint.path)},
+        software=software(),
+    )
+    Calibration.save(path, manifest, {}, {}, scales, golden, extra_files=extra_files)
+    return path

@@ -103,3 +103,16 @@ def decoders(
         export_onnx(calibration, root / name)
     export_onnx(calibrations["fp8"], root / "full", quantize=False)
     return {name: root / name for name in (*RECIPES, "full")}
+
+
+@pytest.fixture(scope="session")
+def graphs(
+    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
+) -> dict[str, Path]:
+    """The ONNX export of each recipe, and the one for TensorRT as `<recipe>-tensorrt`."""
+    root = tmp_path_factory.mktemp("graphs")
+    for recipe in (*RECIPES, *GROUPED):
+        export_onnx(calibrations[recipe], root / recipe)
+        if recipe != "mxfp4":  # TensorRT has no operator that rounds inputs to it
+            export_onnx(calibrations[recipe], root / f"{recipe}-tensorrt", target="tensorrt")
+    return {path.name: path for path in root.iterdir()}

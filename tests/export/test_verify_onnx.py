@@ -23,19 +23,6 @@ RECIPES = ("fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 Damage = Callable[[onnx.ModelProto], None]
 
 
-@pytest.fixture(scope="session")
-def graphs(
-    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
-) -> dict[str, Path]:
-    """The ONNX export of each recipe, and the one for TensorRT as `<recipe>-tensorrt`."""
-    root = tmp_path_factory.mktemp("graphs")
-    for recipe in RECIPES:
-        export_onnx(calibrations[recipe], root / recipe)
-        if recipe != "mxfp4":  # TensorRT has no operator that rounds inputs to it
-            export_onnx(calibrations[recipe], root / f"{recipe}-tensorrt", target="tensorrt")
-    return {path.name: path for path in root.iterdir()}
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 def test_a_graph_is_found_to_hold_the_original(

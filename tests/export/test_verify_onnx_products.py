@@ -26,19 +26,6 @@ ENGINES = tuple(f"{recipe}-tensorrt" for recipe in RECIPES if recipe != "mxfp4")
 Change = Callable[[onnx.GraphProto], None]
 
 
-@pytest.fixture(scope="session")
-def products(
-    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
-) -> dict[str, Path]:
-    """The ONNX export of each recipe, and the one for TensorRT as `<recipe>-tensorrt`."""
-    root = tmp_path_factory.mktemp("products")
-    for recipe in RECIPES:
-        export_onnx(calibrations[recipe], root / recipe)
-    for name in ENGINES:
-        export_onnx(calibrations[name.removesuffix("-tensorrt")], root / name, target="tensorrt")
-    return {path.name: path for path in root.iterdir()}
-
-
 def maker(graph: onnx.GraphProto, name: str) -> onnx.NodeProto:
     return next(node for node in graph.node if name in node.output)
 
@@ -102,21 +89,21 @@ def faults(path: Path, calibrations: dict[str, Path]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*RECIPES, *ENGINES])
 def test_an_input_that_nobody_rounds_is_named(
-    name: str, products: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
+    name: str, graphs: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert faults(products[name], calibrations) == {}
-    told = faults(changed(products[name], tmp_path / "out", strip(DOWN)), calibrations)
+    assert faults(graphs[name], calibrations) == {}
+    told = faults(changed(graphs[name], tmp_path / "out", strip(DOWN)), calibrations)
     assert told.keys() == {DOWN}
     assert told[DOWN].startswith("its input is not rounded to e")
     assert told[DOWN].endswith(", as the recipe has it: it comes from Mul")
 
 
 def test_all_inputs_of_a_layer(
-    products: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
+    graphs: dict[str, Path], calibrations: dict[str, Path], tmp_path: Path
 ) -> None:
-    spec = Manifest.load(products["fp8"]).model.spec
+    spec = Manifest.load(graphs["fp8"]).model.spec
     layer = [linear.name for linear in spec.linears(1)]
-    told = faults(changed(products["fp8"], tmp_path / "out", strip(*layer)), calibrations)
+    told = faults(changed(graphs["fp8"], tmp_path / "out", strip(*layer)), calibrations)
     assert told.keys() == set(layer) and len(layer) == 7
     assert told[Q] == (
         "its input is not rounded to e4m3 with float32 scales of 256 columns, as the recipe has it:"
@@ -203,11 +190,11 @@ def test_products_of_another_kind(
     change: Change,
     where: str,
     what: str,
-    products: dict[str, Path],
+    graphs: dict[str, Path],
     calibrations: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    told = faults(changed(products[name], tmp_path / "out", change), calibrations)
+    told = faults(changed(graphs[name], tmp_path / "out", change), calibrations)
     assert what in told[where], told
 
 

@@ -6,6 +6,7 @@ that escapes is a defect of ours and shows its traceback.
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 __all__ = [
     "ArtifactError",
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ExportError",
+    "FailureKind",
     "NumericsError",
     "OctetError",
     "RequestError",
@@ -58,7 +60,8 @@ class ExportError(OctetError):
 class RequestError(OctetError):
     """A request that cannot be served as sent; becomes OpenAI's error object.
 
-    `status` is the HTTP status (400, 404, 413, 422, ...), `param` the offending field.
+    `status` is the HTTP status (400, 401, 403, 404, 413, 429, 503, 504, ...), `param` the offending
+    field, `retry_after_s` when it is worth asking again (`Retry-After`, in whole seconds).
     """
 
     def __init__(
@@ -69,20 +72,55 @@ class RequestError(OctetError):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+# How a backend failed a request:
+#   refused     no connection could be made: nothing was sent
+#   lost        the connection ended before the answer did
+#   timeout     a deadline of the gateway's passed
+#   overloaded  it is alive and takes no more (its 429 or 503)
+#   failed      it said so itself: a 5xx, or an error in the stream
+#   garbled     what it sent is not the protocol, or ends too early
+#   dead        it said that it can serve nobody ("Stub process ... is not healthy")
+FailureKind: TypeAlias = Literal[
+    "refused", "lost", "timeout", "overloaded", "failed", "garbled", "dead"
+]
 
 
 class BackendError(OctetError):
     """A backend that failed while serving a request."""
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: FailureKind = "failed",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
 
 class BackendUnavailable(BackendError):
-    """A backend that could not be reached, or none is ready; the request was not started."""
+    """A backend that failed before its first token: another one may be asked."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: FailureKind = "refused",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind, retry_after_s=retry_after_s)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
     app.add_middleware(BodyLimit, limit=gateway.config.limits.max_body_bytes)
     app.add_middleware(
-        Observe, metrics=gateway.metrics, access_log=gateway.config.access_log
+        Observe, metrics=gateway.metrics, access_log=gateway.config.logs.access
     )  # the last one added is the outermost
     install(app)
     _completion_routes(app, gateway)

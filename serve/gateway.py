@@ -29,7 +29,8 @@ class Gateway:
     @classmethod
     def from_config(cls, config: GatewayConfig) -> "Gateway":
         return cls(
-            config, {name: Pool.from_config(name, model) for name, model in config.models.items()}
+            config,
+            {name: Pool.from_config(name, model) for name, model in config.all_pools.items()},
         )
 
     def pool(self, model: str) -> Pool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from octet.errors import OctetError
 from serve.backends.base import Backend
-from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, ModelConfig, TritonConfig
+from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, PoolConfig, TritonConfig
 
 __all__ = ["Pool", "make_backend"]
 
@@ -51,9 +51,9 @@ class Pool:
             await backend.close()
 
     @classmethod
-    def from_config(cls, name: str, config: ModelConfig) -> "Pool":
+    def from_config(cls, name: str, config: PoolConfig) -> "Pool":
         """Raises OctetError if a backend's library or files are missing."""
-        return cls(name, [make_backend(name, entry) for entry in config.pool])
+        return cls(name, [make_backend(name, entry) for entry in config.backends])
 
 
 def make_backend(model: str, config: BackendConfig) -> Backend:

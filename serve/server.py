@@ -15,7 +15,7 @@ import uvicorn
 from octet.artifact import Manifest
 from octet.errors import ConfigError
 from serve.app import create_app
-from serve.config import EmbeddedConfig, GatewayConfig, Listen, ModelConfig
+from serve.config import EmbeddedConfig, GatewayConfig, Listen, ModelConfig, PoolConfig
 from serve.gateway import Gateway
 
 __all__ = ["bind", "run", "serve_gateway"]
@@ -152,7 +152,7 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
         )
     name = manifest.model.name
     embedded = EmbeddedConfig(type="embedded", path=target)
-    return GatewayConfig(models={name: ModelConfig(pool=(embedded,))})
+    return GatewayConfig(models={name: ModelConfig(pool=PoolConfig(backends=(embedded,)))})
 
 
 def bind(listen: Listen) -> socket.socket:

@@ -58,7 +58,6 @@ class OpenAiHttpBackend:
             timeout=aiohttp.ClientTimeout(
                 total=None,
                 sock_connect=self._config.connect_timeout_s,
-                sock_read=self._config.idle_timeout_s,
             ),
             headers=self._headers,
             auto_decompress=False,

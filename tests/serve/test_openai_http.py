@@ -214,14 +214,6 @@ async def test_a_field_goes_to_the_backend_of_a_pool_that_takes_it() -> None:
             assert len(vllm.requests) == 3
 
 
-async def test_silence_is_limited() -> None:
-    async with running(FakeOpenAI()) as vllm:
-        backend = relay_to(vllm.url, idle_timeout_s=0.2)
-        async with serving(("fake", [backend])) as served:
-            status, error = await served.post("/v1/completions", BODY | {"prompt": "!wait"})
-            assert status == 503 and "vllm" in error["error"]["message"]
-
-
 async def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="VLLM_KEY is not set"):
         relay_to("http://127.0.0.1:1", api_key_env="VLLM_KEY")

@@ -1,0 +1,114 @@
+"""A pool: backends that can stand in for each other, and how requests are spread over them."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from serve.config.backends import BackendConfig
+from serve.config.section import Count, Fraction, Name, Seconds, Section
+
+__all__ = [
+    "Admission",
+    "DnsDiscovery",
+    "Ejection",
+    "FileDiscovery",
+    "Health",
+    "PoolConfig",
+    "Retries",
+    "Routing",
+    "Timeouts",
+]
+
+
+class Routing(Section):
+    """How the next backend is chosen among those that are available."""
+
+    policy: Literal["round_robin", "least_tokens", "power_of_two", "prefix", "session"] = (
+        "least_tokens"
+    )
+    prefix_chars: Count = 1024  # `prefix`: so much of the prompt is hashed
+    session_header: str = "x-session-id"  # `session`: else the body's prompt_cache_key or user
+    # `prefix` and `session`: a backend with more than this times the mean load is passed over.
+    load_factor: Annotated[float, Field(gt=1)] = 1.25
+
+
+class Health(Section):
+    """Active checks: a held connection, the server's own word, and a real token now and then."""
+
+    interval_s: Seconds = 5.0  # between two questions of "are you ready?"
+    timeout_s: Seconds = 2.0  # for the answer
+    reconnect_s: Seconds = 0.5  # between two tries to reach one that went away
+    load_interval_s: Seconds = 1.0  # between two readings of queue and KV usage
+    probe_after_s: Seconds | None = 30.0  # without a success: one token is generated; null: never
+    probe_timeout_s: Seconds = 30.0  # for that token, of a backend that is not busy
+
+
+class Ejection(Section):
+    """Passive checks: a circuit breaker on the outcomes of real requests."""
+
+    failures: Count = 5  # in a row: the breaker opens
+    duration_s: Seconds = 5.0  # of the first ejection; each further one lasts as much longer
+    max_duration_s: Seconds = 60.0
+    trials: Count = 1  # requests at a time while half-open
+    # At most this part of the pool is ejected for failures (one is always allowed to be); those
+    # that cannot be reached at all are not counted.
+    max_fraction: Fraction = 0.5
+
+
+class Retries(Section):
+    """Before the first token only, and never more than a part of the traffic."""
+
+    attempts: Count = 3  # of one request, the first included, in one pool
+    budget: Fraction = 0.2  # of the pool's active requests may be retries
+    min_concurrent: Annotated[int, Field(ge=0)] = 3  # retries that are always allowed
+    backoff_s: Seconds = 0.025  # before the second retry, doubled each time, with full jitter
+    max_backoff_s: Seconds = 0.25
+
+
+class Timeouts(Section):
+    """Deadlines of one request; a client's X-Request-Timeout (seconds) can only shorten `total`."""
+
+    first_token_s: Seconds = 120.0  # of a streamed answer, from the moment a backend is asked
+    inter_token_s: Seconds = 60.0  # the longest silence of a streamed answer
+    total_s: Seconds = 600.0  # from the request's arrival, its wait in the queue included
+
+
+class Admission(Section):
+    """How much may be under way at once, in tokens: of the prompt and of the longest answer."""
+
+    # Null: twice what the backends' KV caches hold, where they say; else no limit.
+    max_tokens: Count | None = None
+    max_queue: Annotated[int, Field(ge=0)] = 1024  # requests that wait for room
+    max_wait_s: Seconds = 30.0
+    answer_tokens: Count = 512  # counted for a request that sets no limit to its answer
+
+
+class DnsDiscovery(Section):
+    """A backend at each address of a name, asked again and again."""
+
+    dns: str
+    port: Annotated[int, Field(gt=0, le=65535)]
+    every_s: Seconds = 10.0
+    backend: dict[str, object]  # a backend's keys without `url`; checked with one filled in
+
+
+class FileDiscovery(Section):
+    """A YAML file with a list of backends, read again when it changes."""
+
+    file: Path
+    every_s: Seconds = 2.0
+
+
+class PoolConfig(Section):
+    """Backends that serve the same weights in the same precision."""
+
+    backends: tuple[BackendConfig, ...] = ()
+    discover: tuple[DnsDiscovery | FileDiscovery, ...] = ()
+    precision: Name | None = None  # such as fp8 or bf16: a label of metrics
+    routing: Routing = Routing()
+    health: Health = Health()
+    ejection: Ejection = Ejection()
+    retries: Retries = Retries()
+    timeouts: Timeouts = Timeouts()
+    admission: Admission = Admission()

@@ -1,0 +1,22 @@
+"""What is written down: logs and traces. Metrics are always on."""
+
+from typing import Literal
+
+from serve.config.section import Fraction, Section
+
+__all__ = ["Logs", "Traces"]
+
+
+class Logs(Section):
+    """On standard error."""
+
+    format: Literal["text", "json"] = "text"
+    access: bool = False  # a line a request
+    prompts: bool = False  # its prompt too
+
+
+class Traces(Section):
+    """OpenTelemetry spans, over OTLP/HTTP; needs `pip install 'octet[traces]'`."""
+
+    endpoint: str | None = None  # such as http://127.0.0.1:4318; null: none
+    sample: Fraction = 1.0

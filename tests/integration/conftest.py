@@ -5,6 +5,8 @@ repository, and gets a running server that lives until the end of the session. A
 same one gives the same server.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags
 
-HERE = Path(__file__).parent
+EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,3 +87,38 @@ def modelopt_python() -> Path:
     """The interpreter that has ModelOpt, this repository and all that calibration needs."""
     require(layout.MODELOPT)
     return layout.python(layout.MODELOPT)
+
+
+def octet(*arguments: object, python: Path | str = sys.executable) -> None:
+    command = [str(python), "-m", "octet", *(str(argument) for argument in arguments)]
+    subprocess.run(command, check=True, cwd=EXAMPLE.parents[1])
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the example calibrated (fp8 and fp8-static) and exported."""
+    out = tmp_path_factory.mktemp("exports")
+    samples = EXAMPLE / "samples"
+    for recipe in ("fp8", "fp8-static"):
+        octet(
+            *("calibrate", EXAMPLE / "model", "--samples", samples / "calibration.jsonl"),
+            *("--held-out", samples / "heldout.jsonl", "--recipe", recipe),
+            *("-o", out / f"calibration-{recipe}"),
+        )
+    for target in ("checkpoint", "onnx"):
+        octet("export", target, out / "calibration-fp8", "-o", out / target)
+    octet(
+        *("export", "triton", out / "calibration-fp8", "--backend", "python"),
+        *("--name", "python-lm", "-o", out / "triton_models" / "python-lm"),
+    )
+    return out
+
+
+@pytest.fixture(scope="session")
+def vllm(exports: Path, start_vllm: Callable[..., VllmServer]) -> VllmServer:
+    return start_vllm(exports / "checkpoint", served_name="python-lm-fp8")
+
+
+@pytest.fixture(scope="session")
+def triton(exports: Path, start_triton: Callable[[Path], TritonServer]) -> TritonServer:
+    return start_triton(exports / "triton_models")

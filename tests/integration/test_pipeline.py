@@ -3,11 +3,8 @@ engine; and its FP8 engine built by TensorRT-RTX. Run with -s to see the compari
 
 import json
 import re
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +18,11 @@ from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from serve.tokenizer import Tokenizer
-from tests.integration.servers.launch import TritonServer, VllmServer
-from tests.integration.servers.process import Server, free_port
+from tests.integration.conftest import octet
+from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
+from tests.integration.servers.process import free_port
 from tests.serve.contract import CHECKS, Check
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
 PROMPTS = (
     "def fibonacci(n):\n",
     "import os\nimport sys\n\n\ndef main():\n",
@@ -33,63 +30,6 @@ PROMPTS = (
 )
 BACKENDS = ("embedded", "vllm", "triton")
 NEW_TOKENS = 24
-
-
-def octet(*arguments: object, python: Path | str = sys.executable) -> None:
-    command = [str(python), "-m", "octet", *(str(argument) for argument in arguments)]
-    subprocess.run(command, check=True, cwd=EXAMPLE.parents[1])
-
-
-@pytest.fixture(scope="session")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the example calibrated (fp8 and fp8-static) and exported."""
-    out = tmp_path_factory.mktemp("exports")
-    samples = EXAMPLE / "samples"
-    for recipe in ("fp8", "fp8-static"):
-        octet(
-            *("calibrate", EXAMPLE / "model", "--samples", samples / "calibration.jsonl"),
-            *("--held-out", samples / "heldout.jsonl", "--recipe", recipe),
-            *("-o", out / f"calibration-{recipe}"),
-        )
-    for target in ("checkpoint", "onnx"):
-        octet("export", target, out / "calibration-fp8", "-o", out / target)
-    octet(
-        *("export", "triton", out / "calibration-fp8", "--backend", "python"),
-        *("--name", "python-lm", "-o", out / "triton_models" / "python-lm"),
-    )
-    return out
-
-
-@dataclass(kw_only=True)
-class Gateway(Server):
-    """`octet serve --config`, as a process of its own."""
-
-    config: Path
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def ready_url(self) -> str:
-        return f"{self.url}/ready"
-
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "octet", "serve", "--config", str(self.config)]
-
-    def environment(self) -> dict[str, str]:
-        return {}
-
-
-@pytest.fixture(scope="session")
-def vllm(exports: Path, start_vllm: Callable[..., VllmServer]) -> VllmServer:
-    return start_vllm(exports / "checkpoint", served_name="python-lm-fp8")
-
-
-@pytest.fixture(scope="session")
-def triton(exports: Path, start_triton: Callable[[Path], TritonServer]) -> TritonServer:
-    return start_triton(exports / "triton_models")
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +55,7 @@ def client(
     models = {name: {"pool": [pool]} for name, pool in pools.items()}
     config = directory / "gateway.yaml"
     config.write_text(yaml.safe_dump({"listen": {"port": port}, "models": models}))
-    with Gateway(config=config, port=port, log=directory / "gateway.log") as gateway:
+    with GatewayServer(config=config, port=port, log=directory / "gateway.log") as gateway:
         yield OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 

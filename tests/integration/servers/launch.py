@@ -8,6 +8,7 @@ Leaving the block ends every process of the server; one that does not become rea
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from tests.integration.servers import layout
 from tests.integration.servers.process import Server, ServerFailed, free_port
 
-__all__ = ["ServerFailed", "TritonServer", "VllmServer", "cpu_flags"]
+__all__ = ["GatewayServer", "ServerFailed", "TritonServer", "VllmServer", "cpu_flags"]
 
 
 @dataclass(kw_only=True)
@@ -127,6 +128,28 @@ class TritonServer(Server):
             "OMP_NUM_THREADS": "2",
             "HF_HUB_OFFLINE": "1",
         }
+
+
+@dataclass(kw_only=True)
+class GatewayServer(Server):
+    """`octet serve --config`, as a process of its own."""
+
+    config: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ready_url(self) -> str:
+        return f"{self.url}/ready"
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "octet", "serve", "--config", str(self.config)]
+
+    def environment(self) -> dict[str, str]:
+        return {}
 
 
 def cpu_flags() -> frozenset[str]:

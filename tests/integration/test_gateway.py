@@ -1,0 +1,286 @@
+"""Two real vLLM servers and a real Triton behind the gateway, while things are killed.
+
+The load is the official client's; a request is lost if it fails before anything of its answer came.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from tests.integration.load import Load
+from tests.integration.servers import layout
+from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
+from tests.integration.servers.process import Server, free_port, signal_group
+from tests.integration.test_servers import processes_of_group
+
+MODEL = "python-lm"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm" / "model"
+
+
+@dataclass
+class Fleet:
+    """The servers by their names in the gateway's configuration, and that configuration."""
+
+    servers: dict[str, Server]
+    config: dict[str, Any]
+    directory: Path
+
+    def gateway(self, **changes: Any) -> GatewayServer:
+        """A gateway with a port and a file of its own; not yet started."""
+        port = free_port()
+        config = self.directory / f"gateway-{port}.yaml"
+        self.write(config, port, **changes)
+        return GatewayServer(config=config, port=port, log=self.directory / f"gateway-{port}.log")
+
+    def write(self, config: Path, port: int, **changes: Any) -> None:
+        content = {"listen": {"port": port}, "logs": {"access": True}} | self.config | changes
+        config.write_text(yaml.safe_dump(content))
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    exports: Path,
+    start_vllm: Callable[..., VllmServer],
+    triton: TritonServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Fleet]:
+    """Servers of this module alone: they are killed. `start_vllm` says whether they can run."""
+    directory = tmp_path_factory.mktemp("fleet")
+    servers: dict[str, Server] = {
+        name: VllmServer(
+            model=exports / "checkpoint", served_name=MODEL, log=directory / f"{name}.log"
+        )
+        for name in ("vllm-a", "vllm-b")
+    }
+    servers["triton"] = TritonServer(
+        model_repository=exports / "triton_models", log=directory / "triton.log"
+    )
+    with ExitStack() as stack, ThreadPoolExecutor() as together:
+        list(together.map(stack.enter_context, servers.values()))
+        yield Fleet(servers, configuration(servers, exports), directory)
+
+
+def configuration(servers: dict[str, Server], exports: Path) -> dict[str, Any]:
+    backends: list[dict[str, Any]] = []
+    for name, server in servers.items():
+        if isinstance(server, VllmServer):
+            backends.append({"name": name, "type": "vllm", "url": server.url})
+        else:
+            assert isinstance(server, TritonServer)
+            address, tokenizer = server.grpc_address, str(exports / "onnx")
+            backends.append(
+                {"name": name, "type": "triton", "url": address, "tokenizer": tokenizer}
+            )
+    pool = {"backends": backends, "health": {"probe_after_s": 3.0}}
+    return {"models": {MODEL: {"pool": pool}}, "drain_timeout_s": 60}
+
+
+class Watch:
+    """What the gateway says of itself."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._session = aiohttp.ClientSession(url)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples that carry these labels."""
+        async with self._session.get("/metrics") as response:
+            text = await response.text()
+        lines = re.findall(rf"^{name}(?:{{(.*?)}})? (\S+)$", text, re.MULTILINE)
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        return sum(float(value) for found, value in lines if wanted <= set(found.split(",")))
+
+    async def available(self, backend: str) -> bool:
+        up = await self.metric("octet_backend_up", backend=backend)
+        breaker = await self.metric("octet_backend_breaker_state", backend=backend)
+        return up == 1 and breaker == 0
+
+    async def until(self, backend: str, available: bool, timeout_s: float) -> float:
+        """Seconds until `backend` is, or is not, available."""
+        started = time.monotonic()
+        async with asyncio.timeout(timeout_s):
+            while await self.available(backend) != available:
+                await asyncio.sleep(0.05)
+        return time.monotonic() - started
+
+    async def answered(self, backend: str) -> float:
+        """Tokens that `backend` has written."""
+        return await self.metric("octet_tokens_total", backend=backend, type="output")
+
+
+@pytest.fixture
+def gateway(fleet: Fleet) -> Iterator[GatewayServer]:
+    with fleet.gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def watch(gateway: GatewayServer) -> Any:
+    watch = Watch(gateway.url)
+    yield watch
+    await watch.close()
+
+
+def kill(server: Server) -> None:
+    """SIGKILL to every process of the server."""
+    assert server.process is not None
+    signal_group(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+@pytest.mark.parametrize("victim", ["vllm-a", "triton"])
+async def test_a_killed_backend_costs_no_request_without_a_token(
+    victim: str, fleet: Fleet, gateway: GatewayServer, watch: Watch
+) -> None:
+    server = fleet.servers[victim]
+    async with Load(gateway.url, MODEL) as load:
+        await load.completed(20)
+        assert await watch.answered(victim) > 0, "it took no part in the load"
+        kill(server)
+        out_s = await watch.until(victim, available=False, timeout_s=5)
+        await load.completed(20)
+        before = await watch.answered(victim)
+        await asyncio.to_thread(server.start)
+        back_s = await watch.until(victim, available=True, timeout_s=10)
+        async with asyncio.timeout(30):
+            while await watch.answered(victim) == before:
+                await asyncio.sleep(0.05)
+        await load.completed(10)
+    print(f"\n{victim}: out after {out_s:.2f} s, back {back_s:.2f} s after it was ready;")
+    print(f"  {load.summary()}")
+    assert not load.lost, load.summary()
+    assert all("error" in str(o.error).lower() or o.error for o in load.broken)
+
+
+async def test_triton_over_a_dead_model_is_found_out(
+    fleet: Fleet, gateway: GatewayServer, watch: Watch
+) -> None:
+    """Triton goes on saying READY of a Python model whose process was killed."""
+    server = fleet.servers["triton"]
+    assert isinstance(server, TritonServer) and server.process is not None
+    stubs = [pid for pid in processes_of_group(server.process.pid) if is_stub(pid)]
+    assert stubs
+    async with Load(gateway.url, MODEL) as load:
+        await load.completed(10)
+        for pid in stubs:
+            os.kill(pid, signal.SIGKILL)
+        out_s = await watch.until("triton", available=False, timeout_s=5)
+        await load.completed(20)
+        assert not await watch.available("triton")
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
+        back_s = await watch.until("triton", available=True, timeout_s=10)
+        await load.completed(10)
+    print(f"\ndead stub: out after {out_s:.2f} s, back {back_s:.2f} s after; {load.summary()}")
+    assert not load.lost, load.summary()
+
+
+def is_stub(pid: int) -> bool:
+    return b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def test_sigterm_under_load_finishes_what_began(fleet: Fleet, gateway: GatewayServer) -> None:
+    process = gateway.process
+    assert process is not None
+    async with Load(gateway.url, MODEL, max_tokens=80) as load:
+        await load.completed(8)
+        process.send_signal(signal.SIGTERM)
+        at = time.monotonic()
+        async with aiohttp.ClientSession(gateway.url) as session:
+            not_ready_s = await first_refusal(session, at)
+        load.stop()
+        code = await asyncio.to_thread(process.wait, 60)
+        ended_s = time.monotonic() - at
+    begun = [o for o in load.outcomes if o.sent < at - 0.05]
+    print(f"\nnot ready after {not_ready_s * 1e3:.0f} ms, ended after {ended_s:.2f} s: {code}")
+    print(f"  {load.summary()}")
+    assert code == 0
+    assert any(o.ended > at for o in begun), "nothing was under way"
+    assert all(o.error is None for o in begun), load.summary()
+    refused = [o for o in load.outcomes if o.error is not None]
+    assert all(getattr(o.error, "status_code", None) == 503 for o in refused), load.summary()
+
+
+async def first_refusal(session: aiohttp.ClientSession, since: float) -> float:
+    """Seconds from `since` until /ready says 503."""
+    async with asyncio.timeout(5):
+        while True:
+            async with session.get("/ready") as response:
+                if response.status == 503:
+                    return time.monotonic() - since
+
+
+async def test_reloads_under_load_lose_nothing(
+    fleet: Fleet, gateway: GatewayServer, watch: Watch
+) -> None:
+    """Backends come and go, the policy changes, a broken file is refused: ten times over."""
+    process = gateway.process
+    assert process is not None
+    (model,) = fleet.config["models"].values()
+    backends = model["pool"]["backends"]
+    async with Load(gateway.url, MODEL) as load:
+        for turn in range(10):
+            await load.completed(3)
+            left = [b for i, b in enumerate(backends) if i != turn % 3]
+            pool = {"backends": left if turn % 2 else backends}
+            pool["routing"] = {"policy": ("round_robin", "power_of_two", "prefix")[turn % 3]}
+            fleet.write(gateway.config, gateway.port, models={MODEL: {"pool": pool}})
+            if turn == 4:
+                gateway.config.write_text("models: {nothing: here}")
+            outcome = "refused" if turn == 4 else "applied"
+            before = await watch.metric("octet_reloads_total")
+            process.send_signal(signal.SIGHUP)
+            async with asyncio.timeout(10):
+                while await watch.metric("octet_reloads_total") == before:
+                    await asyncio.sleep(0.05)
+            assert await watch.metric("octet_reloads_total", outcome=outcome) >= 1
+        await load.completed(10)
+    print(f"\n{load.summary()}")
+    assert not load.lost and not load.broken, load.summary()
+    assert await watch.metric("octet_reloads_total", outcome="applied") == 9
+
+
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_vllm_bench_serve_runs_unmodified(
+    backend: str, gateway: GatewayServer, tmp_path: Path
+) -> None:
+    """`vllm bench serve` by its module: the command looks for a distribution called vllm."""
+    endpoint = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
+    command = [str(layout.python(layout.VLLM)), "-P", "-c", BENCH]
+    command += ["--backend", backend, "--base-url", gateway.url, "--endpoint", endpoint]
+    command += ["--model", MODEL, "--tokenizer", str(EXAMPLE), "--dataset-name", "random"]
+    command += ["--num-prompts", "40", "--random-input-len", "64", "--random-output-len", "16"]
+    command += ["--max-concurrency", "8", "--ignore-eos"]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result = yaml.safe_load((tmp_path / "bench.json").read_text())
+    print(f"\n{result['completed']} completed, {result['total_output_tokens']} tokens")
+    assert result["completed"] == 40 and result.get("failed", 0) == 0
+    assert result["total_output_tokens"] == 40 * 16

@@ -1,0 +1,37 @@
+"""What a backend's answer is, on its way to the client.
+
+An `Answer` is opened before anything is sent to the client, its first event included. So a backend
+that cannot be reached, or dies before its first token, costs the client nothing but time.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+__all__ = ["DONE", "EVENT_STREAM", "JSON", "Answer", "Tally"]
+
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Tally:
+    """The tokens of one answer, once its backend has said; None until then."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    failed: str | None = None  # what the backend itself reported inside of a stream
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes to the client: `first` is the whole body where `rest` is None.
+
+    Closing `rest` cancels the request at the backend.
+    """
+
+    status: int
+    headers: dict[str, str]
+    first: bytes
+    rest: AsyncGenerator[bytes, None] | None = None
+    tally: Tally = field(default_factory=Tally)

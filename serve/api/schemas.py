@@ -4,7 +4,9 @@ Fields outside the schema stay in `model_extra`, for the backend to take or refu
 Types are strict: `"max_tokens": "5"` and `"n": true` are errors.
 """
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
@@ -19,12 +21,14 @@ from pydantic import (
 )
 
 from octet.errors import RequestError
+from serve.api.body import LARGE, decode
 from serve.config import Limits
 
-__all__ = ["ChatRequest", "CompletionRequest", "parse", "validate"]
+__all__ = ["ChatRequest", "CompletionRequest", "parse", "parse_body", "validate"]
 
 Prompt = str | tuple[int, ...]
 S = TypeVar("S", bound=BaseModel)
+_thread = ThreadPoolExecutor(1, "parse")  # not one a body: they would share one lock
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
 
 
@@ -37,16 +41,7 @@ def _strings(value: Any) -> Any:
         raise ValueError("should be a string or a list of strings")
     if "" in items:
         raise ValueError("a stop string cannot be empty")
-    for item in items:
-        _require_unicode(item)
     return tuple(items)
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds a lone surrogate, which is no Unicode text") from None
 
 
 def _prompts(value: Any) -> Any:
@@ -62,7 +57,6 @@ def _prompts(value: Any) -> Any:
 
 def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
-        _require_unicode(value)
         prompt: Prompt = value
     elif isinstance(value, list) and all(map(_is_token, value)):
         prompt = tuple(value)
@@ -83,8 +77,10 @@ def _messages(value: Any) -> Any:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} should be an object with a role")
-        _require_unicode(json.dumps(message, ensure_ascii=False))
     return tuple(value)
+
+
+StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=4096)]
 
 
 class StreamOptions(BaseModel):
@@ -106,7 +102,7 @@ class _Sampling(BaseModel):
     n: Annotated[int, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: names of tokens in log-probabilities
     stream: bool | None = None
@@ -222,15 +218,16 @@ def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, An
 
     Raises RequestError (400) naming the field for anything that does not fit the schema.
     """
-    try:
-        data = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise RequestError("the body is not usable JSON: nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise RequestError("the body should be a JSON object")
+    data = decode(body)
     return validate(schema, data, limits), data
+
+
+async def parse_body(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, Any]]:
+    """As `parse`; a large body beside the event loop, one at a time."""
+    if len(body) <= LARGE:
+        return parse(schema, body, limits)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_thread, parse, schema, body, limits)
 
 
 def validate(schema: type[S], data: dict[str, Any], limits: Limits) -> S:
@@ -239,20 +236,6 @@ def validate(schema: type[S], data: dict[str, Any], limits: Limits) -> S:
         return schema.model_validate(data, context=limits)
     except ValidationError as error:
         raise _request_error(error) from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A repeated key would be read one way here and another by the backend that gets the bytes."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key '{key[:40]}' is repeated")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _request_error(error: ValidationError) -> RequestError:

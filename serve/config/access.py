@@ -1,14 +1,18 @@
 """Who may ask, for what, how often; and who may administer."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from serve.config.section import Count, Digest, Name, Section
+from serve.config.section import Count, Digest, Integer, Name, Number, Port, Section
 
 __all__ = ["Access", "Admin", "KeyConfig"]
+
+
+def _in_utc(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 class KeyConfig(Section):
@@ -17,20 +21,20 @@ class KeyConfig(Section):
     name: Name  # in metrics and logs
     sha256: Digest
     models: tuple[Name, ...] | None = None  # public names, or aliases; null: all
-    priority: Annotated[int, Field(ge=-100, le=100)] = 0  # higher goes first
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the tokens within its priority
+    priority: Annotated[Integer, Field(ge=-100, le=100)] = 0  # higher goes first
+    weight: Annotated[Number, Field(gt=0)] = 1.0  # share of the tokens within its priority
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     tokens_per_day: Count | None = None  # quota; the day is UTC's
     max_in_flight: Count | None = None  # requests
-    expires: datetime | None = None
+    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # UTC, if it says no other
 
 
 class Access(Section):
     """Without keys, everybody who can reach the address may ask."""
 
     keys: tuple[KeyConfig, ...] = ()
-    keys_file: Path | None = None  # a YAML list of more keys
+    keys_file: Path | None = None  # a YAML list of more keys; `keys` has them all once loaded
     usage_file: Path | None = None  # where quotas are remembered across restarts
     cors_origins: tuple[str, ...] = ()
 
@@ -39,5 +43,5 @@ class Admin(Section):
     """/status, /metrics and /admin on an address of their own, or /admin by a key of its own."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    port: Port | None = None
     sha256: Digest | None = None  # of the key for `Authorization: Bearer`

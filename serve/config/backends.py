@@ -1,11 +1,13 @@
 """One backend: an engine in this process, or a server and how to reach it."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, SecretStr, Tag, field_validator
 
-from serve.config.section import Count, Name, Seconds, Section
+from octet.errors import nearest
+from serve.config.section import Count, Integer, Name, Seconds, Section, tag
 
 __all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig"]
 
@@ -24,7 +26,7 @@ class EmbeddedConfig(_Backend):
     slots: Count | None = None
     # Tokens of prompt and answer together; what the model has, or an engine was built for.
     context: Count | None = None
-    threads: Annotated[int, Field(ge=0)] = 0  # of one operator on the CPU; 0: one per core
+    threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator on the CPU; 0: one per core
     max_waiting: Count = 1024  # requests
 
 
@@ -38,7 +40,7 @@ class HttpConfig(_Backend):
     type: Literal["vllm", "openai"]
     url: str  # without /v1
     model: str | None = None  # the name the server knows; the public name if left out
-    api_key: str | None = None  # for `Authorization`; write it as ${VARIABLE}
+    api_key: SecretStr | None = None  # for `Authorization`; write it as ${VARIABLE}
     api_key_env: str | None = None  # or the name of the environment variable that holds it
     connect_timeout_s: Seconds = 2.0
 
@@ -47,7 +49,21 @@ class HttpConfig(_Backend):
     def _is_a_base_url(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
             raise ValueError("must start with http:// or https://")
+        if not _has_host_and_port(url):
+            raise ValueError("must name a host, and a port of 1 to 65535 if any")
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError("must hold no user or password: put the secret into api_key")
+        if parts.query or parts.fragment:
+            raise ValueError("must end before any '?' or '#': paths are added to it")
         return url.rstrip("/").removesuffix("/v1")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_the_only_key(cls, variable: str | None, info: Any) -> str | None:
+        if variable is not None and info.data.get("api_key") is not None:
+            raise ValueError("give either api_key or api_key_env, not both")
+        return variable
 
 
 class TritonConfig(_Backend):
@@ -63,10 +79,50 @@ class TritonConfig(_Backend):
     @field_validator("url")
     @classmethod
     def _is_host_and_port(cls, url: str) -> str:
-        host, _, port = url.removeprefix("grpc://").rpartition(":")
-        if not host or not port.isdigit():
+        address = url.removeprefix("grpc://")
+        if not _has_host_and_port(f"grpc://{address}", needs_port=True) or "/" in address:
             raise ValueError("must be host:port, such as 127.0.0.1:8001")
-        return f"{host}:{port}"
+        return address
 
 
-BackendConfig = Annotated[EmbeddedConfig | HttpConfig | TritonConfig, Field(discriminator="type")]
+def _has_host_and_port(url: str, needs_port: bool = False) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and bool(parts.port or not needs_port)
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        return False
+
+
+_KINDS: dict[str, type[Section]] = {
+    "embedded": EmbeddedConfig,
+    "vllm": HttpConfig,
+    "openai": HttpConfig,
+    "triton": TritonConfig,
+}
+
+
+def _has_a_kind(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("should be a section with a backend's keys")
+    kind = value.get("type")
+    if kind is None:
+        raise ValueError(f"needs a type; known: {', '.join(sorted(_KINDS))}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"unknown backend '{kind}'{nearest(str(kind), _KINDS)}")
+    return value
+
+
+def _section_of(value: Any) -> str:
+    section = type(value) if isinstance(value, Section) else _KINDS[value["type"]]
+    return tag(section)
+
+
+BackendConfig = Annotated[
+    Annotated[EmbeddedConfig, Tag(tag(EmbeddedConfig))]
+    | Annotated[HttpConfig, Tag(tag(HttpConfig))]
+    | Annotated[TritonConfig, Tag(tag(TritonConfig))],
+    Discriminator(_section_of),
+    BeforeValidator(_has_a_kind),
+]

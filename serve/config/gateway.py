@@ -1,37 +1,30 @@
 """The gateway's configuration file: YAML, validated whole before anything starts."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from octet.errors import ConfigError, nearest
+from octet.errors import ConfigError
+from serve.config import checks
 from serve.config.access import Access, Admin, KeyConfig
-from serve.config.backends import EmbeddedConfig, HttpConfig, TritonConfig
-from serve.config.models import Canary, ModelConfig, Shadow
-from serve.config.pools import (
-    Admission,
-    DnsDiscovery,
-    Ejection,
-    FileDiscovery,
-    Health,
-    PoolConfig,
-    Retries,
-    Routing,
-    Timeouts,
-)
-from serve.config.section import Count, Name, Section
+from serve.config.document import Document, Problem
+from serve.config.models import ModelConfig
+from serve.config.pools import PoolConfig
+from serve.config.problems import key_path, one_line, problems_of
+from serve.config.section import Count, Integer, Name, Number, Port, Seconds, Section
 from serve.config.telemetry import Logs, Traces
 
 __all__ = ["GatewayConfig", "Limits", "Listen"]
+
+T = TypeVar("T")
 
 
 class Listen(Section):
     """Where to accept connections; port 0 takes a free one."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Port = 8000
 
 
 class Limits(Section):
@@ -44,11 +37,11 @@ class Limits(Section):
     max_prompts: Count = 64
     max_choices: Count = 128  # prompts times n
     max_stop: Count = 16  # stop strings
-    max_logprobs: Annotated[int, Field(ge=0)] = 20  # alternatives at each position
+    max_logprobs: Annotated[Integer, Field(ge=0)] = 20  # alternatives at each position
     max_connections: Count = 4096
     max_memory_bytes: Count | None = None  # of this process; null: 80 % of what its cgroup may use
-    read_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for the headers, then for the body
-    write_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long
+    read_timeout_s: Seconds = 30.0  # for the headers, then for the body
+    write_timeout_s: Seconds = 60.0  # a client that takes nothing for so long
 
 
 class GatewayConfig(Section):
@@ -57,7 +50,7 @@ class GatewayConfig(Section):
     listen: Listen = Listen()
     limits: Limits = Limits()
     # After the first SIGINT or SIGTERM, running requests have this long to finish.
-    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
     access: Access = Access()
     admin: Admin = Admin()
     logs: Logs = Logs()
@@ -69,19 +62,16 @@ class GatewayConfig(Section):
     def load(cls, path: Path) -> Self:
         """Reads and validates `path`; relative paths in it are taken from its directory.
 
-        Raises ConfigError with one line: the file, the key, and what is wrong with it.
+        Raises ConfigError with one line: the file, the key, what is wrong with it, and how many
+        more problems there are.
         """
-        try:
-            data = yaml.load(path.read_text(), Loader=_UniqueKeys)
-            config = cls.model_validate(data)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise ConfigError(f"configuration {path}: {reason}") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"configuration {path}: {' '.join(str(error).split())}") from None
-        except ValidationError as error:
-            raise ConfigError(f"configuration {path}: {_first_problem(error)}") from None
-        return config._relative_to(path.resolve().parent)
+        document = Document.read(path)
+        config = _validated(path, document, cls, cls)
+        config = config._relative_to(path.resolve().parent)
+        config = config._with_keys_file()
+        found = [*document.problems, *checks.problems(config)]
+        _refuse(path, document, found)
+        return config
 
     @property
     def all_pools(self) -> dict[str, PoolConfig]:
@@ -92,6 +82,26 @@ class GatewayConfig(Section):
             if isinstance(model.pool, PoolConfig)
         }
         return self.pools | inline
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line each: what works, and is likely not meant."""
+        return checks.warnings(self)
+
+    def models_of(self, pool: str) -> list[str]:
+        """The public names of the models that may send requests to `pool`."""
+        return [name for name, model in self.models.items() if pool in model.pool_names(name)]
+
+    def _with_keys_file(self) -> Self:
+        """The same, its keys together with those of `access.keys_file`."""
+        path = self.access.keys_file
+        if path is None:
+            return self
+        document = Document.read(path)
+        keys = _validated(path, document, tuple[KeyConfig, ...], KeyConfig)
+        _refuse(path, document, document.problems)
+        access = self.access.model_copy(update={"keys": (*self.access.keys, *keys)})
+        return self.model_copy(update={"access": access})
 
     def _relative_to(self, directory: Path) -> Self:
         def resolve(value: Any) -> Any:
@@ -111,43 +121,23 @@ class GatewayConfig(Section):
         return resolved
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a repeated key replace the first in silence; here it is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.value in seen:
-                    line = key_node.start_mark.line + 1
-                    raise yaml.YAMLError(f"line {line}: the key '{key_node.value}' is repeated")
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_SECTIONS = (
-    *(GatewayConfig, Listen, Limits, Access, KeyConfig, Admin, Logs, Traces),
-    *(PoolConfig, Routing, Health, Ejection, Retries, Timeouts, Admission),
-    *(DnsDiscovery, FileDiscovery, ModelConfig, Canary, Shadow),
-    *(EmbeddedConfig, HttpConfig, TritonConfig),
-)
-_KNOWN_KEYS = frozenset(name for section in _SECTIONS for name in section.model_fields)
+def _validated(path: Path, document: Document, form: type[T], root: type[Section]) -> T:
+    """`document` as a `form`, whose sections are `root`. Raises ConfigError."""
+    try:
+        return TypeAdapter(form).validate_python(document.data)
+    except ValidationError as error:
+        # A variable that is not set is the problem, not what its place then holds.
+        unset = {key_path(loc, document.data) for loc, _ in document.problems}
+        found = [
+            (loc, message)
+            for loc, message in problems_of(error, root)
+            if key_path(loc, document.data) not in unset
+        ]
+        _refuse(path, document, [*document.problems, *found])
+        raise
 
 
-def _first_problem(error: ValidationError) -> str:
-    """One line for the first problem, by the path of its key; the innermost one if nested."""
-    first = error.errors(include_url=False)[0]
-    kinds = {"embedded", "vllm", "openai", "triton"}  # the union's tags are no keys of the file
-    parts = [str(part) for part in first["loc"]]
-    where = ".".join(p for i, p in enumerate(parts) if not (p in kinds and i >= 4)) or "top level"
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key{nearest(parts[-1], _KNOWN_KEYS)}"
-    if first["type"] == "union_tag_invalid":
-        tag = first.get("ctx", {}).get("tag", "")
-        return f"{where}.type: unknown backend '{tag}'{nearest(str(tag), kinds)}"
-    if first["type"] == "union_tag_not_found":
-        return f"{where}: needs a type; known: {', '.join(sorted(kinds))}"
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    return f"{where}: {message}"
+def _refuse(path: Path, document: Document, found: list[Problem]) -> None:
+    if found:
+        line = document.redacted(one_line(found, document.data))
+        raise ConfigError(f"configuration {path}: {line}") from None

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Tag
 
 from serve.config.pools import PoolConfig
-from serve.config.section import Fraction, Name, Section
+from serve.config.section import Count, Fraction, Name, Section, tag
 
 __all__ = ["Canary", "ModelConfig", "Shadow"]
 
@@ -22,15 +22,27 @@ class Shadow(Section):
 
     pool: Name
     fraction: Fraction = 1.0
-    max_in_flight: Annotated[int, Field(gt=0)] = 16  # beyond it, nothing is copied
+    max_in_flight: Count = 16  # beyond it, nothing is copied
 
 
 def _from_list(value: Any) -> Any:
-    return {"backends": value} if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return {"backends": value}
+    if not isinstance(value, str | dict | PoolConfig):
+        raise ValueError("should be the name of a pool, a pool's section, or a list of backends")
+    return value
+
+
+def _form(value: Any) -> str:
+    return "<name>" if isinstance(value, str) else tag(PoolConfig)
 
 
 # The name of a pool, a pool written in place, or just the list of its backends.
-PoolRef = Annotated[Name | PoolConfig, BeforeValidator(_from_list)]
+PoolRef = Annotated[
+    Annotated[Name, Tag("<name>")] | Annotated[PoolConfig, Tag(tag(PoolConfig))],
+    Discriminator(_form),
+    BeforeValidator(_from_list),
+]
 
 
 class ModelConfig(Section):
@@ -39,3 +51,9 @@ class ModelConfig(Section):
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
     fallback: tuple[Name, ...] = ()  # pools to ask, in this order, when `pool` cannot answer
+
+    def pool_names(self, own: str) -> tuple[str, ...]:
+        """Every pool that its requests may go to; one written in place is called `own`."""
+        main = self.pool if isinstance(self.pool, str) else own
+        shadow = () if self.shadow is None else (self.shadow.pool,)
+        return (main, *(canary.pool for canary in self.canary), *self.fallback, *shadow)

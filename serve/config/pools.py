@@ -1,12 +1,22 @@
 """A pool: backends that can stand in for each other, and how requests are spread over them."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from serve.config.backends import BackendConfig
-from serve.config.section import Count, Fraction, Name, Seconds, Section
+from serve.config.section import (
+    Count,
+    Fraction,
+    Integer,
+    Name,
+    Number,
+    Port,
+    Seconds,
+    Section,
+    tag,
+)
 
 __all__ = [
     "Admission",
@@ -30,7 +40,7 @@ class Routing(Section):
     prefix_chars: Count = 1024  # `prefix`: so much of the prompt is hashed
     session_header: str = "x-session-id"  # `session`: else the body's prompt_cache_key or user
     # `prefix` and `session`: a backend with more than this times the mean load is passed over.
-    load_factor: Annotated[float, Field(gt=1)] = 1.25
+    load_factor: Annotated[Number, Field(gt=1)] = 1.25
 
 
 class Health(Section):
@@ -61,7 +71,7 @@ class Retries(Section):
 
     attempts: Count = 3  # of one request, the first included, in one pool
     budget: Fraction = 0.2  # of the pool's active requests may be retries
-    min_concurrent: Annotated[int, Field(ge=0)] = 3  # retries that are always allowed
+    min_concurrent: Annotated[Integer, Field(ge=0)] = 3  # retries that are always allowed
     backoff_s: Seconds = 0.025  # before the second retry, doubled each time, with full jitter
     max_backoff_s: Seconds = 0.25
 
@@ -79,7 +89,7 @@ class Admission(Section):
 
     # Null: twice what the backends' KV caches hold, where they say; else no limit.
     max_tokens: Count | None = None
-    max_queue: Annotated[int, Field(ge=0)] = 1024  # requests that wait for room
+    max_queue: Annotated[Integer, Field(ge=0)] = 1024  # requests that wait for room
     max_wait_s: Seconds = 30.0
     answer_tokens: Count = 512  # counted for a request that sets no limit to its answer
 
@@ -88,7 +98,7 @@ class DnsDiscovery(Section):
     """A backend at each address of a name, asked again and again."""
 
     dns: str
-    port: Annotated[int, Field(gt=0, le=65535)]
+    port: Annotated[Port, Field(gt=0)]
     every_s: Seconds = 10.0
     backend: dict[str, object]  # a backend's keys without `url`; checked with one filled in
 
@@ -100,11 +110,33 @@ class FileDiscovery(Section):
     every_s: Seconds = 2.0
 
 
+def _names_a_source(value: Any) -> Any:
+    if isinstance(value, Section) or (
+        isinstance(value, dict) and ("dns" in value or "file" in value)
+    ):
+        return value
+    raise ValueError("should be a section with `dns` or `file`")
+
+
+def _source(value: Any) -> str:
+    if isinstance(value, Section):
+        return tag(type(value))
+    return tag(DnsDiscovery if "dns" in value else FileDiscovery)
+
+
+Discovery = Annotated[
+    Annotated[DnsDiscovery, Tag(tag(DnsDiscovery))]
+    | Annotated[FileDiscovery, Tag(tag(FileDiscovery))],
+    Discriminator(_source),
+    BeforeValidator(_names_a_source),
+]
+
+
 class PoolConfig(Section):
     """Backends that serve the same weights in the same precision."""
 
     backends: tuple[BackendConfig, ...] = ()
-    discover: tuple[DnsDiscovery | FileDiscovery, ...] = ()
+    discover: tuple[Discovery, ...] = ()
     precision: Name | None = None  # such as fp8 or bf16: a label of metrics
     routing: Routing = Routing()
     health: Health = Health()

@@ -1,20 +1,54 @@
 """What all sections of the configuration share: no unknown keys, and values with their units."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-__all__ = ["Count", "Digest", "Fraction", "Name", "Seconds", "Section"]
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-# Of a model, a pool, a backend or a key: it appears in metrics and logs.
-Name = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$", max_length=200)
+__all__ = [
+    "PATTERNS",
+    "Count",
+    "Digest",
+    "Fraction",
+    "Integer",
+    "Name",
+    "Number",
+    "Port",
+    "Seconds",
+    "Section",
+    "tag",
 ]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of a key
+
+
+def _not_boolean(value: Any) -> Any:
+    """YAML's `yes` and `on` are booleans, which pydantic would take for 1."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_not_boolean)]
+Number = Annotated[float, BeforeValidator(_not_boolean)]
+Seconds = Annotated[Number, Field(gt=0)]
+Count = Annotated[Integer, Field(gt=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Port = Annotated[Integer, Field(ge=0, le=65535)]  # 0: a free one
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
+_SHA256 = r"^[0-9a-f]{64}$"
+PATTERNS = {
+    _NAME: "should begin with a letter or digit and hold only those and . _ : / @ + -",
+    _SHA256: "should be a SHA-256: 64 hexadecimal digits, a to f in lower case",
+}
+# Of a model, a pool, a backend or a key: it appears in metrics and logs.
+Name = Annotated[str, StringConstraints(pattern=_NAME, max_length=200)]
+Digest = Annotated[str, StringConstraints(pattern=_SHA256)]  # of a key
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+def tag(section: type[Section]) -> str:
+    """Which of a union's sections a problem is in: in angles, it looks like no key of a file."""
+    return f"<{section.__name__}>"

@@ -19,7 +19,7 @@ def load(tmp_path: Path, text: str) -> GatewayConfig:
 def test_defaults_and_relative_paths(tmp_path: Path) -> None:
     config = load(tmp_path, "models: {m: {pool: [{type: embedded, path: out/onnx}]}}")
     assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8000)
-    (backend,) = config.models["m"].pool
+    (backend,) = config.all_pools["m"].backends
     assert isinstance(backend, EmbeddedConfig)
     assert backend.path == tmp_path / "out/onnx"
 
@@ -36,7 +36,7 @@ def test_every_kind_of_backend(tmp_path: Path) -> None:
               - {type: triton, url: "grpc://gpu:8001", tokenizer: tok}
         """,
     )
-    vllm, openai, triton = config.models["m"].pool
+    vllm, openai, triton = config.all_pools["m"].backends
     assert isinstance(vllm, HttpConfig) and vllm.url == "http://gpu:8000"
     assert isinstance(openai, HttpConfig) and openai.type == "openai"
     assert isinstance(triton, TritonConfig) and triton.url == "gpu:8001"
@@ -46,7 +46,7 @@ def test_every_kind_of_backend(tmp_path: Path) -> None:
 def test_the_documented_example_is_valid(tmp_path: Path) -> None:
     example = EXAMPLE.read_text().split("```yaml\n")[1].split("```")[0]
     config = load(tmp_path, example)
-    kinds = {backend.type for model in config.models.values() for backend in model.pool}
+    kinds = {backend.type for pool in config.all_pools.values() for backend in pool.backends}
     assert kinds == {"embedded", "vllm", "triton"}
 
 
@@ -68,8 +68,10 @@ POOL = "models: {m: {pool: [{type: vllm, url: 'http://h:1'}]}}"
         ),
         ("models: {m: {pool: [{type: vlm, url: x}]}}", "unknown backend 'vlm'; did you mean"),
         ("models: {m: {pool: [{url: x}]}}", "models.m.pool.0: needs a type; known: embedded"),
-        ("models: {m: {pool: []}}", "models.m.pool: Tuple should have at least 1 item"),
-        ("models: {}", "models: Dictionary should have at least 1 item"),
+        ("models: {m: {pool: []}}", "models.m.pool: has no backends, and nothing that discovers"),
+        ("models: {m: {pool: 3}}", "models.m.pool: should be the name of a pool, a pool's section"),
+        ("models: {}", "models: needs at least one entry"),
+        ("models: {3: {pool: p}}", "models.3: should be a valid string"),
         ("listen: {port: 1}", "models: missing"),
         (f"{POOL}\nlisten: {{port: 70000}}", "listen.port: should be less than or equal to 65535"),
         (
@@ -81,7 +83,7 @@ POOL = "models: {m: {pool: [{type: vllm, url: 'http://h:1'}]}}"
             "models.m.pool.0.url: must be host:port",
         ),
         (f"{POOL}\n{POOL}", "line 2: the key 'models' is repeated"),
-        ("models: [", "while parsing"),
+        ("models: [", "line 1, column 10: "),
         ("", "top level: should be"),
         ("- a", "top level: should be"),
     ],

@@ -1,0 +1,175 @@
+"""What only the whole file shows: names that lead nowhere, and names that are there twice."""
+
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from octet.errors import nearest
+from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config.document import Loc, Problem
+from serve.config.models import ModelConfig
+from serve.config.pools import DnsDiscovery, PoolConfig
+from serve.config.problems import problems_of
+from serve.config.section import Section, tag
+
+if TYPE_CHECKING:
+    from serve.config.gateway import GatewayConfig
+
+__all__ = ["at_address", "needs_model", "problems", "warnings"]
+
+_BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+
+def problems(config: "GatewayConfig") -> list[Problem]:
+    """In the order of the file's documentation: access, pools, models."""
+    found = [*_access(config), *_names(config)]
+    for name, loc, pool in _pools(config):
+        found += _pool(config, name, loc, pool)
+    for name, model in config.models.items():
+        found += _model(config, ("models", name), model)
+    return found
+
+
+def warnings(config: "GatewayConfig") -> list[str]:
+    """What works, and is likely not meant."""
+    unused = [name for name in config.pools if not config.models_of(name)]
+    return [f"pools.{name}: no model uses it; it is not started" for name in unused]
+
+
+def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig | TritonConfig:
+    """The backend of `template` at one address. Raises pydantic's ValidationError."""
+    bracketed = f"[{host}]" if ":" in host else host
+    scheme = "" if template.backend.get("type") == "triton" else "http://"
+    url = f"{scheme}{bracketed}:{template.port}"
+    return _BACKEND.validate_python({**template.backend, "url": url})
+
+
+def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
+    """What is wrong with a backend that several models use, and that does not say its own."""
+    models = sorted(models)
+    if len(models) < 2 or isinstance(config, EmbeddedConfig) or config.model:
+        return None
+    return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
+
+
+def _pools(config: "GatewayConfig") -> Iterator[tuple[str, Loc, PoolConfig]]:
+    for name, pool in config.pools.items():
+        yield name, ("pools", name), pool
+    for name, model in config.models.items():
+        if isinstance(model.pool, PoolConfig):
+            yield name, ("models", name, "pool", tag(PoolConfig)), model.pool
+
+
+def _access(config: "GatewayConfig") -> Iterator[Problem]:
+    access, admin, listen = config.access, config.admin, config.listen
+    digests = [key.sha256 for key in access.keys]
+    yield from _twice(("access", "keys"), "name", [key.name for key in access.keys])
+    yield from _twice(("access", "keys"), "sha256", digests)
+    names = [name for model, entry in config.models.items() for name in (model, *entry.aliases)]
+    for i, key in enumerate(access.keys):
+        for j, name in enumerate(key.models or ()):
+            if name not in names:
+                yield (
+                    ("access", "keys", i, "models", j),
+                    f"unknown model '{name}'{nearest(name, names)}",
+                )
+    for i, origin in enumerate(access.cors_origins):
+        if not _ORIGIN.fullmatch(origin):
+            message = "should be * or an origin such as https://example.org, without a path"
+            yield ("access", "cors_origins", i), message
+    if admin.sha256 in digests:
+        yield ("admin", "sha256"), "is also the key of a client, who would administer"
+    if admin.port and (admin.host, admin.port) == (listen.host, listen.port):
+        yield ("admin", "port"), "is the port that clients are served on"
+    endpoint = config.traces.endpoint
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        yield ("traces", "endpoint"), "must start with http:// or https://"
+
+
+def _names(config: "GatewayConfig") -> Iterator[Problem]:
+    taken = dict.fromkeys(config.models, "a model")
+    for name, model in config.models.items():
+        for i, alias in enumerate(model.aliases):
+            if alias in taken:
+                loc = ("models", name, "aliases", i)
+                yield loc, f"'{alias}' is already the name of {taken[alias]}"
+            taken[alias] = f"an alias of '{name}'"
+        if isinstance(model.pool, PoolConfig) and name in config.pools:
+            yield ("pools", name), f"the model '{name}' has a pool of its own, which has that name"
+
+
+def _pool(config: "GatewayConfig", name: str, loc: Loc, pool: PoolConfig) -> Iterator[Problem]:
+    if not pool.backends and not pool.discover:
+        yield loc, "has no backends, and nothing that discovers any"
+    named = [backend.name for backend in pool.backends if backend.name is not None]
+    yield from _twice((*loc, "backends"), "name", named)
+    models = config.models_of(name)
+    for i, backend in enumerate(pool.backends):
+        if problem := needs_model(backend, models):
+            yield (*loc, "backends", i), problem
+    for i, source in enumerate(pool.discover):
+        if isinstance(source, DnsDiscovery):
+            yield from _template((*loc, "discover", i, "backend"), source, models)
+    ejection, retries = pool.ejection, pool.retries
+    if ejection.duration_s > ejection.max_duration_s:
+        yield (*loc, "ejection", "duration_s"), "is longer than max_duration_s"
+    if retries.backoff_s > retries.max_backoff_s:
+        yield (*loc, "retries", "backoff_s"), "is longer than max_backoff_s"
+
+
+def _template(loc: Loc, source: DnsDiscovery, models: Iterable[str]) -> Iterator[Problem]:
+    for key in ("name", "url"):
+        if key in source.backend:
+            yield (*loc, key), "leave it out: each address found gets one of its own"
+    if source.backend.get("type") == "embedded":
+        yield (*loc, "type"), "an embedded engine has no address to be found at"
+        return
+    try:
+        backend = at_address(source, "127.0.0.1")
+    except ValidationError as error:
+        for inner, message in problems_of(error, _backend_section(source)):
+            yield (*loc, *inner), message
+        return
+    if problem := needs_model(backend, models):
+        yield loc, problem
+
+
+def _backend_section(source: DnsDiscovery) -> type[Section]:
+    return TritonConfig if source.backend.get("type") == "triton" else HttpConfig
+
+
+def _model(config: "GatewayConfig", loc: Loc, model: ModelConfig) -> Iterator[Problem]:
+    known = config.all_pools
+    uses: list[tuple[Loc, str]] = [
+        *(((*loc, "canary", i, "pool"), entry.pool) for i, entry in enumerate(model.canary)),
+        *(((*loc, "fallback", i), name) for i, name in enumerate(model.fallback)),
+    ]
+    main = model.pool if isinstance(model.pool, str) else str(loc[-1])
+    for where, name in uses:
+        if name == main:
+            yield where, f"'{name}' is the model's pool already"
+    shadow: list[tuple[Loc, str]] = []
+    if model.shadow is not None:
+        shadow = [((*loc, "shadow", "pool"), model.shadow.pool)]
+    for where, name in [((*loc, "pool"), main), *uses, *shadow]:
+        if name not in known:
+            yield where, f"unknown pool '{name}'{nearest(name, known)}"
+    total = sum(entry.fraction for entry in model.canary)
+    if total > 1 + 1e-9:
+        yield (*loc, "canary"), f"the fractions add up to {total:g}, which is more than 1"
+    canaries = [entry.pool for entry in model.canary]
+    yield from _twice((*loc, "canary"), "pool", canaries)
+    for i, name in enumerate(model.fallback):
+        if name in model.fallback[:i]:
+            yield (*loc, "fallback", i), f"'{name}' is there twice"
+
+
+def _twice(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
+    seen: set[Hashable] = set()
+    for i, value in enumerate(values):
+        if value in seen:
+            yield (*loc, i, key), f"'{value}' is there twice"
+        seen.add(value)

@@ -1,0 +1,107 @@
+"""A YAML file as plain data: no key twice, and environment variables put in."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from octet.errors import ConfigError
+
+__all__ = ["Document", "Loc", "Problem"]
+
+Loc = tuple[str | int, ...]  # keys and indices, from the top of the file
+Problem = tuple[Loc, str]  # where, and what is wrong there
+
+# `$${` is a literal `${`; `${NAME:-text}` is `text` where NAME is not set, or empty.
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})?")
+_SHORTEST_SECRET = 4  # characters; a shorter value is no secret, and occurs in any text
+
+
+@dataclass
+class Document:
+    """What a file says. `problems` are the variables that are not set."""
+
+    data: Any
+    problems: list[Problem] = field(default_factory=list)
+    _values: dict[str, str] = field(default_factory=dict, repr=False)  # value: ${NAME}
+
+    @classmethod
+    def read(cls, path: Path, environment: Mapping[str, str] = os.environ) -> Self:
+        """Raises ConfigError for a file that is not there, not text or not YAML."""
+        try:
+            data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ConfigError(f"configuration {path}: {reason}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"configuration {path}: {_one_line(error)}") from None
+        except RecursionError:
+            raise ConfigError(f"configuration {path}: nested too deeply") from None
+        document = cls(None)
+        document.data = document._filled_in(data, (), environment)
+        return document
+
+    def redacted(self, line: str) -> str:
+        """`line` with the values of variables as the file has them: by their names."""
+        for value, name in sorted(self._values.items(), key=lambda item: -len(item[0])):
+            line = line.replace(value, name)
+        return line
+
+    def _filled_in(self, value: Any, loc: Loc, environment: Mapping[str, str]) -> Any:
+        if isinstance(value, dict):
+            return {k: self._filled_in(v, (*loc, k), environment) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._filled_in(v, (*loc, i), environment) for i, v in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+
+        def variable(match: re.Match[str]) -> str:
+            name, default = match.groups()
+            if match[0] == "$${":
+                return "${"
+            if name is None:
+                self.problems.append((loc, "write a variable as ${NAME} or ${NAME:-default}"))
+                return match[0]
+            found = environment.get(name)
+            if found:
+                if len(found) >= _SHORTEST_SECRET:
+                    self._values[found] = f"${{{name}}}"
+                return found
+            if default is None:
+                message = f"the environment variable {name} is not set, or empty"
+                self.problems.append((loc, message))
+            return default or ""
+
+        return _VARIABLE.sub(variable, value)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets a repeated key replace the first in silence; here it is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key in _scalars(node):
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key '{key.value}' is repeated")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _scalars(node: yaml.MappingNode) -> Iterator[yaml.ScalarNode]:
+    return (key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    """Where and what; without the excerpt of the file, which may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    context = getattr(error, "context", None)
+    while_what = f" ({context})" if context else ""
+    problem = getattr(error, "problem", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{while_what}"

@@ -1,0 +1,83 @@
+"""What pydantic finds wrong, in our words: one line each, at the key as the file has it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from octet.errors import nearest
+from serve.config.document import Loc, Problem
+from serve.config.section import PATTERNS, Section
+
+__all__ = ["key_path", "one_line", "problems_of"]
+
+_MESSAGES = {
+    "missing": "missing",
+    "model_type": "should be a section of keys and values",
+    "dict_type": "should be a section of keys and values",
+    "tuple_type": "should be a list",
+    "list_type": "should be a list",
+    "too_short": "needs at least one entry",
+}
+
+
+def problems_of(error: ValidationError, root: type[Section]) -> list[Problem]:
+    """Each problem of a file whose top level is `root`, or a list of it."""
+    found = error.errors(include_url=False, include_input=False)
+    return [(item["loc"], _message(item, root)) for item in found]
+
+
+def key_path(loc: Loc, data: Any) -> str:
+    """`loc` as a path into `data`: without what pydantic adds for unions and for lists."""
+    parts = []
+    for part in loc:
+        named = isinstance(part, str)
+        if part == "[key]" or (named and (str(part).startswith("<") or isinstance(data, list))):
+            continue
+        parts.append(str(part))
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            data = None
+    return ".".join(parts) or "top level"
+
+
+def one_line(problems: Sequence[Problem], data: Any) -> str:
+    """The first problem, and how many more there are."""
+    loc, message = problems[0]
+    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{key_path(loc, data)}: {message}{others}"
+
+
+def _message(item: Any, root: type[Section]) -> str:
+    kind, loc = item["type"], item["loc"]
+    if kind == "extra_forbidden":
+        return f"unknown key{nearest(str(loc[-1]), _known_keys(root, loc))}"
+    if kind == "string_pattern_mismatch":
+        return PATTERNS[item["ctx"]["pattern"]]
+    message = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+    return _MESSAGES.get(kind, message)
+
+
+def _known_keys(root: type[Section], loc: Loc) -> set[str]:
+    """The keys of the section that `loc` is in."""
+    sections, named = [root], False
+    for part in loc[:-1]:
+        if named:  # a name of the operator's choice: a model's, or a pool's
+            named = False
+            continue
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        if fields:
+            sections = [s for field in fields for s in _sections(field.annotation)]
+            named = any(get_origin(field.annotation) is dict for field in fields)
+        elif isinstance(part, str) and part.startswith("<"):
+            sections = [s for s in sections if f"<{s.__name__}>" == part] or sections
+    return {name for section in sections for name in section.model_fields}
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    """Those in an annotation, inside its tuples, dicts and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)

@@ -1,0 +1,1 @@
+"""What the gateway shows of itself: metrics, traces and logs."""

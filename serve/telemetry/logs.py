@@ -1,0 +1,137 @@
+"""Log lines on standard error, as text or as JSON, each with the id of the request it is about."""
+
+import json
+import logging
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any, TextIO
+
+from serve.config.telemetry import Logs
+from serve.telemetry.observation import Observation, current
+
+__all__ = ["log_access", "logging_to"]
+
+MOST_WAITING = 10_000  # lines; beyond it they are dropped, and their number is logged
+_access = logging.getLogger("octet.access")
+
+
+@contextmanager
+def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
+    """Sends everything logged from INFO up to `stream` (standard error), from a thread.
+
+    So nobody who reads slowly (a full pipe, a terminal) can hold the event loop up. What waits at
+    the end is written before this returns.
+    """
+    writer = logging.StreamHandler(stream or sys.stderr)
+    writer.setFormatter(_Json() if config.format == "json" else _Text())
+    waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    listener = QueueListener(waiting, writer)
+    handler = _Handler(waiting)
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    listener.start()
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        listener.stop()
+
+
+def log_access(method: str, path: str, observation: Observation) -> None:
+    """One line for a request that has ended."""
+    tokens = observation.tokens
+    fields: dict[str, Any] = {
+        "method": method,
+        "path": path,
+        "status": observation.status,
+        "key": observation.key,
+        "model": observation.model,
+        "pool": observation.pool,
+        "backend": observation.backend,
+        "precision": observation.precision,
+        "outcome": observation.outcome,
+        "retries": observation.retries or None,
+        "prompt_tokens": tokens and tokens[0],
+        "completion_tokens": tokens and tokens[1],
+        "estimated": True if tokens and not tokens[2] else None,
+        "queue_s": round(observation.queued_s, 6) or None,
+        "first_token_s": observation.first_s and round(observation.first_s, 6),
+        "duration_s": round(time.perf_counter() - observation.started, 6),
+        "prompt": observation.prompt,
+    }
+    fields = {name: value for name, value in fields.items() if value not in (None, "")}
+    _access.info("%s %s", method, path, extra={"fields": fields})
+
+
+class _Handler(QueueHandler):
+    """Hands records to the writing thread, with the request's id, and never waits."""
+
+    def __init__(self, waiting: "queue.SimpleQueue[logging.LogRecord]") -> None:
+        super().__init__(waiting)
+        self.waiting = waiting
+        self.dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The arguments may change, or go, before the record is written: the text is made here."""
+        observation = current.get()
+        record.request_id = "" if observation is None else observation.id
+        record.message = record.msg = record.getMessage()
+        record.args = None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.waiting.qsize() >= MOST_WAITING:
+            self.dropped += 1
+            return
+        if self.dropped:
+            record.msg = f"{record.msg} ({self.dropped} lines before this one were dropped)"
+            self.dropped = 0
+        self.waiting.put_nowait(record)
+
+
+class _Json(logging.Formatter):
+    """An object a line: time (RFC 3339, UTC), level, logger, message, request_id, more fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", ""):
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class _Text(logging.Formatter):
+    """`time LEVEL logger: message request_id=... more=...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        if request_id := getattr(record, "request_id", ""):
+            fields = {"request_id": request_id} | fields
+        pairs = [f" {name}={_quoted(value)}" for name, value in fields.items()]
+        message = " ".join(record.getMessage().split("\n"))
+        line = f"{_time(record)} {record.levelname} {record.name}: {message}{''.join(pairs)}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return text if text and not set(text) & set(' "=\n\r\t') else json.dumps(text)

@@ -1,0 +1,147 @@
+"""The gateway's own figures; OpenTelemetry's `gen_ai.*` names where that convention has one.
+
+Gauges of pools, queues and backends are not kept here: `collector.py` reads them at each scrape.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from serve.telemetry.families import Counter, Gauge, Histogram
+
+__all__ = ["Metrics"]
+
+# The boundaries that OpenTelemetry's semantic conventions for generative AI advise. A token of a
+# small model takes less than their first boundary for it, 10 ms: three more below.
+_DURATION_S = [0.01 * 2**i for i in range(14)]
+_FIRST_TOKEN_S = [
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+]
+_PER_TOKEN_S = [
+    *(0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+]
+_OPERATION = ("gen_ai_operation_name", "gen_ai_request_model", "pool")
+
+
+class Metrics:
+    """Every metric that is counted as it happens, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "octet_requests",
+            "Requests answered, by HTTP status (499: the client went away first).",
+            ("endpoint", "model", "status"),
+        )
+        self.in_flight = Gauge(
+            "octet_requests_in_flight",
+            "Requests being answered now.",
+            ("endpoint",),
+            self.registry,
+        )
+        self.disconnects = self._counter(
+            "octet_client_disconnects",
+            "Requests whose client went away before the end of the answer.",
+            ("endpoint",),
+        )
+        self.errors = self._counter(
+            "octet_errors",
+            "Error objects sent, in a body or in a stream, by their code.",
+            ("endpoint", "code"),
+        )
+        self.broken = self._counter(
+            "octet_broken_streams", "Streamed answers that ended in an error event.", ("model",)
+        )
+        self.tokens = self._counter(
+            "octet_tokens",
+            "Tokens read (input) and written (output); counted: by the backend, or estimated.",
+            ("key", "model", "backend", "precision", "type", "counted"),
+        )
+        self.uncounted = self._counter(
+            "octet_uncounted_streams",
+            "Streams whose backend did not say how many tokens they took: estimated instead.",
+            ("model",),
+        )
+        self._count_routing()
+        self._measure()
+
+    def _count_routing(self) -> None:
+        self.failovers = self._counter(
+            "octet_backend_failovers",
+            "Requests that a backend could not answer, given to the next one.",
+            ("model", "backend"),
+        )
+        self.retries = self._counter(
+            "octet_retries",
+            "Requests sent once more, by what went wrong before.",
+            ("pool", "reason"),
+        )
+        self.retries_exhausted = self._counter(
+            "octet_retries_exhausted",
+            "Requests given up because no attempt, or no retry budget, was left.",
+            ("pool",),
+        )
+        self.rejections = self._counter(
+            "octet_admission_rejections",
+            "Requests refused at the gate: rates, quotas, a full queue, a long wait, memory.",
+            ("pool", "reason"),
+        )
+        self.deadlines = self._counter(
+            "octet_deadlines", "Requests whose time ran out, by where they were then.", ("stage",)
+        )
+        self.shadows = self._counter(
+            "octet_shadow_requests",
+            "Copies of requests whose answers are thrown away.",
+            ("pool", "outcome"),
+        )
+        self.reloads = self._counter("octet_reloads", "Configurations read again.", ("outcome",))
+
+    def _measure(self) -> None:
+        self.duration = self._histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From the request's arrival to the answer's last byte; error_type is empty for whole "
+            "answers.",
+            (*_OPERATION, "error_type"),
+            _DURATION_S,
+        )
+        self.queue = self._histogram(
+            "octet_queue_seconds", "The wait at a pool's gate.", ("pool",), _FIRST_TOKEN_S
+        )
+        self.first_token = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From the request's arrival to the first event of a streamed answer.",
+            _OPERATION,
+            _FIRST_TOKEN_S,
+        )
+        self.per_token = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time of a streamed answer's tokens after the first.",
+            _OPERATION,
+            _PER_TOKEN_S,
+        )
+        self.inter_token = self._histogram(
+            "octet_inter_token_latency_seconds",
+            "Between consecutive events of one choice of a streamed answer.",
+            _OPERATION,
+            _PER_TOKEN_S,
+        )
+
+    def refused(self, code: str, endpoint: str = "none") -> None:
+        """Counts an error object; `none` is for what was refused before its path was known."""
+        self.errors.labels(endpoint, code).inc()
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All figures and their content type, in the format that the `Accept` header prefers."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _counter(self, name: str, documentation: str, labels: Sequence[str]) -> Counter:
+        return Counter(name, documentation, labels, self.registry)
+
+    def _histogram(
+        self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]
+    ) -> Histogram:
+        return Histogram(name, documentation, labels, self.registry, bounds=bounds)

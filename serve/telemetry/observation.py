@@ -1,0 +1,235 @@
+"""What is seen of one request: the figures it adds to, its spans, and its line in the log."""
+
+import time
+from contextvars import ContextVar
+from typing import Protocol
+
+from octet.errors import FailureKind
+from serve.telemetry.families import HistogramSeries
+from serve.telemetry.metrics import Metrics
+
+__all__ = ["Observation", "Trace", "current"]
+
+# The request that the running task works for: log lines carry its id.
+current: ContextVar["Observation | None"] = ContextVar("observation", default=None)
+
+OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` of each path; theirs end at embeddings
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+
+
+class Trace(Protocol):
+    """The spans of one request (`traces.py`); an Observation has none where tracing is off."""
+
+    trace_id: str | None  # hexadecimal; None if it is not recorded
+
+    def queued(self, seconds: float) -> None: ...
+    def attempt(self, pool: str, backend: str, precision: str) -> None: ...
+    def attempt_ended(self, outcome: str) -> None: ...
+    def first_token(self) -> None: ...
+    def ended(self, observation: "Observation") -> None: ...
+    def headers(self) -> dict[str, str]: ...
+
+
+class Observation:
+    """Made by `Observe` for each request, in `scope["octet"]`; told what happens on the way.
+
+    Times are of `time.perf_counter`. Everything may be called in any order, or not at all.
+    """
+
+    __slots__ = (
+        *("backend", "choices", "code", "completion_tokens", "endpoint", "estimated_prompt_tokens"),
+        *("events", "first_s", "gone", "id", "key", "metrics", "model", "operation", "pool"),
+        *("precision", "prompt", "prompt_tokens", "propagated", "queued_s", "retries", "started"),
+        *("status", "trace"),
+        *("_first_at", "_inter_token", "_last_at", "_pending", "_round_at", "_running", "_skipped"),
+    )
+
+    def __init__(self, metrics: Metrics, endpoint: str, request_id: str) -> None:
+        self.started = time.perf_counter()
+        self.metrics = metrics
+        self.endpoint = endpoint
+        self.operation = OPERATIONS.get(endpoint, "")
+        self.id = request_id
+        self.propagated: dict[str, str] = {}  # the client's trace context
+        self.trace: Trace | None = None
+        self.key = self.model = self.pool = self.backend = self.precision = ""
+        self.code = ""  # of the error object that was sent
+        self.status = 500
+        self.gone = False  # the client went away before the end of the answer
+        self.prompt: str | None = None  # for the log, where the configuration allows it
+        self.choices = 1  # of the answer
+        self.retries = 0
+        self.queued_s = 0.0
+        self.first_s: float | None = None  # from arrival to the first event
+        self.events = 0  # with tokens, streamed until now
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.estimated_prompt_tokens = 0  # counted where the backend does not say
+        self._first_at = self._round_at = self._last_at = 0.0  # the latter: of the latest event
+        self._running = 1  # choices that are still being written
+        self._skipped = 0  # events still to come that end no gap
+        self._pending = 0  # events since `_round_at`
+        self._inter_token: HistogramSeries | None = None
+
+    def authenticated(self, key: str) -> None:
+        self.key = key
+
+    def routed(self, model: str, choices: int = 1) -> None:
+        """The model's public name, and how many choices the answer will have."""
+        self.model = model
+        self.choices = choices
+
+    def queued(self, seconds: float) -> None:
+        self.queued_s = seconds
+        self.metrics.queue.labels(self.pool).observe(seconds)
+        if self.trace is not None:
+            self.trace.queued(seconds)
+
+    def rejected(self, pool: str, reason: str) -> None:
+        """The gate of `pool` did not let it in. The error object is counted by `refused`."""
+        self.pool = pool
+        self.metrics.rejections.labels(pool, reason).inc()
+
+    def attempt(self, pool: str, backend: str, precision: str) -> None:
+        """A backend is asked, by its member's name."""
+        self.pool, self.backend, self.precision = pool, backend, precision
+        if self.trace is not None:
+            self.trace.attempt(pool, backend, precision)
+
+    def retried(self, reason: FailureKind) -> None:
+        """The backend of the last `attempt` failed; another attempt follows."""
+        self.retries += 1
+        self.metrics.retries.labels(self.pool, reason).inc()
+        self.metrics.failovers.labels(self.model, self.backend).inc()
+        if self.trace is not None:
+            self.trace.attempt_ended(reason)
+
+    def first_token(self, events: int = 1) -> None:
+        """The first piece of a streamed answer, of so many events, goes to the client."""
+        self._first_at = self._round_at = self._last_at = time.perf_counter()
+        self.first_s = self._first_at - self.started
+        self.events = events
+        self._running = self.choices
+        # The first token of each choice ends no gap between tokens. In a chat, an event with its
+        # role and no token comes before it.
+        self._skipped = self.choices * (2 if self.operation == "chat" else 1) - events
+        labels = (self.operation, self.model, self.pool)
+        self._inter_token = self.metrics.inter_token.labels(*labels)
+        trace_id = None
+        if self.trace is not None:
+            self.trace.first_token()
+            trace_id = self.trace.trace_id
+        self.metrics.first_token.labels(*labels).observe(self.first_s, trace_id=trace_id)
+
+    def streamed(self, events: int, ended: int = 0) -> None:
+        """A piece after the first goes to the client.
+
+        `events` of it have tokens: usage alone and `[DONE]` do not count. They end `ended` choices.
+        Choices are written in turns, so of n that run, n events are one token of each: gaps are
+        counted from one such round to the next.
+        """
+        series = self._inter_token
+        if not events or series is None:
+            return
+        self._last_at = now = time.perf_counter()
+        self.events += events
+        if self._skipped > 0:
+            self._skipped -= events
+            if self._skipped >= 0:
+                self._round_at = now
+                return
+            events = -self._skipped
+        if self._running == 1:
+            series.observe((now - self._round_at) / events, events)
+            self._round_at = now
+            return
+        self._pending += events
+        rounds = self._pending // self._running
+        if rounds:
+            counted = rounds * self._running
+            series.observe((now - self._round_at) / rounds, counted)
+            self._pending -= counted
+            self._round_at = now
+        self._running = max(self._running - ended, 1)
+
+    def finished(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
+        """What the backend counted, as far as it said; also of an answer that was cut short."""
+        self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
+
+    def broken(self, kind: str) -> None:
+        """A streamed answer ended in an error event: a FailureKind, or the error's code."""
+        self.metrics.broken.labels(self.model).inc()
+        self.refused(kind)
+
+    def refused(self, code: str) -> None:
+        """An error object was sent."""
+        self.code = code
+        self.metrics.refused(code, self.endpoint)
+
+    def headers_out(self) -> dict[str, str]:
+        """To be sent to the backend: the request's id, and the trace that it belongs to."""
+        context = self.propagated if self.trace is None else self.trace.headers()
+        return {"x-request-id": self.id, **context}
+
+    def ended(self) -> None:
+        """Called once, by `Observe`: adds the request to the totals."""
+        metrics = self.metrics
+        if self.gone:
+            metrics.disconnects.labels(self.endpoint).inc()
+        metrics.requests.labels(self.endpoint, self.model, str(self.status)).inc()
+        if self.model and self.operation:
+            labels = (self.operation, self.model, self.pool)
+            trace_id = None if self.trace is None else self.trace.trace_id
+            duration = metrics.duration.labels(*labels, self.outcome)
+            duration.observe(time.perf_counter() - self.started, trace_id=trace_id)
+            if self.outcome == "" and self.per_token_s is not None:
+                metrics.per_token.labels(*labels).observe(self.per_token_s)
+            self._count_tokens()
+        if self.trace is not None:
+            self.trace.ended(self)
+
+    @property
+    def outcome(self) -> str:
+        """Empty for a whole answer; else OpenTelemetry's `error.type`."""
+        if self.gone:
+            return "client_gone"
+        return self.code or ("" if self.status < 400 else str(self.status))
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time between the tokens of one choice, as the backend counts them."""
+        tokens = (self.completion_tokens or 0) - self.choices
+        if self.first_s is None or tokens <= 0:
+            return None
+        return (self._last_at - self._first_at) * self.choices / tokens
+
+    @property
+    def tokens(self) -> tuple[int, int, bool] | None:
+        """Of the prompt and of the answer, and whether the backend counted them.
+
+        Else they are estimated, an event for a token: the answer was cut short, or the backend
+        does not say. None where no backend worked for the request, as far as we know.
+        """
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens, self.completion_tokens or 0, True
+        asked = self.backend and self.operation in ("text_completion", "chat", "embeddings")
+        if asked and (self.first_s is not None or self.outcome in ("", "client_gone")):
+            return self.estimated_prompt_tokens, self.events, False
+        return None
+
+    def _count_tokens(self) -> None:
+        tokens = self.tokens
+        if tokens is None:
+            return
+        read, written, exact = tokens
+        labels = (self.key, self.model, self.backend, self.precision)
+        counted = "backend" if exact else "estimated"
+        self.metrics.tokens.labels(*labels, "input", counted).inc(read)
+        self.metrics.tokens.labels(*labels, "output", counted).inc(written)
+        if self.first_s is not None and not exact:
+            self.metrics.uncounted.labels(self.model).inc()

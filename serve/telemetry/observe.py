@@ -1,0 +1,85 @@
+"""The outermost layer of the application: each request gets its id, and is seen until it ends."""
+
+import random
+import re
+from collections.abc import Awaitable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.api.errors import CLIENT_CLOSED_REQUEST
+from serve.telemetry.logs import log_access
+from serve.telemetry.metrics import Metrics
+from serve.telemetry.observation import OPERATIONS, Observation, current
+
+__all__ = ["Observe"]
+
+ENDPOINTS = frozenset(
+    (*OPERATIONS, "/v1/models", "/health", "/ready", "/metrics", "/status", "/admin/reload")
+)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+# Any version but ff; what follows the flags belongs to versions to come.
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?"
+)
+_TRACESTATE = re.compile(rb"[\x20-\x7e]{1,512}")
+
+
+class Observe:
+    """Puts an `Observation` into `scope["octet"]`; echoes its id as `X-Request-Id`."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, access_log: bool = False) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"]
+        observation = Observation(self.metrics, path if path in ENDPOINTS else "other", "")
+        _read_headers(scope["headers"], observation)
+        if not observation.id:
+            observation.id = f"{random.getrandbits(128):032x}"
+        scope["octet"] = observation
+        request_id = (b"x-request-id", observation.id.encode())
+
+        def observed(message: Message) -> Awaitable[None]:
+            """Returns what `send` returns: a coroutine of its own would cost every chunk."""
+            if message["type"] == "http.response.start":
+                observation.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), request_id]
+            return send(message)
+
+        in_flight = self.metrics.in_flight.labels(observation.endpoint)
+        in_flight.inc()
+        token = current.set(observation)
+        try:
+            await self.app(scope, receive, observed)
+        finally:
+            in_flight.dec()
+            if observation.gone:
+                observation.status = CLIENT_CLOSED_REQUEST
+            observation.ended()
+            if self.access_log:
+                log_access(scope["method"], path, observation)
+            current.reset(token)
+
+
+def _read_headers(headers: list[tuple[bytes, bytes]], observation: Observation) -> None:
+    """The client's id for the request, and the trace that it belongs to, if they are well-formed.
+
+    A trace state without its parent is dropped, as W3C's Trace Context wants.
+    """
+    state = b""
+    for name, value in headers:
+        if name == b"x-request-id":
+            if _REQUEST_ID.fullmatch(value):
+                observation.id = value.decode()
+        elif name == b"traceparent":
+            if _TRACEPARENT.fullmatch(value):
+                observation.propagated["traceparent"] = value.decode()
+        elif name == b"tracestate" and _TRACESTATE.fullmatch(value):
+            state = value
+    if state and observation.propagated:
+        observation.propagated["tracestate"] = state.decode()

@@ -13,7 +13,6 @@ beside it.
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.generation import Generation
+from serve.pace import Pace
 from serve.runner import CHUNK, Runner, RunnerLost, StepBatch
 from serve.sampler import sample
 from serve.types import Event
@@ -45,6 +45,7 @@ class EngineStats:
     waiting: int
     running: int
     slots: int
+    cached_tokens: int  # of all running requests
     cache_bytes: int
     prompt_tokens: int
     generated_tokens: int
@@ -63,26 +64,30 @@ class Engine:
         context: int | None = None,
         chunk: int = CHUNK,
         max_waiting: int = 1024,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`deliver` is called from the engine's thread and must not block.
 
         `slots` requests are decoded together (default: the runner's). `context` limits prompt and
-        answer together (default: the model's). Raises ConfigError for
-        sizes that cannot be.
+        answer together (default: the model's). `on_stop` is called from the engine's thread when it
+        ends, for whatever reason. Raises ConfigError for sizes that cannot be.
         """
         self.context = context or runner.spec.max_positions
         self.cache = runner.new_cache(slots or runner.slots, self.context)
         self._runner = runner
         self._deliver = deliver
+        self._on_stop = on_stop
         self._chunk = chunk
         self._scored_chunk = max(1, min(chunk, _SCORED_LOGITS // runner.spec.vocab_size))
         self._max_waiting = max_waiting
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._decoding: list[Generation] = []
+        self._pace = Pace()
         self._wake = threading.Condition()
         self._accepting = False
-        self._stopping = False
+        self._draining = False  # ends once nothing is left to do
+        self._stopping = False  # ends at once
         self._lost: RunnerLost | None = None
         self._prompt_tokens = self._generated_tokens = self._steps = 0
         self._thread = threading.Thread(target=self._run, name="octet-engine", daemon=True)
@@ -98,6 +103,7 @@ class Engine:
             waiting=len(self._waiting),
             running=len(self._reading) + len(self._decoding),
             slots=self.cache.slots,
+            cached_tokens=int(self.cache.lengths.sum()),
             cache_bytes=self.cache.size_bytes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
@@ -112,11 +118,13 @@ class Engine:
         """Queues `generation`. Raises BackendUnavailable if too many wait, or it was closed."""
         with self._wake:
             if not self.alive:
-                raise BackendUnavailable("the embedded engine is not running")
+                raise BackendUnavailable("the embedded engine is not running", kind="dead")
             if len(self._waiting) >= self._max_waiting:
                 raise BackendUnavailable(
                     f"{self._max_waiting} requests are waiting for the embedded engine;"
-                    " try again later"
+                    " try again later",
+                    kind="overloaded",
+                    retry_after_s=self._pace.until_half(self._max_waiting),
                 )
             self._waiting.append(generation)
             self._wake.notify()
@@ -129,14 +137,15 @@ class Engine:
         """Takes no more, lets what there is run for up to `drain_s`, fails the rest and stops."""
         with self._wake:
             self._accepting = False
-            self._wake.notify()
-        deadline = time.monotonic() + drain_s
-        while self._busy and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with self._wake:
-            self._stopping = True
+            self._draining = True
             self._wake.notify()
         if self._thread.is_alive():
+            # Only the loop itself knows when it has nothing left: between two of its lines a
+            # request may be in no queue.
+            self._thread.join(drain_s)
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
             self._thread.join()
 
     @property
@@ -154,16 +163,19 @@ class Engine:
                     log.error("the embedded engine stops: %s", self._lost)
                     self._fail_everything(self._lost)
                     return
-            self._fail_everything(BackendError("the embedded engine was stopped"))
+            self._fail_everything(BackendError("the embedded engine was stopped", kind="lost"))
         except Exception:  # a defect of ours: nobody may wait for an answer that will not come
             log.exception("the embedded engine failed")
-            self._fail_everything(BackendError("the embedded engine failed; see the server's log"))
+            failure = BackendError("the embedded engine failed; see the server's log", kind="dead")
+            self._fail_everything(failure)
+        finally:
+            self._on_stop()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not self._busy and not self._stopping:
+            while not (self._busy or self._draining or self._stopping):
                 self._wake.wait()
-        return not self._stopping
+        return self._busy and not self._stopping
 
     def _drop_cancelled(self) -> None:
         with self._wake:
@@ -249,6 +261,7 @@ class Engine:
             self._reading.remove(generation)
         self._decoding = [g for g in self._decoding if g is not generation]
         self.cache.release(generation.slot)
+        self._pace.ended(busy=self._busy)
 
     def _fail_everything(self, error: BackendError) -> None:
         with self._wake:

@@ -2,11 +2,26 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from serve.types import Event, GenerateRequest
 
-__all__ = ["Backend", "Relay", "RelayingBackend"]
+if TYPE_CHECKING:  # tokenizers is not needed where no backend has one
+    from serve.tokenizer import Tokenizer
+
+__all__ = ["PROBE", "Backend", "LoadReport", "Relay", "RelayingBackend"]
+
+PROBE = "1"  # the prompt of a probe: a token or two in every vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a server says of itself."""
+
+    running: int  # requests
+    waiting: int  # requests
+    kv_usage: float | None  # of its KV cache, 0 to 1
+    capacity_tokens: int | None  # that its KV cache holds
 
 
 class Backend(Protocol):
@@ -40,7 +55,7 @@ class Backend(Protocol):
         """Zero or more Deltas, then one Finished. Closing the iterator cancels the request.
 
         What refuses a request (RequestError, BackendUnavailable) is raised before the first event;
-        BackendError may come at any time.
+        BackendError may come at any time. Both say their `kind`.
         """
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
@@ -48,6 +63,23 @@ class Backend(Protocol):
 
         Raises RequestError for messages that the model's chat template refuses, and for a backend
         that has no template to apply.
+        """
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None":
+        """Its tokenizer, if this process has it; None where the server has its own."""
+
+    async def load(self) -> LoadReport | None:
+        """How busy it says it is; None if it does not say, or not now. Never raises."""
+
+    async def probe(self) -> None:
+        """Generates one token for real. Raises BackendError; the caller limits the time."""
+
+    async def hold(self) -> None:
+        """Opens a connection that carries nothing, and returns when the server has ended it.
+
+        A server that merely closes idle connections is reconnected to. Raises BackendUnavailable
+        (refused) if no connection can be made. Of the embedded engine: returns when it stops.
         """
 
 
@@ -69,4 +101,8 @@ class RelayingBackend(Protocol):
         """The model's name upstream: what `model` in a relayed body must say."""
 
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
-        """Sends `body` to `path`. Raises BackendUnavailable if nothing was sent."""
+        """POSTs `body` to any `path` of the server, once: trying again is the caller's affair.
+
+        Any status is an answer. Raises BackendUnavailable if none came: refused, lost or garbled.
+        Reading the body raises BackendError: lost or garbled.
+        """

@@ -1,14 +1,18 @@
 """The engine in this process as a backend: tokenizes, submits, and streams what the engine says."""
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model import ModelSpec
+from serve.backends.base import PROBE, LoadReport
+from serve.config import EmbeddedConfig
 from serve.engine import Delivery, Engine, EngineStats
 from serve.generation import Generation
 from serve.runner import Runner, load_runner
@@ -51,7 +55,19 @@ class EmbeddedBackend:
         self._max_waiting = max_waiting
         self._load = load or (lambda: load_export(path, threads))
         self._started: Loaded | None = None
+        self._stopped = asyncio.Event()
         self._streams: dict[Generation, _Stream] = {}
+
+    @classmethod
+    def from_config(cls, model: str, config: EmbeddedConfig) -> Self:
+        return cls(
+            config.path,
+            model=model,
+            slots=config.slots,
+            context=config.context,
+            threads=config.threads,
+            max_waiting=config.max_waiting,
+        )
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -60,6 +76,10 @@ class EmbeddedBackend:
     @property
     def context_length(self) -> int | None:
         return self._started.engine.context if self._started else self._context
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._started.tokenizer if self._started else None
 
     @property
     def stats(self) -> EngineStats | None:
@@ -74,12 +94,17 @@ class EmbeddedBackend:
         def deliver(deliveries: list[Delivery]) -> None:
             loop.call_soon_threadsafe(self._dispatch, deliveries)
 
+        def stopped() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop may have been closed before
+                loop.call_soon_threadsafe(self._stopped.set)
+
         engine = Engine(
             runner,
             deliver,
             slots=self._slots,
             context=self._context,
             max_waiting=self._max_waiting,
+            on_stop=stopped,
         )
         engine.start()
         self._started = Loaded(engine, tokenizer, runner.spec)
@@ -91,10 +116,30 @@ class EmbeddedBackend:
     async def ready(self) -> bool:
         return self._started is not None and self._started.engine.alive
 
+    async def load(self) -> LoadReport | None:
+        stats = self.stats
+        if stats is None or self.context_length is None:
+            return None
+        capacity = stats.slots * self.context_length
+        return LoadReport(stats.running, stats.waiting, stats.cached_tokens / capacity, capacity)
+
+    async def probe(self) -> None:
+        request = GenerateRequest(
+            request_id="probe", model=self._model, prompt=PROBE, max_tokens=1, temperature=0.0
+        )
+        async with aclosing(self.generate(request)) as events:
+            async for _ in events:
+                pass
+
+    async def hold(self) -> None:
+        if not await self.ready():
+            raise BackendUnavailable(f"{self._model}: the embedded engine is not running")
+        await self._stopped.wait()
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self._require_started().tokenizer.chat_prompt(messages)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         started = self._require_started()
         generation = await started.generation(request)
         stream = self._streams[generation] = _Stream()

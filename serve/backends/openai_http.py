@@ -4,64 +4,74 @@
 `Backend`, for those who want tokens and log-probabilities rather than bytes.
 """
 
-import errno
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import socket
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
-from serve.backends.base import Relay
+from serve.backends.base import PROBE, LoadReport, Relay
+from serve.backends.held import hold_open, keep_alive
+from serve.backends.openai_completion import completion_body, completion_events
+from serve.backends.openai_errors import failure, lost_while_answering, no_answer
+from serve.backends.prometheus import sglang_load, vllm_load
 from serve.config import HttpConfig
-from serve.types import (
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    PositionLogprobs,
-    TokenLogprob,
-    Usage,
-)
+from serve.types import Event, GenerateRequest
 
 __all__ = ["OpenAiHttpBackend"]
+
+_FAILED = (aiohttp.ClientError, OSError)
+# Uvicorn, under all these servers, closes a connection after 5 s without a request: by letting go
+# of it before, no request is written to one that is being closed.
+KEEP_ALIVE_S = 4.0
+ASIDE_TIMEOUT_S = 5.0  # for what is read beside the requests: readiness, load, the model's context
+READ_BUFFER = 64 * 1024  # bytes of an answer; at twice as many, reading waits for the reader
 
 
 class OpenAiHttpBackend:
     """One upstream, over a pool of kept-alive connections without a limit."""
 
     accepts_extra = True
-    context_length: int | None = None
+    tokenizer: None = None
 
     def __init__(self, model: str, config: HttpConfig) -> None:
         """`model` is the public name; raises ConfigError if the key's variable is not set."""
         self.name = f"{config.type} {config.url}"
         self.served_name = config.model or model
         self.models = (model,)
+        self.context_length: int | None = None  # known once the server was ready
         self._config = config
-        self._headers = {"accept-encoding": "identity"}  # bytes pass through, never decompressed
+        self._urls: dict[str, URL] = {}
+        self._probe = 0  # which of `_probes` this server takes
+        self._load_from: _Source | None = None  # where it says how busy it is
+        self._headers = {"accept": "*/*", "accept-encoding": "identity"}
+        key = config.api_key.get_secret_value() if config.api_key else None
         if config.api_key_env is not None:
             key = os.environ.get(config.api_key_env)
             if not key:
                 raise ConfigError(
                     f"{self.name}: the environment variable {config.api_key_env} is not set"
                 )
+        if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
-            timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=self._config.connect_timeout_s,
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
             ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s),
             headers=self._headers,
+            skip_auto_headers=("user-agent",),
+            cookie_jar=aiohttp.DummyCookieJar(),  # one client's must not go out with another's
             auto_decompress=False,
-            read_bufsize=256 * 1024,
+            read_bufsize=READ_BUFFER,
         )
 
     async def close(self) -> None:
@@ -72,32 +82,78 @@ class OpenAiHttpBackend:
     async def ready(self) -> bool:
         """GET /health for vLLM; other servers may have none, so /v1/models."""
         path = "/health" if self._config.type == "vllm" else "/v1/models"
-        if self._session is None:
+        status, body = await self._get(path)
+        if status != 200:
+            self.context_length = None  # what comes back may be another model
             return False
+        if self.context_length is None:
+            if self._config.type == "vllm":
+                _, body = await self._get("/v1/models")
+            self.context_length = _context_length(body, self.served_name)
+        return True
+
+    async def load(self) -> LoadReport | None:
+        """What /metrics says, of vLLM or SGLang; else vLLM's /load; else nothing, for good."""
+        sources = [self._load_from] if self._load_from else _SOURCES
+        for source in sources:
+            path, read = source
+            status, body = await self._get(path)
+            report = read(body) if status == 200 else None
+            if report is not None:
+                self._load_from = source
+                return report
+        return None
+
+    async def probe(self) -> None:
+        """One token, by a completion; by a chat of a server that has only that."""
+        while True:
+            path, fields = _PROBES[self._probe]
+            body = {"model": self.served_name, "max_tokens": 1, "temperature": 0, **fields}
+            relay = await self.relay(path, json.dumps(body).encode(), _JSON)
+            answer = b"".join([piece async for piece in relay.body])
+            if relay.status == 200:
+                return self._require_choice(answer)
+            if relay.status in (404, 405) and self._probe + 1 < len(_PROBES):
+                self._probe += 1
+                continue
+            error = failure(self.name, relay.status, relay.headers, answer)
+            if isinstance(error, RequestError):  # the request is ours: no client made a mistake
+                self._probe = 0
+                raise BackendUnavailable(
+                    f"{self.name}: refuses to generate a token: {error}", kind="failed"
+                )
+            raise error
+
+    def _require_choice(self, answer: bytes) -> None:
         try:
-            async with self._session.get(self._config.url + path) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError):
-            return False
+            ended = bool(json.loads(answer)["choices"])
+        except (ValueError, TypeError, KeyError):
+            ended = False
+        if not ended:
+            raise BackendError(f"{self.name}: answered a probe without a choice", kind="garbled")
+
+    async def hold(self) -> None:
+        url = self._url("/")
+        assert url.host is not None and url.port is not None
+        await hold_open(
+            self.name,
+            url.host,
+            url.port,
+            tls=url.scheme == "https",
+            timeout_s=self._config.connect_timeout_s,
+        )
 
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
-        """Raises BackendUnavailable if no response came: the request may go elsewhere."""
         if self._session is None:
             raise BackendUnavailable(f"{self.name}: not started, or closed")
-        for attempt in range(2):
-            try:
-                response = await self._session.post(
-                    self._config.url + path, data=body, headers=headers
-                )
-                break
-            except (aiohttp.ClientError, OSError) as error:
-                # A kept-alive connection that the server closed as we wrote: once more, anew.
-                if attempt == 0 and _hung_up(error):
-                    continue
-                raise BackendUnavailable(
-                    f"{self.name}: cannot be reached ({_reason(error)})"
-                ) from error
-        return Relay(response.status, _lower(response.headers), self._body(response))
+        try:
+            response = await self._session.post(
+                self._url(path), data=body, headers=headers, allow_redirects=False
+            )
+        except _FAILED as error:
+            raise no_answer(self.name, error) from error
+        lowered = {name.lower(): value for name, value in response.headers.items()}
+        return Relay(response.status, lowered, self._body(response))
 
     async def _body(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         ended = False
@@ -105,8 +161,8 @@ class OpenAiHttpBackend:
             async for piece in response.content.iter_any():
                 yield piece
             ended = True
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendError(f"{self.name}: failed while answering ({_reason(error)})") from error
+        except _FAILED as error:
+            raise lost_while_answering(self.name, error) from error
         finally:
             if ended:
                 response.release()  # the connection goes back to the pool
@@ -117,133 +173,82 @@ class OpenAiHttpBackend:
         raise RequestError(f"{self.name} applies the chat template itself")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        fields = _completion(request, self.served_name)
+        fields = completion_body(request, self.served_name)
         if self._config.type == "vllm":  # OpenAI's own dialect names tokens by their text alone
             fields |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        body = json.dumps(fields).encode()
-        headers = {"content-type": "application/json", "x-request-id": request.request_id}
-        relay = await self.relay("/v1/completions", body, headers)
+        headers = {**_JSON, "x-request-id": request.request_id}
+        relay = await self.relay("/v1/completions", json.dumps(fields).encode(), headers)
         content = relay.body
         assert isinstance(content, AsyncGenerator)
         async with aclosing(content):
             if relay.status != 200:
-                raise _refusal(self.name, relay.status, b"".join([p async for p in content]))
-            reason: str | None = None
-            stop_reason: str | int | None = None
-            offset = 0
-            async for event in _sse(content):
-                if "error" in event:
-                    raise BackendError(f"{self.name}: {event['error'].get('message')}")
-                for choice in event.get("choices", ()):
-                    delta = _delta(choice, offset, request.logprobs or 0)
-                    offset += len(delta.text)
-                    if delta.text or delta.token_ids:
-                        yield delta
-                    reason = choice.get("finish_reason") or reason
-                    stop_reason = choice.get("stop_reason", stop_reason)
-                usage = event.get("usage")
-                if usage and reason:
-                    counts = Usage(usage["prompt_tokens"], usage.get("completion_tokens", 0))
-                    yield Finished(self._finish_reason(reason), counts, stop_reason)
-                    return
-            raise BackendError(f"{self.name}: the stream ended without its usage")
+                body = b"".join([piece async for piece in content])
+                raise failure(self.name, relay.status, relay.headers, body)
+            events = completion_events(self.name, content, request.logprobs or 0)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
 
-    def _finish_reason(self, reason: str) -> FinishReason:
-        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-        if reason not in reasons:
-            raise BackendError(f"{self.name}: the answer ended with '{reason}'")
-        return reasons[reason]
+    def _url(self, path: str) -> URL:
+        """Parsed once; `path` is one of the gateway's own, never a client's."""
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self._config.url + path)
+        return url
 
-
-def _completion(request: GenerateRequest, model: str) -> dict[str, Any]:
-    """The body of a streamed completion; what is at its default is left to the server's."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        # A completion without a limit would end after 16 tokens.
-        "max_tokens": request.max_tokens,
-        **request.extra,
-    }
-    optional = {
-        "top_k": request.top_k or None,
-        "seed": request.seed,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "logprobs": request.logprobs,
-        "echo": request.echo or None,
-        "ignore_eos": request.ignore_eos or None,
-    }
-    return body | {name: value for name, value in optional.items() if value is not None}
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body; status 0 where there was no answer."""
+        if self._session is None:
+            return 0, b""
+        timeout = aiohttp.ClientTimeout(
+            total=ASIDE_TIMEOUT_S, sock_connect=self._config.connect_timeout_s
+        )
+        try:
+            async with self._session.get(
+                self._url(path), timeout=timeout, allow_redirects=False
+            ) as response:
+                return response.status, await response.read()
+        except _FAILED:  # TimeoutError is an OSError
+            return 0, b""
 
 
-def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
-    """A Delta from a streamed choice that begins `offset` characters into the answer.
-
-    Token ids are there only if the server sends them. vLLM lists the chosen token beside the
-    `alternatives` most likely ones.
-    """
-    text, token_ids = choice.get("text") or "", tuple(choice.get("token_ids") or ())
-    found = choice.get("logprobs")
-    if not found:
-        return Delta(text, token_ids)
-    tops = found.get("top_logprobs") or [None] * len(found["tokens"])
-    positions = []
-    for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
-        likely = sorted((top or {}).items(), key=lambda item: -item[1])[:alternatives]
-        best = tuple(_token(other, value) for other, value in likely)
-        positions.append(PositionLogprobs(_token(name, logprob), best, offset))
-    return Delta(text, token_ids, tuple(positions))
+_JSON = {"content-type": "application/json"}
+_PROBES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": PROBE}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBE}]}),
+)
 
 
-def _token(name: str, logprob: float | None) -> TokenLogprob:
-    """A token by the name the server gives it: `token_id:N` from vLLM, else its text alone."""
-    number = name.removeprefix("token_id:")
-    if number != name and number.isdigit():
-        return TokenLogprob(int(number), "", b"", logprob)
-    return TokenLogprob(-1, name, name.encode(), logprob)
-
-
-async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    held = b""
-    async for piece in content:
-        *lines, held = (held + piece).split(b"\n")
-        for line in lines:
-            data = line.strip().removeprefix(b"data:").strip()
-            if data and data != b"[DONE]" and line.startswith(b"data:"):
-                yield json.loads(data)
-
-
-def _refusal(name: str, status: int, body: bytes) -> Exception:
+def _server_load(body: bytes) -> LoadReport | None:
+    """vLLM's /load, with --enable-server-load-tracking: requests that it has, running or not."""
     try:
-        error = json.loads(body)["error"]
-        message, param, code = str(error["message"]), error.get("param"), error.get("code")
-    except (ValueError, KeyError, TypeError):
-        message, param, code = body[:200].decode(errors="replace"), None, None
-    if status in (502, 503, 504):
-        return BackendUnavailable(f"{name}: {message}")
-    if status >= 500:
-        return BackendError(f"{name}: {message}")
-    return RequestError(message, status=status, param=param, code=str(code) if code else None)
+        return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
-def _hung_up(error: BaseException) -> bool:
-    return isinstance(error, aiohttp.ServerDisconnectedError) or (
-        isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
-    )
+_Source = tuple[str, Callable[[bytes], LoadReport | None]]
+_SOURCES: tuple[_Source, ...] = (
+    ("/metrics", lambda page: vllm_load(page) or sglang_load(page)),
+    ("/load", _server_load),
+)
 
 
-def _lower(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
+def _context_length(body: bytes, served_name: str) -> int | None:
+    """`max_model_len` of the model, as vLLM and SGLang list it; None where it is not given."""
+    try:
+        models = json.loads(body)["data"]
+        lengths = {model["id"]: model.get("max_model_len") for model in models}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    length = lengths.get(served_name)
+    return length if isinstance(length, int) else None
 
 
-def _reason(error: BaseException) -> str:
-    """A few words for people; aiohttp's own repeat the address and its internals."""
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return "it closed the connection"
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices when the server's host is gone, however long a request has to wait."""
+    family, kind, protocol, _, _ = address
+    created = socket.socket(family, kind, protocol)
+    created.setblocking(False)
+    keep_alive(created)
+    return created

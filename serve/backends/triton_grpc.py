@@ -10,6 +10,7 @@ with it Triton 2.51 crashes after a few refused requests.)
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -19,6 +20,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
+from serve.backends.base import PROBE, LoadReport
+from serve.backends.held import hold_open
 from serve.config import TritonConfig
 from serve.tokenizer import Tokenizer
 from serve.types import (
@@ -75,6 +78,41 @@ class TritonBackend:
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.ready)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    async def load(self) -> LoadReport | None:
+        return None
+
+    async def probe(self) -> None:
+        request = GenerateRequest(
+            request_id="probe",
+            model=self._model,
+            prompt=PROBE,
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        try:
+            async with aclosing(self.generate(request)) as events:
+                async for _ in events:
+                    pass
+        except RequestError as error:  # the request is ours: no client made a mistake
+            raise BackendUnavailable(
+                f"{self.name}: refuses to generate a token: {error}", kind="failed"
+            ) from error
+
+    async def hold(self) -> None:
+        host, _, port = self._config.url.rpartition(":")
+        await hold_open(
+            self.name,
+            host.strip("[]"),
+            int(port),
+            tls=False,
+            timeout_s=self._config.connect_timeout_s,
+        )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         if self._tokenizer is None:

@@ -1,0 +1,75 @@
+"""A connection that carries nothing: its end says that the server, or its whole host, is gone.
+
+The kernel of a server that is killed closes its connections, which is seen here at once. A host
+that vanishes closes nothing: the kernel's keepalive probes, one a second, find out in GONE_AFTER_S.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+
+from octet.errors import BackendUnavailable
+
+__all__ = ["hold_open", "keep_alive"]
+
+GONE_AFTER_S = 3
+# A server that closes idle connections has let this one live for a while.
+_IDLE_S = 1.0
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel notice, in GONE_AFTER_S, that the peer's host no longer answers."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),  # seconds
+        ("TCP_KEEPINTVL", 1),  # seconds
+        ("TCP_KEEPCNT", GONE_AFTER_S - 1),
+    ):
+        if hasattr(socket, name):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def hold_open(name: str, host: str, port: int, *, tls: bool, timeout_s: float) -> None:
+    """Returns when the server is gone. Raises BackendUnavailable if it cannot be reached at all.
+
+    Where it only closed a connection for being idle, the next one is opened at once.
+    """
+    loop = asyncio.get_running_loop()
+    reader, writer = await _open(name, host, port, tls, timeout_s)
+    while True:
+        opened = loop.time()
+        try:
+            ended_in_order = await _until_its_end(reader)
+        finally:
+            writer.transport.abort()
+        if not ended_in_order or loop.time() - opened < _IDLE_S:
+            return
+        try:
+            reader, writer = await _open(name, host, port, tls, timeout_s)
+        except BackendUnavailable:
+            return
+
+
+async def _open(
+    name: str, host: str, port: int, tls: bool, timeout_s: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            context = ssl.create_default_context() if tls else None
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    except OSError as error:  # TimeoutError is one
+        reason = os.strerror(error.errno) if error.errno else str(error) or "no answer"
+        raise BackendUnavailable(f"{name}: cannot be reached ({reason})") from error
+    keep_alive(writer.get_extra_info("socket"))
+    return reader, writer
+
+
+async def _until_its_end(reader: asyncio.StreamReader) -> bool:
+    """Whether the peer closed the connection in order; what it sends is thrown away."""
+    try:
+        while await reader.read(4096):
+            pass
+    except OSError:  # reset, or the host is gone
+        return False
+    return True

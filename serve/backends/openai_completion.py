@@ -1,0 +1,139 @@
+"""Completions in OpenAI's protocol: a request as its body, the events of its stream as ours."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from octet.errors import BackendError
+from serve.backends.openai_errors import from_event
+from serve.types import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+
+__all__ = ["completion_body", "completion_events"]
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+def completion_body(request: GenerateRequest, model: str) -> dict[str, Any]:
+    """The body of a streamed completion; what is at its default is left to the server's."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # A completion without a limit would end after 16 tokens.
+        "max_tokens": request.max_tokens,
+        **request.extra,
+    }
+    optional = {
+        "top_k": request.top_k or None,
+        "seed": request.seed,
+        "stop": list(request.stop) or None,
+        "stop_token_ids": list(request.stop_token_ids) or None,
+        "logprobs": request.logprobs,
+        "echo": request.echo or None,
+        "ignore_eos": request.ignore_eos or None,
+    }
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
+async def completion_events(
+    name: str, content: AsyncIterator[bytes], alternatives: int
+) -> AsyncGenerator[Event, None]:
+    """The Deltas of a streamed completion, then its Finished.
+
+    Raises BackendError (garbled) for what is not such a stream, or ends before its usage.
+    """
+    reason: str | None = None
+    stop_reason: str | int | None = None
+    offset = 0
+    try:
+        async for event in _sse(content):
+            if "error" in event:
+                raise from_event(name, event["error"])
+            for choice in event.get("choices") or ():
+                delta = _delta(choice, offset, alternatives)
+                offset += len(delta.text)
+                if delta.text or delta.token_ids:
+                    yield delta
+                reason = choice.get("finish_reason") or reason
+                stop_reason = _stop_reason(choice, stop_reason)
+            usage = event.get("usage")
+            if usage and reason:
+                if reason not in _REASONS:
+                    raise BackendError(f"{name}: the answer ended with '{reason}'")
+                counts = Usage(usage["prompt_tokens"], usage.get("completion_tokens") or 0)
+                yield Finished(_REASONS[reason], counts, stop_reason)
+                return
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BackendError(
+            f"{name}: its stream is not one of completions ({error!r})", kind="garbled"
+        ) from error
+    raise BackendError(f"{name}: the stream ended without its usage", kind="garbled")
+
+
+def _stop_reason(choice: dict[str, Any], before: str | int | None) -> str | int | None:
+    """vLLM's `stop_reason`; SGLang calls it `matched_stop`."""
+    for name in ("stop_reason", "matched_stop"):
+        found = choice.get(name)
+        if isinstance(found, str | int):
+            return found
+    return before
+
+
+def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
+    """A Delta from a streamed choice that begins `offset` characters into the answer.
+
+    Token ids are there only if the server sends them. vLLM lists the chosen token beside the
+    `alternatives` most likely ones.
+    """
+    text, token_ids = choice.get("text") or "", tuple(choice.get("token_ids") or ())
+    found = choice.get("logprobs")
+    if not found:
+        return Delta(text, token_ids)
+    tops = found.get("top_logprobs") or [None] * len(found["tokens"])
+    positions = []
+    for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
+        likely = sorted((top or {}).items(), key=lambda item: -item[1])[:alternatives]
+        best = tuple(_token(other, value) for other, value in likely)
+        positions.append(PositionLogprobs(_token(name, logprob), best, offset))
+    return Delta(text, token_ids, tuple(positions))
+
+
+def _token(name: str, logprob: float | None) -> TokenLogprob:
+    """A token by the name the server gives it: `token_id:N` from vLLM, else its text alone."""
+    number = name.removeprefix("token_id:")
+    if number != name and number.isdigit():
+        return TokenLogprob(int(number), "", b"", logprob)
+    return TokenLogprob(-1, name, name.encode(), logprob)
+
+
+async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each event. Comments, event names and ids are passed over; lines may end in CRLF.
+
+    Raises ValueError for data that is not a JSON object, and for an event cut off at the end.
+    """
+    held = b""
+    async for piece in content:
+        *lines, held = (held + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data and data != b"[DONE]":
+                event = json.loads(data)
+                if not isinstance(event, dict):
+                    raise ValueError(f"{data[:80]!r} is not an object")
+                yield event
+    if held.strip() and held.strip() != b"data: [DONE]":
+        raise ValueError("it ends within an event")

@@ -1,0 +1,137 @@
+"""What went wrong with a server that speaks OpenAI's protocol, as the gateway's errors."""
+
+import email.utils
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+
+__all__ = [
+    "failure",
+    "from_event",
+    "is_dead",
+    "kind_of",
+    "lost_while_answering",
+    "no_answer",
+    "retry_after",
+]
+
+# vLLM's EngineDeadError, and its predecessors', whether the type's name is shown or its text.
+_DEAD = (
+    "EngineDeadError",
+    "EngineCore encountered an issue",
+    "Background loop has errored",
+    "Background loop is stopped",
+    "is not healthy",
+)
+
+
+def failure(
+    name: str, status: int, headers: Mapping[str, str], body: bytes
+) -> BackendUnavailable | RequestError:
+    """The error for an answer that is not a 200; of `body` its beginning is enough.
+
+    A 429 or 503 is `overloaded`, other 5xx are `failed`, and so is a refusal of the gateway's own
+    key. What is left is the client's: a RequestError with the server's status, field and code.
+    """
+    message, param, code = _said(body)
+    line = f"{name}: {message or f'answered {status}'}"
+    kind = kind_of(status, body)
+    if kind is None:
+        return RequestError(message or line, status=status, param=param, code=code)
+    if status in (401, 403, 407):
+        line += " (it refuses the gateway's key)"
+    after = retry_after(headers.get("retry-after")) if kind == "overloaded" else None
+    return BackendUnavailable(line, kind=kind, retry_after_s=after)
+
+
+def kind_of(status: int, body: bytes) -> FailureKind | None:
+    """What an answer that is not a 200 says of the server; None if the fault is the client's."""
+    if status >= 500 and is_dead(_said(body)[0]):
+        return "dead"
+    if status in (429, 503):
+        return "overloaded"
+    if status >= 500 or status in (401, 403, 407):
+        return "failed"
+    return None if status >= 400 else "garbled"
+
+
+def from_event(name: str, error: Any) -> BackendError | RequestError:
+    """The error for an event of a stream that has an `error` member."""
+    body = json.dumps({"error": error}).encode()
+    message, param, code = _said(body)
+    line = f"{name}: {message or 'failed while answering'}"
+    if is_dead(message):
+        return BackendError(line, kind="dead")
+    status = error.get("code") if isinstance(error, dict) else None
+    if isinstance(status, int) and 400 <= status < 500 and status != 429:
+        return RequestError(message, status=status, param=param, code=code)
+    return BackendError(line, kind="overloaded" if status in (429, 503) else "failed")
+
+
+def is_dead(message: str) -> bool:
+    """Whether a server says that it will serve nobody any more."""
+    return any(sign in message for sign in _DEAD)
+
+
+def no_answer(name: str, error: Exception) -> BackendUnavailable:
+    """The error for a request to which no status line came."""
+    kind: FailureKind = "lost"
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        kind = "refused"
+    elif isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
+        kind = "garbled"
+    elif isinstance(error, aiohttp.InvalidURL | aiohttp.ClientSSLError):
+        kind = "refused"
+    said = {"refused": "cannot be reached", "garbled": "answered with something that is not HTTP"}
+    line = f"{name}: {said.get(kind, 'closed the connection')} ({_reason(error)})"
+    return BackendUnavailable(line, kind=kind)
+
+
+def lost_while_answering(name: str, error: Exception) -> BackendError:
+    """The error for a body that ended, or stopped making sense, before its end."""
+    return BackendError(f"{name}: failed while answering ({_reason(error)})", kind="lost")
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds, from the header's seconds or date; None for neither."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value)) if value.strip().isdigit() else _until(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _until(date: str) -> float:
+    return max(0.0, email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+
+
+def _said(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, field and code of an error object, however this server shapes it."""
+    try:
+        data = json.loads(body)
+    except ValueError:
+        return " ".join(body[:200].decode(errors="replace").split()), None, None
+    # vLLM, SGLang: {"error": {...}}; older ones without the wrapping; FastAPI: {"detail": ...}
+    error = data.get("error", data) if isinstance(data, dict) else data
+    if not isinstance(error, dict):
+        return str(error)[:500], None, None
+    message = error.get("message") or error.get("detail") or ""
+    code, param = error.get("code"), error.get("param")
+    named = isinstance(code, str) and not code.isdigit()  # a number is the status again
+    return str(message)[:2000], param if isinstance(param, str) else None, code if named else None
+
+
+def _reason(error: Exception) -> str:
+    """A few words for people; aiohttp's own repeat the address and its internals."""
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "it closed the connection"
+    if isinstance(error, OSError) and error.errno and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__

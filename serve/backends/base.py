@@ -97,6 +97,9 @@ class RelayingBackend(Protocol):
     """A backend that speaks OpenAI's protocol itself, so that bytes pass through unread."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def served_name(self) -> str:
         """The model's name upstream: what `model` in a relayed body must say."""
 

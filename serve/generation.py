@@ -60,6 +60,10 @@ class Generation:
         self._stops = StopChecker(request.stop)
         self._characters = 0  # of the answer so far, those held back included
         self._prompt_logprobs: list[PositionLogprobs] = []
+        self._prompt_offsets: list[int] = []
+        if self.scores_prompt and isinstance(request.prompt, str):
+            # The echo is the text as sent: special tokens may be spelled out in it, others are not.
+            self._prompt_offsets = tokenizer.offsets(request.prompt)
 
     @property
     def scores_prompt(self) -> bool:
@@ -87,6 +91,8 @@ class Generation:
         if self.scores_prompt:
             logprobs = tuple(self._prompt_logprobs)
             self._prompt_logprobs.clear()
+            if self._prompt_offsets:
+                self._characters = len(text)
             return [Delta(text, tuple(self.prompt.tolist()), logprobs)]
         self._characters = len(text)
         return [Delta(text, tuple(self.prompt.tolist()))]
@@ -138,6 +144,8 @@ class Generation:
         `pushed` also runs it through the detokenizer, as a token of the prompt.
         """
         offset = self._characters
+        if pushed and self._prompt_offsets:
+            offset = self._prompt_offsets[len(self._prompt_logprobs)]
         if pushed:
             self._characters += len(self._detokenizer.push(token))
         if logprobs is None:

@@ -48,6 +48,11 @@ class Tokenizer:
         ids: list[int] = batch[0].ids
         return ids
 
+    def offsets(self, text: str) -> list[int]:
+        """Where in `text` each token of `encode(text)` begins, in characters."""
+        batch = self.inner.encode_batch([text])
+        return [start for start, _ in batch[0].offsets]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))

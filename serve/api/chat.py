@@ -10,6 +10,8 @@ from serve.types import Delta, Finished, PositionLogprobs, TokenLogprob
 
 __all__ = ["ChatDialect", "plain_messages"]
 
+_PLAIN = ("role", "content", "name")
+
 
 class ChatDialect:
     id_prefix = "chatcmpl"
@@ -40,7 +42,7 @@ class ChatDialect:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], backend: str) -> list[dict[str, str]]:
-    """Messages of a role and a text each, as chat templates take them.
+    """Messages of a role and a text each, and maybe a name, as chat templates take them.
 
     A list of text parts becomes one text. Raises RequestError for what is no text, and for
     members that no template would see (a value of null, or an empty list, is no loss).
@@ -50,7 +52,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], backend: str) -> list[
 
 def _plain(message: Mapping[str, Any], where: str, backend: str) -> dict[str, str]:
     for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, []):
+        if name not in _PLAIN and value not in (None, []):
             raise UnsupportedField(
                 f"'{where}.{name}' is not supported by {backend}",
                 param=f"{where}.{name}",
@@ -64,7 +66,13 @@ def _plain(message: Mapping[str, Any], where: str, backend: str) -> dict[str, st
             f"'{where}.content' should be a string or a list of text parts",
             param=f"{where}.content",
         )
-    return {"role": message["role"], "content": content}
+    plain = {"role": message["role"], "content": content}
+    name = message.get("name")
+    if name is None:
+        return plain
+    if not isinstance(name, str):
+        raise RequestError(f"'{where}.name' should be a string", param=f"{where}.name")
+    return plain | {"name": name}
 
 
 def _text_of(part: Any, where: str, backend: str) -> str:

@@ -45,8 +45,8 @@ _CALLER: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (_ANY,),
     "prompt_cache_retention": (_ANY,),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
+    "store": (_ANY,),
+    "metadata": (_ANY,),
 }
 _COMPLETION: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

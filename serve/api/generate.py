@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from serve.api.exchange import DONE, EVENT_STREAM, JSON, Answer, Tally
+from serve.api.answer import DONE, EVENT_STREAM, JSON, Answer, Tally
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.backends.base import Backend
 from serve.types import (
@@ -96,6 +96,8 @@ async def open_generate(
         "model": body.model,
     }
     streams = [backend.generate(request) for request in requests]
+    if body.stop and body.alternatives is not None:
+        streams = [_in_step(stream) for stream in streams]
     if body.return_tokens_as_token_ids:
         streams = [_named_by_id(stream) for stream in streams]
     events = _merge(streams)
@@ -163,6 +165,27 @@ async def _chunks(
     if include_usage:
         usage = head + b'],"usage":' + _dumps(_usage(tally)) + b"}\n\n"
     yield usage + DONE
+
+
+async def _in_step(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """The same events, each log-probability not before the text of its token.
+
+    A stop string's tokens have no text in the answer, so they have no place in its lists either.
+    """
+    shown = 0  # characters
+    held: list[PositionLogprobs] = []
+    async with aclosing(cast(AsyncGenerator[Event, None], stream)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                shown += len(event.text)
+                held += event.logprobs or ()
+                out = [p for p in held if p.text_offset < shown]
+                del held[: len(out)]  # offsets never decrease
+                yield replace(event, logprobs=tuple(out))
+            else:
+                if held and not isinstance(event.stop_reason, str):
+                    yield Delta("", (), tuple(held))
+                yield event
 
 
 async def _named_by_id(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:

@@ -24,7 +24,15 @@ from octet.errors import RequestError
 from serve.api.body import LARGE, decode
 from serve.config import Limits
 
-__all__ = ["ChatRequest", "CompletionRequest", "parse", "parse_body", "validate"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "Messages",
+    "parse",
+    "parse_body",
+    "prompts_of",
+    "validate",
+]
 
 Prompt = str | tuple[int, ...]
 S = TypeVar("S", bound=BaseModel)
@@ -44,7 +52,7 @@ def _strings(value: Any) -> Any:
     return tuple(items)
 
 
-def _prompts(value: Any) -> Any:
+def prompts_of(value: Any) -> Any:
     """OpenAI's four forms of `prompt` as a tuple of prompts, each text or token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
         value = [value]
@@ -80,6 +88,7 @@ def _messages(value: Any) -> Any:
     return tuple(value)
 
 
+Messages = Annotated[Any, BeforeValidator(_messages)]
 StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=4096)]
 
 
@@ -138,7 +147,7 @@ class _Sampling(BaseModel):
 class CompletionRequest(_Sampling):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Annotated[Any, BeforeValidator(prompts_of)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
@@ -174,7 +183,7 @@ class CompletionRequest(_Sampling):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[Any, BeforeValidator(_messages)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

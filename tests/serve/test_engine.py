@@ -284,6 +284,18 @@ async def test_an_echoed_prompt_is_scored_at_every_token(length: int) -> None:
     assert isinstance(last, Finished) and last.usage.completion_tokens == 3
 
 
+async def test_an_echoed_prompt_with_a_special_token_has_the_offsets_of_its_text() -> None:
+    prompt = "a<|end|>bé"
+    request = ask(prompt, max_tokens=2, echo=True, logprobs=0, ignore_eos=True)
+    async with running() as backend:
+        first, answer, *_ = [event async for event in backend.generate(request)]
+    assert isinstance(first, Delta) and first.logprobs is not None
+    assert first.text == prompt and first.token_ids == (97, END, 98, 0xC3, 0xA9)
+    assert [position.text_offset for position in first.logprobs] == [0, 1, 8, 9, 9]
+    assert isinstance(answer, Delta) and answer.logprobs is not None
+    assert answer.logprobs[0].text_offset == len(prompt)
+
+
 async def test_an_echo_without_logprobs_is_the_prompt_as_sent() -> None:
     async with running() as backend:
         text, ids, _ = await collect(backend, ask("né", max_tokens=2, echo=True, ignore_eos=True))

@@ -1,0 +1,65 @@
+"""POST /v1/embeddings: passed through to a server that has them."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from serve.admission.estimate import prompt_tokens
+from serve.api.answer import Answer
+from serve.api.call import Call
+from serve.api.fields import UnsupportedField
+from serve.api.relay import open_relay
+from serve.api.schemas import Messages, prompts_of
+from serve.backends.base import Backend, RelayingBackend
+
+__all__ = ["EmbeddingRequest", "Embeddings"]
+
+MAX_INPUTS = 2048  # OpenAI's limit
+
+
+def _inputs(value: Any) -> Any:
+    """As `prompt` of a completion; vLLM also takes conversations here."""
+    if isinstance(value, list) and value and isinstance(value[0], dict | list) and value[0]:
+        first = value[0] if isinstance(value[0], dict) else value[0][0]
+        if isinstance(first, dict):
+            return tuple(value)
+    inputs = prompts_of(value)
+    if len(inputs) > MAX_INPUTS:
+        raise ValueError(f"at most {MAX_INPUTS} inputs are allowed, got {len(inputs)}")
+    return inputs
+
+
+class EmbeddingRequest(BaseModel):
+    """The body; what else it has is for the backend to judge."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    input: Annotated[Any, BeforeValidator(_inputs)] | None = None
+    messages: Messages | None = None  # vLLM's: of a multimodal model
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("input: give either input or messages")
+        return self
+
+
+class Embeddings:
+    """An `Operation`. There is no text in its answer, so nothing is generated."""
+
+    name = "embeddings"
+    path = "/v1/embeddings"
+    schema: type[BaseModel] = EmbeddingRequest
+
+    def cost(self, body: EmbeddingRequest, unlimited: int) -> tuple[int, int]:
+        return prompt_tokens(body.messages if body.input is None else body.input), 0
+
+    async def open(self, backend: Backend, call: Call) -> Answer:
+        if not isinstance(backend, RelayingBackend):
+            raise UnsupportedField(
+                f"{backend.name} has no embeddings", param="model", code="unsupported_operation"
+            )
+        return await open_relay(backend, call)

@@ -1,0 +1,160 @@
+"""POST /tokenize and /detokenize, in vLLM's form.
+
+A server that has them is asked; else the tokenizer answers that this process has for the backend.
+"""
+
+import asyncio
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from octet.errors import RequestError
+from serve.api.answer import JSON, Answer
+from serve.api.call import Call
+from serve.api.chat import plain_messages
+from serve.api.fields import UnsupportedField, refuse_unsupported
+from serve.api.relay import open_relay
+from serve.api.schemas import Messages
+from serve.backends.base import Backend, RelayingBackend
+from serve.tokenizer import Tokenizer
+
+__all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]
+
+MAX_CHARACTERS = 2**20  # of one text: it takes 0.2 KB of memory a token while it is tokenized
+MAX_TOKENS = 2**20
+INLINE = 20_000  # characters, or tokens: more take milliseconds, so not on the event loop
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None  # true for a text, false for a conversation
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(max_length=MAX_TOKENS)]
+
+
+class Tokenize:
+    """An `Operation`."""
+
+    name = "tokenize"
+    path = "/tokenize"
+    schema: type[BaseModel] = TokenizeRequest
+
+    def cost(self, body: TokenizeRequest, unlimited: int) -> tuple[int, int]:
+        return 0, 0  # nothing of a model's memory is taken
+
+    async def open(self, backend: Backend, call: Call) -> Answer:
+        if isinstance(backend, RelayingBackend):
+            return await open_relay(backend, call)
+        tokenizer = _tokenizer_of(backend)
+        body: TokenizeRequest = call.body
+        dialect = "completion" if body.messages is None else "chat"
+        refuse_unsupported(body.model_extra or {}, type(body).model_fields, dialect, backend.name)
+        ids = await _beside(_encode, tokenizer, body, backend.name, size=_characters(body))
+        names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return _answer(
+            {
+                "count": len(ids),
+                "max_model_len": backend.context_length,
+                "tokens": ids,
+                "token_strs": names,
+            }
+        )
+
+
+class Detokenize:
+    """An `Operation`."""
+
+    name = "detokenize"
+    path = "/detokenize"
+    schema: type[BaseModel] = DetokenizeRequest
+
+    def cost(self, body: DetokenizeRequest, unlimited: int) -> tuple[int, int]:
+        return 0, 0
+
+    async def open(self, backend: Backend, call: Call) -> Answer:
+        if isinstance(backend, RelayingBackend):
+            return await open_relay(backend, call)
+        tokenizer = _tokenizer_of(backend)
+        body: DetokenizeRequest = call.body
+        refuse_unsupported(
+            body.model_extra or {}, type(body).model_fields, "completion", backend.name
+        )
+        text = await _beside(_decode, tokenizer, body.tokens, size=len(body.tokens))
+        return _answer({"prompt": text})
+
+
+def _tokenizer_of(backend: Backend) -> Tokenizer:
+    if backend.tokenizer is None:
+        raise UnsupportedField(
+            f"{backend.name} has no tokenizer: give the backend one in the configuration",
+            param="model",
+            code="unsupported_operation",
+        )
+    return backend.tokenizer
+
+
+def _encode(tokenizer: Tokenizer, body: TokenizeRequest, backend: str) -> list[int]:
+    if body.prompt is not None:
+        return tokenizer.encode(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    messages = plain_messages(body.messages, backend)
+    if not body.add_special_tokens:
+        return list(tokenizer.chat_prompt(messages))
+    return tokenizer.encode(tokenizer.template.render(messages))
+
+
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """With its special tokens spelled out, as vLLM does."""
+    wrong = next((i for i in ids if i >= tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"token id {wrong}: this model's are 0 to {tokenizer.vocab_size - 1}", param="tokens"
+        )
+    return str(tokenizer.inner.decode(ids, skip_special_tokens=False))
+
+
+def _characters(body: TokenizeRequest) -> int:
+    """Raises RequestError (413) for more than one process should tokenize at once."""
+    if body.prompt is not None:
+        count = len(body.prompt)
+    else:
+        count = sum(len(json.dumps(message, ensure_ascii=False)) for message in body.messages)
+    if count > MAX_CHARACTERS:
+        raise RequestError(
+            f"the text has {count} characters; at most {MAX_CHARACTERS} are tokenized here",
+            status=413,
+            param="messages" if body.prompt is None else "prompt",
+            code="request_too_large",
+        )
+    return count
+
+
+async def _beside(function: Any, *arguments: Any, size: int) -> Any:
+    """Calls `function`; beside the event loop if it takes long."""
+    if size < INLINE:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _answer(content: dict[str, Any]) -> Answer:
+    return Answer(200, {"content-type": JSON}, json.dumps(content).encode())

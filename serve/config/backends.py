@@ -74,7 +74,17 @@ class TritonConfig(_Backend):
     model: str | None = None
     # A directory with the tokenizer's files: for chat templates, and token ids sent as text.
     tokenizer: Path | None = None
+    metrics_url: str | None = None  # such as http://host:8002/metrics: queue and KV usage
     connect_timeout_s: Seconds = 2.0
+
+    @field_validator("metrics_url")
+    @classmethod
+    def _is_whole(cls, url: str | None) -> str | None:
+        if url is not None and not (
+            url.startswith(("http://", "https://")) and _has_host_and_port(url)
+        ):
+            raise ValueError("must be a whole URL, such as http://127.0.0.1:8002/metrics")
+        return url
 
     @field_validator("url")
     @classmethod

@@ -1,23 +1,20 @@
 """The gateway's configuration file: YAML, validated whole before anything starts."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from octet.errors import ConfigError
 from serve.config import checks
 from serve.config.access import Access, Admin, KeyConfig
-from serve.config.document import Document, Problem
+from serve.config.document import Document
+from serve.config.load import load, refuse, validated
 from serve.config.models import ModelConfig
 from serve.config.pools import PoolConfig
-from serve.config.problems import key_path, one_line, problems_of
 from serve.config.section import Count, Integer, Name, Number, Port, Seconds, Section
 from serve.config.telemetry import Logs, Traces
 
 __all__ = ["GatewayConfig", "Limits", "Listen"]
-
-T = TypeVar("T")
 
 
 class Listen(Section):
@@ -66,11 +63,8 @@ class GatewayConfig(Section):
         more problems there are.
         """
         document = Document.read(path)
-        config = _validated(path, document, cls, cls)
-        config = config._relative_to(path.resolve().parent)
-        config = config._with_keys_file()
-        found = [*document.problems, *checks.problems(config)]
-        _refuse(path, document, found)
+        config = validated(path, document, cls, cls)._with_keys_file()
+        refuse(path, document, [*document.problems, *checks.problems(config)])
         return config
 
     @property
@@ -94,50 +88,8 @@ class GatewayConfig(Section):
 
     def _with_keys_file(self) -> Self:
         """The same, its keys together with those of `access.keys_file`."""
-        path = self.access.keys_file
-        if path is None:
+        if self.access.keys_file is None:
             return self
-        document = Document.read(path)
-        keys = _validated(path, document, tuple[KeyConfig, ...], KeyConfig)
-        _refuse(path, document, document.problems)
-        access = self.access.model_copy(update={"keys": (*self.access.keys, *keys)})
+        more = load(self.access.keys_file, tuple[KeyConfig, ...], KeyConfig)
+        access = self.access.model_copy(update={"keys": (*self.access.keys, *more)})
         return self.model_copy(update={"access": access})
-
-    def _relative_to(self, directory: Path) -> Self:
-        def resolve(value: Any) -> Any:
-            """`value` with each Path in it taken from `directory`."""
-            if isinstance(value, Path):
-                return directory / value
-            if isinstance(value, Section):
-                fields = {name: resolve(getattr(value, name)) for name in type(value).model_fields}
-                return value.model_copy(update=fields)
-            if isinstance(value, tuple):
-                return tuple(map(resolve, value))
-            if isinstance(value, dict):
-                return {key: resolve(item) for key, item in value.items()}
-            return value
-
-        resolved: Self = resolve(self)
-        return resolved
-
-
-def _validated(path: Path, document: Document, form: type[T], root: type[Section]) -> T:
-    """`document` as a `form`, whose sections are `root`. Raises ConfigError."""
-    try:
-        return TypeAdapter(form).validate_python(document.data)
-    except ValidationError as error:
-        # A variable that is not set is the problem, not what its place then holds.
-        unset = {key_path(loc, document.data) for loc, _ in document.problems}
-        found = [
-            (loc, message)
-            for loc, message in problems_of(error, root)
-            if key_path(loc, document.data) not in unset
-        ]
-        _refuse(path, document, [*document.problems, *found])
-        raise
-
-
-def _refuse(path: Path, document: Document, found: list[Problem]) -> None:
-    if found:
-        line = document.redacted(one_line(found, document.data))
-        raise ConfigError(f"configuration {path}: {line}") from None

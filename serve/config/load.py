@@ -1,0 +1,67 @@
+"""From a file to a checked configuration, or to one line that says why not."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from octet.errors import ConfigError
+from serve.config.document import Document, Problem
+from serve.config.problems import key_path, one_line, problems_of
+from serve.config.section import Section
+
+__all__ = ["load", "refuse", "validated"]
+
+T = TypeVar("T")
+
+
+def load(path: Path, form: type[T], root: type[Section]) -> T:
+    """A whole file, as `validated` does; variables that are not set are refused, too."""
+    document = Document.read(path)
+    value = validated(path, document, form, root)
+    refuse(path, document, document.problems)
+    return value
+
+
+def validated(path: Path, document: Document, form: type[T], root: type[Section]) -> T:
+    """`document` as a `form`, whose sections are `root`; paths are taken from its directory.
+
+    Raises ConfigError.
+    """
+    try:
+        value = TypeAdapter(form).validate_python(document.data)
+    except ValidationError as error:
+        # A variable that is not set is the problem, not what its place then holds.
+        unset = {key_path(loc, document.data) for loc, _ in document.problems}
+        found = [
+            (loc, message)
+            for loc, message in problems_of(error, root)
+            if key_path(loc, document.data) not in unset
+        ]
+        refuse(path, document, [*document.problems, *found])
+        raise
+    taken_from: T = _relative(value, path.resolve().parent)
+    return taken_from
+
+
+def refuse(path: Path, document: Document, found: list[Problem]) -> None:
+    """Raises ConfigError if anything was found."""
+    if found:
+        line = document.redacted(one_line(found, document.data))
+        raise ConfigError(f"configuration {path}: {line}") from None
+
+
+def _relative(value: Any, directory: Path) -> Any:
+    """`value` with each Path in it taken from `directory`."""
+    if isinstance(value, Path):
+        return directory / value
+    if isinstance(value, Section):
+        fields = {
+            name: _relative(getattr(value, name), directory) for name in type(value).model_fields
+        }
+        return value.model_copy(update=fields)
+    if isinstance(value, tuple):
+        return tuple(_relative(item, directory) for item in value)
+    if isinstance(value, dict):
+        return {key: _relative(item, directory) for key, item in value.items()}
+    return value

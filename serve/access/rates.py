@@ -1,0 +1,158 @@
+"""One key's rates, quota and requests under way.
+
+A request is charged its estimate when it comes in, and settled with true counts when they are
+known. Limits are not kept here: a reloaded configuration applies to what has been spent already.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from octet.errors import RequestError
+from serve.access.minute import Minute
+from serve.access.usage import Usage
+from serve.config import KeyConfig
+
+__all__ = ["Charge", "Rates"]
+
+SMOOTHING = 0.2  # weight of the newest request in the mean duration
+
+
+class Rates:
+    """What one key has spent."""
+
+    __slots__ = ("clock", "duration_s", "in_flight", "requests", "reserved", "tokens")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.requests = Minute()
+        self.tokens = Minute()
+        self.in_flight = 0
+        self.reserved = 0  # estimated tokens of requests under way, not yet in `usage`
+        self.duration_s = 0.0  # of a request, a moving average
+
+    def charge(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
+        """Counts a request of at most `tokens`, by estimate.
+
+        Raises RequestError (429) if that is over a limit of `key`; then nothing is counted.
+        """
+        now = self.clock()
+        if key.max_in_flight is not None and self.in_flight >= key.max_in_flight:
+            raise _too_many(
+                f"{self.in_flight} requests are under way, which is the limit",
+                key,
+                self.duration_s / key.max_in_flight,
+            )
+        if key.requests_per_minute is not None:
+            wait_s = self.requests.wait_s(1, key.requests_per_minute, now)
+            if wait_s:
+                raise _too_many(
+                    f"the limit is {key.requests_per_minute} requests per minute", key, wait_s
+                )
+        if key.tokens_per_minute is not None:
+            wait_s = self.tokens.wait_s(tokens, key.tokens_per_minute, now)
+            if wait_s:
+                raise _too_many_tokens(key, key.tokens_per_minute, self.tokens.used, tokens, wait_s)
+        if key.tokens_per_day is not None:
+            self._require_quota(key, usage, key.tokens_per_day, tokens)
+        self.in_flight += 1
+        self.reserved += tokens
+        self.requests.add(1, now)
+        return Charge(self, usage, key.name, tokens, now)
+
+    def _require_quota(self, key: KeyConfig, usage: Usage, limit: int, tokens: int) -> None:
+        left = limit - usage.spent(key.name) - self.reserved
+        if tokens > left:
+            raise RequestError(
+                f"API key '{key.name}': {max(left, 0)} of today's {limit} tokens are left, this "
+                f"request may take {tokens}; the day ends at midnight UTC",
+                status=429,
+                code="insufficient_quota",
+                kind="insufficient_quota",
+                retry_after_s=usage.reset_s(),
+            )
+
+    def headers(self, key: KeyConfig) -> dict[str, str]:
+        """OpenAI's `x-ratelimit-*` headers, for the limits that `key` has."""
+        now = self.clock()
+        found: dict[str, str] = {}
+        for what, limit, minute in (
+            ("requests", key.requests_per_minute, self.requests),
+            ("tokens", key.tokens_per_minute, self.tokens),
+        ):
+            if limit is not None:
+                reset_s = minute.reset_s(now)  # and forgets what is older than a minute
+                found[f"x-ratelimit-limit-{what}"] = str(limit)
+                found[f"x-ratelimit-remaining-{what}"] = str(max(limit - minute.used, 0))
+                found[f"x-ratelimit-reset-{what}"] = f"{math.ceil(reset_s)}s"
+        return found
+
+
+class Charge:
+    """What one request was charged. Exactly one of `release` and `cancel` ends it."""
+
+    __slots__ = ("_rates", "_since", "_slot", "_true", "_usage", "key", "tokens")
+
+    def __init__(self, rates: Rates, usage: Usage, key: str, tokens: int, now: float) -> None:
+        self._rates = rates
+        self._usage = usage
+        self._since = now
+        self._slot = rates.tokens.add(tokens, now)
+        self._true: int | None = None
+        self.key = key
+        self.tokens = tokens
+
+    def settle(self, tokens: int) -> None:
+        """The true count takes the place of the estimate, or of an earlier true count."""
+        before = self.tokens if self._true is None else self._true
+        self._true = tokens
+        rates = self._rates
+        rates.tokens.correct(self._slot, tokens - before, rates.clock())
+
+    def release(self) -> None:
+        """The request has ended. Without true counts the estimate stands."""
+        rates = self._rates
+        duration_s = rates.clock() - self._since
+        rates.duration_s += SMOOTHING * (duration_s - rates.duration_s)
+        self._end(self.tokens if self._true is None else self._true)
+
+    def cancel(self, *, served: bool = False) -> None:
+        """The request was not begun: no token is counted; nor is it, unless `served`."""
+        rates = self._rates
+        self.settle(0)
+        if not served:
+            rates.requests.correct(self._slot, -1, rates.clock())
+        self._end(0)
+
+    def _end(self, tokens: int) -> None:
+        rates = self._rates
+        rates.in_flight -= 1
+        rates.reserved -= self.tokens
+        if tokens:
+            self._usage.add(self.key, tokens)
+
+
+def _too_many(reason: str, key: KeyConfig, wait_s: float) -> RequestError:
+    return RequestError(
+        f"API key '{key.name}': {reason}",
+        status=429,
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        retry_after_s=None if wait_s == math.inf else max(wait_s, 1.0),
+    )
+
+
+def _too_many_tokens(
+    key: KeyConfig, limit: int, used: int, tokens: int, wait_s: float
+) -> RequestError:
+    if wait_s == math.inf:
+        reason = (
+            f"this request may take {tokens} tokens, more than the whole limit of {limit} per "
+            "minute; shorten the prompt or lower max_tokens"
+        )
+    else:
+        reason = (
+            f"the limit is {limit} tokens per minute: {used} are used, this request may take "
+            f"{tokens}"
+        )
+    return _too_many(reason, key, wait_s)

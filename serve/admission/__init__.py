@@ -1,0 +1,1 @@
+"""Whether a request may begin now: token budgets of pools, a fair queue, and memory."""

@@ -1,0 +1,225 @@
+"""Whether a request may begin: its key's limits, its pool's token budget, and memory."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from octet.errors import RequestError
+from serve.access.keys import Principal
+from serve.access.rates import Charge
+from serve.admission.gate import Gate
+from serve.admission.memory import Memory
+from serve.admission.overloaded import Overloaded, overloaded
+from serve.config import Limits, PoolConfig
+
+__all__ = ["Admission", "Ticket"]
+
+# Of a pool whose limit is not configured: a batch that fills the KV cache, and the next one.
+CAPACITIES = 2
+LIMIT_EVERY_S = 1.0  # how often a pool is asked what its KV caches hold
+
+
+class Budgeted(Protocol):
+    """What is needed of a pool."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> PoolConfig: ...
+
+    @property
+    def capacity_tokens(self) -> int | None: ...
+
+
+class Admission:
+    """One for the gateway; pools are known by name, and keep their queue over a reload."""
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+        memory: Memory | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.gates: dict[str, Gate] = {}
+        self.rejections: Counter[tuple[str, str]] = Counter()  # by pool ("" before one) and reason
+        self.limits = limits
+        self.memory = memory or Memory(limits.max_memory_bytes, clock=clock)
+        self._clock = clock
+        self._chance = chance
+        self._asked: dict[str, float] = {}  # when each pool's limit was last read
+
+    def reload(self, limits: Limits) -> None:
+        """Takes over new limits; those of pools and keys come with each request."""
+        if limits.max_memory_bytes != self.limits.max_memory_bytes:
+            self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
+        self.limits = limits
+
+    def require_memory(self) -> None:
+        """Raises RequestError (503) if memory is short: for before a body is read, too.
+
+        While nothing is under way a request is taken all the same. A heap that never shrinks would
+        close the door for good otherwise.
+        """
+        if self.memory.is_short() and any(gate.requests for gate in self.gates.values()):
+            self.rejections["", "memory"] += 1
+            busiest = max(self.gates.values(), key=lambda gate: gate.tokens)
+            raise overloaded(
+                "the gateway is short of memory",
+                busiest.retry_after_s(busiest.tokens),
+                reason="memory",
+            )
+
+    async def admit(
+        self,
+        pool: Budgeted,
+        principal: Principal,
+        *,
+        tokens: int,
+        deadline: float | None,
+        prompt_tokens: int = 0,
+    ) -> "Ticket":
+        """Returns when the request may begin; without yielding if there is room.
+
+        `tokens` are those of the prompt and of the longest answer, `prompt_tokens` the prompt's
+        alone, both estimated. `deadline` is a time of `clock`. Raises RequestError: 400 for a
+        prompt over the configured limit, 429 for the key's limits, 503 if there is no room, 504 at
+        the deadline. A request larger than the whole budget goes alone.
+        """
+        most = self.limits.max_prompt_tokens
+        if most is not None and prompt_tokens > most:
+            raise RequestError(
+                f"the prompt has about {prompt_tokens} tokens; the limit is {most}",
+                code="context_length_exceeded",
+            )
+        self.require_memory()
+        tokens = max(tokens, 1)
+        try:
+            charge = principal.charge(tokens)
+        except RequestError as error:
+            self.rejections[pool.name, error.code or ""] += 1
+            raise
+        ticket = Ticket(self, principal, charge, tokens)
+        try:
+            await self._enter(ticket, pool, deadline)
+        except BaseException as error:
+            # Refused by us, it does not count at all; a client that went has used its request.
+            if charge is not None:
+                charge.cancel(served=not isinstance(error, RequestError))
+            raise
+        return ticket
+
+    async def _enter(self, ticket: "Ticket", pool: Budgeted, deadline: float | None) -> None:
+        gate = self._gate(pool)
+        principal = ticket.principal
+        flow = gate.queue.flow(principal.name, principal.priority, principal.weight)
+        now = self._clock()
+        if not gate.try_enter(flow, ticket.tokens):
+            config = pool.config.admission
+            try:
+                await gate.wait(
+                    flow,
+                    ticket.tokens,
+                    max_queue=config.max_queue,
+                    max_wait_s=config.max_wait_s,
+                    deadline=deadline,
+                )
+            except RequestError as error:
+                reason = error.reason if isinstance(error, Overloaded) else error.code or ""
+                self.rejections[pool.name, reason] += 1
+                raise
+            since, now = now, self._clock()
+            ticket.queued_s += now - since
+        ticket.enter(gate, now)
+
+    def _gate(self, pool: Budgeted) -> Gate:
+        gate = self.gates.get(pool.name)
+        if gate is None:
+            gate = self.gates[pool.name] = Gate(pool.name, self._clock, self._chance)
+            self._asked[pool.name] = -LIMIT_EVERY_S
+        now = self._clock()
+        if now - self._asked[pool.name] >= LIMIT_EVERY_S:
+            self._asked[pool.name] = now
+            capacity = pool.capacity_tokens
+            gate.set_limit(
+                pool.config.admission.max_tokens or (capacity and CAPACITIES * capacity) or None
+            )
+        return gate
+
+    def status(self) -> dict[str, Any]:
+        """What is under way and what waits, in tokens and requests, by pool."""
+        pools = {
+            name: {
+                "limit_tokens": gate.limit,
+                "in_flight_tokens": gate.tokens,
+                "in_flight_requests": gate.requests,
+                "queued_tokens": gate.queue.tokens,
+                "queued_requests": len(gate.queue),
+                "rejected": {
+                    reason: n for (pool, reason), n in self.rejections.items() if pool == name
+                },
+            }
+            for name, gate in self.gates.items()
+        }
+        memory = {"used_bytes": self.memory.used, "limit_bytes": self.memory.limit}
+        return {"pools": pools, "memory": memory}
+
+
+class Ticket:
+    """A request that may run, until `release`."""
+
+    __slots__ = ("_admission", "_charge", "_gate", "_since", "principal", "queued_s", "tokens")
+
+    def __init__(
+        self, admission: Admission, principal: Principal, charge: Charge | None, tokens: int
+    ) -> None:
+        self._admission = admission
+        self._charge = charge
+        self._gate: Gate | None = None
+        self._since = 0.0
+        self.principal = principal
+        self.tokens = tokens  # that it counts for
+        self.queued_s = 0.0
+
+    def enter(self, gate: Gate, now: float) -> None:
+        self._gate = gate
+        self._since = now
+
+    async def move_to(self, pool: Budgeted, *, deadline: float | None) -> None:
+        """Leaves its pool's budget for that of another one: a fallback.
+
+        Raises RequestError as `admit` does; the ticket must be released all the same.
+        """
+        if self._gate is not None and self._gate.pool == pool.name:
+            return
+        self._leave()
+        await self._admission._enter(self, pool, deadline)
+
+    def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """The true counts, for the key's rates and quota; 0 and 0 if no backend began.
+
+        Without them the estimate stands: a client that goes mid-answer has used tokens.
+        """
+        if self._charge is not None:
+            self._charge.settle(prompt_tokens + completion_tokens)
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's `x-ratelimit-*` for the answer; empty for a key without limits."""
+        return self.principal.headers()
+
+    def release(self) -> None:
+        """The request has ended, however it did. Once is enough, more does no harm."""
+        self._leave()
+        charge, self._charge = self._charge, None
+        if charge is not None:
+            charge.release()
+
+    def _leave(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.leave(self.tokens, self._admission._clock() - self._since)

@@ -1,0 +1,64 @@
+"""How many tokens a prompt has, before any tokenizer has seen it.
+
+English has about four characters a token, and other scripts about four bytes of UTF-8 (a Chinese
+character is three). Token ids are counted.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["prompt_tokens"]
+
+BYTES_PER_TOKEN = 4
+PER_MESSAGE = 4  # its role, and what a chat template puts around it
+# An image, a sound or a file: as many as OpenAI counts for an image of 1024 by 1024 (765), up to
+# the next power of two. Its base64 says nothing.
+PER_ATTACHMENT = 1024
+SAMPLE = 4096  # characters that are looked at to know the bytes of a longer text
+_ATTACHMENTS = ("image", "audio", "video", "file")
+
+
+def prompt_tokens(prompts: str | Iterable[Any]) -> int:
+    """The estimate for a text, token ids, several of either, or the messages of a conversation.
+
+    Takes microseconds whatever the length: ids are only counted, texts only measured.
+    """
+    if isinstance(prompts, str):
+        return _text(prompts)
+    items: Sequence[Any] = prompts if isinstance(prompts, list | tuple) else list(prompts)
+    if items and isinstance(items[0], int):
+        return len(items)
+    total = 0
+    for item in items:
+        if isinstance(item, str):
+            total += _text(item)
+        elif isinstance(item, Mapping):
+            total += PER_MESSAGE + _values(item)
+        else:
+            total += len(item)
+    return total
+
+
+def _text(text: str) -> int:
+    if text.isascii():
+        size = len(text)
+    elif len(text) <= SAMPLE:
+        size = len(text.encode(errors="replace"))
+    else:
+        sample = text[:: len(text) // SAMPLE]
+        size = len(sample.encode(errors="replace")) * len(text) // len(sample)
+    return -(-size // BYTES_PER_TOKEN)
+
+
+def _values(found: Any) -> int:
+    """The texts anywhere in a message: its content, its parts, the tool calls it reports."""
+    if isinstance(found, str):
+        return _text(found)
+    if isinstance(found, Mapping):
+        kind = found.get("type")
+        if isinstance(kind, str) and any(name in kind for name in _ATTACHMENTS):
+            return PER_ATTACHMENT
+        return sum(map(_values, found.values()))
+    if isinstance(found, list | tuple):
+        return sum(map(_values, found))
+    return 0

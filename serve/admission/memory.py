@@ -1,0 +1,91 @@
+"""Whether this process is about to run out of memory."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Memory", "cgroup_limit"]
+
+READ_EVERY_S = 0.25
+PART_OF_CGROUP = 0.8
+# Version 1 writes "no limit" as the largest multiple of a page; so much memory nobody has.
+NO_LIMIT = 1 << 60
+
+
+class Memory:
+    """The resident size of this process against its limit; unknown figures never refuse."""
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
+    ) -> None:
+        """`limit` in bytes; None takes 80 % of the cgroup's, if it has one."""
+        self._clock = clock
+        self._statm = root / "proc/self/statm"
+        self._page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+        if limit is None and (most := cgroup_limit(root)) is not None:
+            limit = int(most * PART_OF_CGROUP)
+        self.limit = limit
+        self._next_read = -1.0
+        self.used = 0  # bytes, when last read
+
+    def is_short(self) -> bool:
+        """Whether the limit is reached. Reads at most every 0.25 s."""
+        if self.limit is None:
+            return False
+        now = self._clock()
+        if now >= self._next_read:
+            self._next_read = now + READ_EVERY_S
+            self._read()
+        return self.used >= self.limit
+
+    def _read(self) -> None:
+        try:
+            # proc(5): size, resident, shared, ... in pages
+            self.used = int(self._statm.read_bytes().split()[1]) * self._page
+        except (OSError, ValueError, IndexError):
+            self.used = 0  # not Linux
+
+
+def cgroup_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's control group may use, its parents' limits included.
+
+    Reads version 2 (memory.max) and version 1 (memory.limit_in_bytes), as cgroups(7) has them.
+    None if there is no limit, or no cgroup.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += _along(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _along(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _along(mount: Path, path: str, name: str) -> list[int]:
+    """The limits from the group at `path` up to the mount.
+
+    In a container with a view of its own, `path` may not exist below the mount: then the mount is
+    the container's group.
+    """
+    directory = mount / path.strip("/")
+    found = []
+    for group in (directory, *directory.parents):
+        try:
+            text = (group / name).read_text().strip()
+        except OSError:
+            text = ""
+        if text.isdigit() and int(text) < NO_LIMIT:
+            found.append(int(text))
+        if group == mount:
+            break
+    return found

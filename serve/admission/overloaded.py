@@ -1,0 +1,23 @@
+"""The refusal of a request that the server has no room for."""
+
+from octet.errors import RequestError
+
+__all__ = ["Overloaded", "overloaded"]
+
+
+class Overloaded(RequestError):
+    """503; `reason` (queue_full, queue_timeout, memory) is for metrics."""
+
+    reason = ""
+
+
+def overloaded(message: str, retry_after_s: float, *, reason: str) -> Overloaded:
+    error = Overloaded(
+        message,
+        status=503,
+        code="overloaded",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )
+    error.reason = reason
+    return error

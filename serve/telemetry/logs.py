@@ -123,7 +123,9 @@ class _Text(logging.Formatter):
         if request_id := getattr(record, "request_id", ""):
             fields = {"request_id": request_id} | fields
         pairs = [f" {name}={_quoted(value)}" for name, value in fields.items()]
-        message = " ".join(record.getMessage().split("\n"))
+        message = record.getMessage()
+        if not message.isprintable():  # nobody's text ends a line, or talks to the terminal
+            message = json.dumps(message)[1:-1]
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{''.join(pairs)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -134,4 +136,5 @@ def _time(record: logging.LogRecord) -> str:
 
 def _quoted(value: Any) -> str:
     text = str(value)
-    return text if text and not set(text) & set(' "=\n\r\t') else json.dumps(text)
+    plain = text and text.isascii() and text.isprintable() and not set(text) & set(' "=')
+    return text if plain else json.dumps(text)

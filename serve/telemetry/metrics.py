@@ -4,11 +4,16 @@ Gauges of pools, queues and backends are not kept here: `collector.py` reads the
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from serve.telemetry.collector import GatewayCollector
 from serve.telemetry.families import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from serve.gateway import Gateway
 
 __all__ = ["Metrics"]
 
@@ -67,6 +72,7 @@ class Metrics:
         )
         self._count_routing()
         self._measure()
+        ProcessCollector(registry=self.registry)  # CPU, memory and open files
 
     def _count_routing(self) -> None:
         self.failovers = self._counter(
@@ -128,6 +134,10 @@ class Metrics:
             _OPERATION,
             _PER_TOKEN_S,
         )
+
+    def observe(self, gateway: "Gateway") -> None:
+        """Shows the gauges of `gateway` too."""
+        self.registry.register(GatewayCollector(gateway))
 
     def refused(self, code: str, endpoint: str = "none") -> None:
         """Counts an error object; `none` is for what was refused before its path was known."""

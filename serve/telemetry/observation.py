@@ -42,7 +42,15 @@ class Observation:
     """
 
     __slots__ = (
-        *("backend", "choices", "code", "completion_tokens", "endpoint", "estimated_prompt_tokens"),
+        *(
+            "backend",
+            "broke",
+            "choices",
+            "code",
+            "completion_tokens",
+            "endpoint",
+            "estimated_prompt_tokens",
+        ),
         *("events", "first_s", "gone", "id", "key", "metrics", "model", "operation", "pool"),
         *("precision", "prompt", "prompt_tokens", "propagated", "queued_s", "retries", "started"),
         *("status", "trace"),
@@ -59,6 +67,7 @@ class Observation:
         self.trace: Trace | None = None
         self.key = self.model = self.pool = self.backend = self.precision = ""
         self.code = ""  # of the error object that was sent
+        self.broke = False  # it ended in an error event
         self.status = 500
         self.gone = False  # the client went away before the end of the answer
         self.prompt: str | None = None  # for the log, where the configuration allows it
@@ -163,6 +172,7 @@ class Observation:
 
     def broken(self, kind: str) -> None:
         """A streamed answer ended in an error event: a FailureKind, or the error's code."""
+        self.broke = True
         self.metrics.broken.labels(self.model).inc()
         self.refused(kind)
 
@@ -219,7 +229,8 @@ class Observation:
             return self.prompt_tokens, self.completion_tokens or 0, True
         asked = self.backend and self.operation in ("text_completion", "chat", "embeddings")
         if asked and (self.first_s is not None or self.outcome in ("", "client_gone")):
-            return self.estimated_prompt_tokens, self.events, False
+            roles = self.choices if self.operation == "chat" else 0
+            return self.estimated_prompt_tokens, max(self.events - roles, 0), False
         return None
 
     def _count_tokens(self) -> None:

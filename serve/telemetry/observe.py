@@ -10,6 +10,7 @@ from serve.api.errors import CLIENT_CLOSED_REQUEST
 from serve.telemetry.logs import log_access
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.observation import OPERATIONS, Observation, current
+from serve.telemetry.traces import Tracing
 
 __all__ = ["Observe"]
 
@@ -27,10 +28,17 @@ _TRACESTATE = re.compile(rb"[\x20-\x7e]{1,512}")
 class Observe:
     """Puts an `Observation` into `scope["octet"]`; echoes its id as `X-Request-Id`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        access_log: bool = False,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.app = app
         self.metrics = metrics
         self.access_log = access_log
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,6 +49,8 @@ class Observe:
         _read_headers(scope["headers"], observation)
         if not observation.id:
             observation.id = f"{random.getrandbits(128):032x}"
+        if self.tracing is not None and observation.operation:
+            observation.trace = self.tracing.begin(observation, scope["method"], path)
         scope["octet"] = observation
         request_id = (b"x-request-id", observation.id.encode())
 

@@ -1,0 +1,154 @@
+"""Log lines: well-formed, with the request's id, without prompts, never in the event loop's way."""
+
+import io
+import json
+import logging
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from serve.config.telemetry import Logs
+from serve.telemetry import logs
+from serve.telemetry.logs import log_access, logging_to
+from serve.telemetry.metrics import Metrics
+from serve.telemetry.observation import Observation, current
+
+_log = logging.getLogger("serve.test")
+
+
+def written(config: Logs, *, prompt: str | None = None) -> list[str]:
+    """The lines of one access line, and of one warning about the same request."""
+    stream = io.StringIO()
+    observation = Observation(Metrics(), "/v1/chat/completions", "id-1")
+    observation.authenticated("team")
+    observation.routed("m")
+    observation.attempt("main", "gpu-1", "fp8")
+    observation.first_token(2)
+    observation.finished(11, 5)
+    observation.prompt = prompt
+    observation.status = 200
+    token = current.set(observation)
+    try:
+        with logging_to(config, stream):
+            _log.warning("backend %s is slow", "gpu-1")
+            log_access("POST", "/v1/chat/completions", observation)
+    finally:
+        current.reset(token)
+    return stream.getvalue().splitlines()
+
+
+def test_json_lines() -> None:
+    warning, access = (json.loads(line) for line in written(Logs(format="json")))
+    assert warning["message"] == "backend gpu-1 is slow"
+    assert warning["level"] == "warning"
+    assert warning["logger"] == "serve.test"
+    assert warning["request_id"] == access["request_id"] == "id-1"
+    age = datetime.now(UTC) - datetime.fromisoformat(access["time"])
+    assert timedelta(0) <= age + timedelta(milliseconds=1) < timedelta(seconds=60)
+    known = {"method", "path", "status", "key", "model", "pool", "backend", "precision"}
+    known |= {"prompt_tokens", "completion_tokens", "first_token_s", "duration_s"}
+    assert known <= set(access)
+    assert (access["prompt_tokens"], access["completion_tokens"]) == (11, 5)
+    assert "prompt" not in access
+
+
+def test_text_lines() -> None:
+    warning, access = written(Logs())
+    assert warning.endswith("WARNING serve.test: backend gpu-1 is slow request_id=id-1")
+    assert " model=m pool=main backend=gpu-1 precision=fp8 " in access
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_prompt_is_one_line(form: Any) -> None:
+    """Somebody's prompt must not write log lines of its own."""
+    forged = 'hello\n2026-01-01 ERROR serve: "forged"\r\n\u2028'
+    lines = written(Logs(format=form), prompt=forged)
+    assert len(lines) == 2
+    if form == "json":
+        assert json.loads(lines[1])["prompt"] == forged
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_message_is_one_line_too(form: Any) -> None:
+    stream = io.StringIO()
+    with logging_to(Logs(format=form), stream):
+        _log.warning("unknown model %s", "a\nb\x1b[2J\u2028c")
+    (line,) = stream.getvalue().splitlines()
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_defect_shows_its_traceback(form: Any) -> None:
+    stream = io.StringIO()
+    with logging_to(Logs(format=form), stream):
+        try:
+            raise ZeroDivisionError("by hand")
+        except ZeroDivisionError:
+            _log.exception("it failed")
+    assert "ZeroDivisionError: by hand" in stream.getvalue()
+    assert "test_logs.py" in stream.getvalue()
+
+
+def test_a_line_outside_of_requests_has_no_id() -> None:
+    stream = io.StringIO()
+    with logging_to(Logs(format="json"), stream):
+        _log.info("started")
+    assert "request_id" not in json.loads(stream.getvalue())
+
+
+def test_arguments_are_read_at_once() -> None:
+    stream = io.StringIO()
+    names = ["a"]
+    with logging_to(Logs(), stream):
+        _log.info("names: %s", names)
+        names.append("b")
+    assert "names: ['a']" in stream.getvalue()
+
+
+class Stuck(io.StringIO):
+    """A terminal that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.caught_up = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        size = super().write(text)
+        if "line 3" in text:
+            self.caught_up.set()
+        return size
+
+
+def test_a_stuck_terminal_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines beyond the limit are dropped, and said to be."""
+    monkeypatch.setattr(logs, "MOST_WAITING", 3)
+    stream = Stuck()
+    with logging_to(Logs(), stream):
+        _log.info("line 0")
+        assert stream.entered.wait(10)  # the writer has taken it, and waits
+        started = time.perf_counter()
+        for number in range(1, 101):
+            _log.info("line %d", number)
+        assert time.perf_counter() - started < 1
+        stream.go_on.set()
+        assert stream.caught_up.wait(10)
+        _log.info("after")
+    lines = stream.getvalue().splitlines()
+    assert [line.split(": ")[1] for line in lines[:4]] == [f"line {n}" for n in range(4)]
+    assert lines[4].endswith("after (97 lines before this one were dropped)")
+    assert len(lines) == 5
+
+
+def test_logging_is_as_before_afterwards() -> None:
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    with logging_to(Logs(), io.StringIO()):
+        assert root.level == logging.INFO
+    assert (root.level, list(root.handlers)) == before

@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from serve.admission.estimate import prompt_tokens
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.fields import UnsupportedField
 from serve.api.relay import open_relay
-from serve.api.schemas import Messages, prompts_of
+from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
 from serve.backends.base import Backend, RelayingBackend
 
 __all__ = ["EmbeddingRequest", "Embeddings"]
@@ -19,6 +19,8 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 def _inputs(value: Any) -> Any:
     """As `prompt` of a completion; vLLM also takes conversations here."""
+    if value is None:
+        return None
     if isinstance(value, list) and value and isinstance(value[0], dict | list) and value[0]:
         first = value[0] if isinstance(value[0], dict) else value[0][0]
         if isinstance(first, dict):
@@ -29,14 +31,17 @@ def _inputs(value: Any) -> Any:
     return inputs
 
 
+_INPUT: dict[str, Any] = {"anyOf": [PROMPT_SCHEMA, {"type": "null"}]}
+
+
 class EmbeddingRequest(BaseModel):
     """The body; what else it has is for the backend to judge."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     model: str
-    input: Annotated[Any, BeforeValidator(_inputs)] | None = None
-    messages: Messages | None = None  # vLLM's: of a multimodal model
+    input: Annotated[Any, BeforeValidator(_inputs), WithJsonSchema(_INPUT)] = None
+    messages: MaybeMessages = None  # vLLM's: of a multimodal model
     encoding_format: str | None = None
     dimensions: Annotated[int, Field(gt=0)] | None = None
 

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -25,9 +26,10 @@ from serve.api.body import LARGE, decode
 from serve.config import Limits
 
 __all__ = [
+    "PROMPT_SCHEMA",
     "ChatRequest",
     "CompletionRequest",
-    "Messages",
+    "MaybeMessages",
     "parse",
     "parse_body",
     "prompts_of",
@@ -88,7 +90,32 @@ def _messages(value: Any) -> Any:
     return tuple(value)
 
 
-Messages = Annotated[Any, BeforeValidator(_messages)]
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXT = {"type": "string", "minLength": 1}
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}},
+    ]
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {}},
+    "additionalProperties": True,
+}
+_STOP = {"anyOf": [{"type": "null"}, _TEXT, {"type": "array", "items": _TEXT}]}
+
+_MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}
+_MAYBE_MESSAGES: dict[str, Any] = {"anyOf": [_MESSAGES, {"type": "null"}]}
+
+Messages = Annotated[Any, BeforeValidator(_messages), WithJsonSchema(_MESSAGES)]
+MaybeMessages = Annotated[
+    Any,
+    BeforeValidator(lambda value: None if value is None else _messages(value)),
+    WithJsonSchema(_MAYBE_MESSAGES),
+]
 StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=4096)]
 
 
@@ -110,7 +137,7 @@ class _Sampling(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
     n: Annotated[int, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_strings), WithJsonSchema(_STOP)] = ()
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: names of tokens in log-probabilities
@@ -147,7 +174,7 @@ class _Sampling(BaseModel):
 class CompletionRequest(_Sampling):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(prompts_of)]
+    prompt: Annotated[Any, BeforeValidator(prompts_of), WithJsonSchema(PROMPT_SCHEMA)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
 

@@ -15,7 +15,7 @@ from serve.api.call import Call
 from serve.api.chat import plain_messages
 from serve.api.fields import UnsupportedField, refuse_unsupported
 from serve.api.relay import open_relay
-from serve.api.schemas import Messages
+from serve.api.schemas import MaybeMessages
 from serve.backends.base import Backend, RelayingBackend
 from serve.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class TokenizeRequest(BaseModel):
 
     model: str
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: MaybeMessages = None
     add_special_tokens: bool | None = None  # true for a text, false for a conversation
     return_token_strs: bool | None = None
 

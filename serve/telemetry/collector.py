@@ -3,7 +3,7 @@
 So they cost requests nothing, and cannot drift from what they show.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from octet import __version__
 
 if TYPE_CHECKING:
+    from serve.admission.gate import Gate
     from serve.gateway import Gateway
     from serve.routing.member import Member
 
@@ -19,6 +20,42 @@ __all__ = ["GatewayCollector"]
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _BACKEND = ("pool", "backend")
+# Each gauge's name and documentation, and how it is read; None: there is nothing to say.
+_GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
+    ("queue_requests", "Requests that wait at a pool's gate.", lambda gate: len(gate.queue)),
+    ("queue_tokens", "Tokens of those, as estimated.", lambda gate: gate.queue.tokens),
+    ("admitted_tokens", "Tokens under way in a pool, as estimated.", lambda gate: gate.tokens),
+    ("admission_limit_tokens", "At most so many; absent: no limit.", lambda gate: gate.limit),
+)
+_MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
+    ("up", "Whether it serves: reachable, ready, and its breaker not open.", lambda m: m.up),
+    (
+        "breaker_state",
+        "0 closed, 1 half-open, 2 open.",
+        lambda m: BREAKER_STATES[m.breaker.state],
+    ),
+    ("in_flight", "Requests that this gateway has on it.", lambda m: m.in_flight),
+    (
+        "outstanding_tokens",
+        "Tokens that those may still take, as estimated.",
+        lambda m: m.outstanding_tokens,
+    ),
+    (
+        "running",
+        "Requests that it runs, from everybody, as it says itself.",
+        lambda m: m.report.running if m.report else None,
+    ),
+    (
+        "waiting",
+        "Requests in its own queue, as it says itself.",
+        lambda m: m.report.waiting if m.report else None,
+    ),
+    (
+        "kv_usage",
+        "Used part of its KV cache, 0 to 1, as it says itself.",
+        lambda m: m.report.kv_usage if m.report else None,
+    ),
+)
 
 
 class GatewayCollector(Collector):
@@ -44,38 +81,32 @@ class GatewayCollector(Collector):
         yield from self._backends()
 
     def _queues(self) -> Iterator[Metric]:
-        gates = self.gateway.admission.status()["pools"]
-        for name, key, documentation in (
-            ("octet_queue_requests", "queued", "Requests that wait at a pool's gate."),
-            ("octet_queue_tokens", "queued_tokens", "Tokens of the requests that wait."),
-            ("octet_admitted_tokens", "admitted_tokens", "Tokens under way in a pool."),
-            ("octet_admission_limit_tokens", "limit_tokens", "At most so many; absent: no limit."),
-        ):
-            gauge = GaugeMetricFamily(name, documentation, labels=("pool",))
+        gates = self.gateway.admission.gates
+        for name, documentation, read in _GATE:
+            gauge = GaugeMetricFamily(f"octet_{name}", documentation, labels=("pool",))
             for pool, gate in gates.items():
-                if gate[key] is not None:
-                    gauge.add_metric((pool,), gate[key])
+                value = read(gate)
+                if value is not None:
+                    gauge.add_metric((pool,), value)
             yield gauge
+        rejections = CounterMetricFamily(
+            "octet_admission_rejections",
+            "Requests refused at the gate; without a pool: before one was chosen.",
+            labels=("pool", "reason"),
+        )
+        for labels, count in self.gateway.admission.rejections.items():
+            rejections.add_metric(labels, count)
+        yield rejections
 
     def _backends(self) -> Iterator[Metric]:
         members = [(pool.name, m) for pool in self.gateway.pools.values() for m in pool.members]
-        gauges = {
-            name: GaugeMetricFamily(f"octet_backend_{name}", documentation, labels=_BACKEND)
-            for name, documentation in (
-                ("up", "Whether requests are given to it: reachable, and its breaker not open."),
-                ("breaker_state", "0 closed, 1 half-open, 2 open."),
-                ("in_flight", "Requests that this gateway has on it."),
-                ("outstanding_tokens", "Tokens that those may still take, as estimated."),
-                ("running", "Requests it runs, from everybody, as it says itself."),
-                ("waiting", "Requests that wait in its own queue, as it says itself."),
-                ("kv_usage", "Used part of its KV cache, 0 to 1, as it says itself."),
-            )
-        }
-        for pool, member in members:
-            for name, value in _now(member).items():
+        for name, documentation, read in _MEMBER:
+            gauge = GaugeMetricFamily(f"octet_backend_{name}", documentation, labels=_BACKEND)
+            for pool, member in members:
+                value = read(member)
                 if value is not None:
-                    gauges[name].add_metric((pool, member.name), value)
-        yield from gauges.values()
+                    gauge.add_metric((pool, member.name), value)
+            yield gauge
         transitions = CounterMetricFamily(
             "octet_backend_breaker_transitions",
             "Changes of its breaker's state.",
@@ -92,17 +123,3 @@ class GatewayCollector(Collector):
             ejections.add_metric((pool, member.name), opened)
         yield transitions
         yield ejections
-
-
-def _now(member: "Member") -> dict[str, float | None]:
-    """By the gauge's name; None where the backend does not say."""
-    state, report = member.breaker.state, member.report
-    return {
-        "up": member.reachable and state != "open",
-        "breaker_state": BREAKER_STATES[state],
-        "in_flight": member.in_flight,
-        "outstanding_tokens": member.outstanding_tokens,
-        "running": None if report is None else report.running,
-        "waiting": None if report is None else report.waiting,
-        "kv_usage": None if report is None else report.kv_usage,
-    }

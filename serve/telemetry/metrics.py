@@ -90,11 +90,6 @@ class Metrics:
             "Requests given up because no attempt, or no retry budget, was left.",
             ("pool",),
         )
-        self.rejections = self._counter(
-            "octet_admission_rejections",
-            "Requests refused at the gate: rates, quotas, a full queue, a long wait, memory.",
-            ("pool", "reason"),
-        )
         self.deadlines = self._counter(
             "octet_deadlines", "Requests whose time ran out, by where they were then.", ("stage",)
         )

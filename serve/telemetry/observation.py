@@ -99,6 +99,77 @@ class Observation:
         if self.trace is not None:
             self.trace.queued(seconds)
 
+    def attempt(self, pool: str, backend: str, precision: str) -> None: ...
+    def attempt_ended(self, outcome: str) -> None: ...
+    def first_token(self) -> None: ...
+    def ended(self, observation: "Observation") -> None: ...
+    def headers(self) -> dict[str, str]: ...
+
+
+class Observation:
+    """Made by `Observe` for each request, in `scope["octet"]`; told what happens on the way.
+
+    Times are of `time.perf_counter`. Everything may be called in any order, or not at all.
+    """
+
+    __slots__ = (
+        *(
+            "backend",
+            "broke",
+            "choices",
+            "code",
+            "completion_tokens",
+            "endpoint",
+            "estimated_prompt_tokens",
+        ),
+        *("events", "first_s", "gone", "id", "key", "metrics", "model", "operation", "pool"),
+        *("precision", "prompt", "prompt_tokens", "propagated", "queued_s", "retries", "started"),
+        *("status", "trace"),
+        *("_first_at", "_inter_token", "_last_at", "_pending", "_round_at", "_running", "_skipped"),
+    )
+
+    def __init__(self, metrics: Metrics, endpoint: str, request_id: str) -> None:
+        self.started = time.perf_counter()
+        self.metrics = metrics
+        self.endpoint = endpoint
+        self.operation = OPERATIONS.get(endpoint, "")
+        self.id = request_id
+        self.propagated: dict[str, str] = {}  # the client's trace context
+        self.trace: Trace | None = None
+        self.key = self.model = self.pool = self.backend = self.precision = ""
+        self.code = ""  # of the error object that was sent
+        self.broke = False  # it ended in an error event
+        self.status = 500
+        self.gone = False  # the client went away before the end of the answer
+        self.prompt: str | None = None  # for the log, where the configuration allows it
+        self.choices = 1  # of the answer
+        self.retries = 0
+        self.queued_s = 0.0
+        self.first_s: float | None = None  # from arrival to the first event
+        self.events = 0  # with tokens, streamed until now
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.estimated_prompt_tokens = 0  # counted where the backend does not say
+        self._first_at = self._round_at = self._last_at = 0.0  # the latter: of the latest event
+        self._running = 1  # choices that are still being written
+        self._skipped = 0  # events still to come that end no gap
+        self._pending = 0  # events since `_round_at`
+        self._inter_token: HistogramSeries | None = None
+
+    def authenticated(self, key: str) -> None:
+        self.key = key
+
+    def routed(self, model: str, choices: int = 1) -> None:
+        """The model's public name, and how many choices the answer will have."""
+        self.model = model
+        self.choices = choices
+
+    def queued(self, seconds: float) -> None:
+        self.queued_s = seconds
+        self.metrics.queue.labels(self.pool).observe(seconds)
+        if self.trace is not None:
+            self.trace.queued(seconds)
+
     def rejected(self, pool: str, reason: str) -> None:
         """The gate of `pool` did not let it in. The error object is counted by `refused`."""
         self.pool = pool

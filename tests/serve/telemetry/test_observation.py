@@ -171,12 +171,11 @@ def test_the_gate(figures: Figures) -> None:
     observation.routed("m")
     observation.pool = "main"
     observation.queued(0.2)
-    observation.rejected("spare", "rate_limit_exceeded")
     observation.refused("rate_limit_exceeded")
     end(observation, 429)
     assert figures.value("octet_queue_seconds_sum", pool="main") == pytest.approx(0.2)
-    rejections = figures.only("octet_admission_rejections_total")
-    assert rejections == {("spare", "rate_limit_exceeded"): 1}
+    errors = figures.only("octet_errors_total")
+    assert errors == {("rate_limit_exceeded", "/v1/completions"): 1}
 
 
 def test_an_unknown_model_makes_no_series_of_its_name(figures: Figures) -> None:

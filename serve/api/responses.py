@@ -1,4 +1,4 @@
-"""The bodies of answers, for the OpenAPI document. A relaying backend may add members of its own."""
+"""The bodies of answers, for the OpenAPI document. A relaying backend may add members."""
 
 from typing import Any, Literal
 

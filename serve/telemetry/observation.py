@@ -170,11 +170,6 @@ class Observation:
         if self.trace is not None:
             self.trace.queued(seconds)
 
-    def rejected(self, pool: str, reason: str) -> None:
-        """The gate of `pool` did not let it in. The error object is counted by `refused`."""
-        self.pool = pool
-        self.metrics.rejections.labels(pool, reason).inc()
-
     def attempt(self, pool: str, backend: str, precision: str) -> None:
         """A backend is asked, by its member's name."""
         self.pool, self.backend, self.precision = pool, backend, precision

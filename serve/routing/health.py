@@ -1,0 +1,212 @@
+"""Active health checks: one supervised task a member.
+
+Three things go on at once. A held connection, whose end is the end of the server, and the server's
+own word that it is ready. Its load. And a token that is generated for real when no request has
+succeeded of late: Triton says READY over a model whose process is dead. Whoever was out comes in
+again by all of it: connection, ready, one token.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+from octet.errors import BackendError
+from serve.config import Health
+from serve.routing.member import Member
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Keeps what is known of one member true."""
+
+    def __init__(
+        self,
+        member: Member,
+        config: Health,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._member = member
+        self._config = config
+        self._clock = clock
+        self._rng = rng
+        self._task: asyncio.Task[None] | None = None
+        self._doubt = asyncio.Event()
+        self.looked = asyncio.Event()  # the first verdict is there
+
+    def start(self) -> None:
+        self._member.on_doubt = self._doubt.set
+        self._member.breaker.probed = self._config.probe_after_s is not None
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        self._member.on_doubt = None
+        self._member.breaker.probed = False
+        if self._task is not None:
+            await _ended(self._task)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._keep_connected())
+                    group.create_task(self._keep_proving())
+                    group.create_task(self._keep_reading())
+            except* Exception:
+                _log.exception("the health check of %s failed; it begins again", self._member.name)
+            await asyncio.sleep(self._config.reconnect_s)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            held = asyncio.create_task(self._hold())
+            held.add_done_callback(self._connection_ended)  # at once, whatever is waited for
+            try:
+                await self._while_held(held)
+            finally:
+                held.remove_done_callback(self._connection_ended)
+                await _ended(held)
+            self.looked.set()
+            await asyncio.sleep(self._config.reconnect_s)
+
+    async def _hold(self) -> str:
+        """Why the connection ended, or was not made."""
+        try:
+            await self._member.backend.hold()
+        except BackendError as error:
+            return str(error)
+        return "its connection ended"
+
+    def _connection_ended(self, held: asyncio.Task[str]) -> None:
+        if not held.cancelled():
+            error = held.exception()
+            self._go_out(str(error) if error else held.result(), reachable=False)
+            self._doubt.set()
+
+    async def _while_held(self, held: asyncio.Task[str]) -> None:
+        """Asks whether it is ready, again and again; sooner if a request lost its connection."""
+        member, config = self._member, self._config
+        while not held.done():
+            self._doubt.clear()
+            asked_at = self._clock()
+            ready = await self._ask_ready(held)
+            if held.done():
+                return
+            if ready:
+                await self._let_in(held)
+            elif ready is None and member.last_success >= asked_at - config.interval_s:
+                member.come_in()  # too busy to say so
+            else:
+                self._go_out("it says that it is not ready", reachable=True)
+            self.looked.set()
+            pause_s = config.interval_s if member.ready else config.reconnect_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._doubt.wait(), pause_s)
+
+    async def _ask_ready(self, held: asyncio.Task[str]) -> bool | None:
+        """Its own word; None if it says nothing in time, or its connection ended meanwhile."""
+        asked = asyncio.ensure_future(self._member.backend.ready())
+        try:
+            await asyncio.wait(
+                {asked, held},
+                timeout=self._config.timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return asked.result() if asked.done() else None
+        finally:
+            await _ended(asked)
+
+    async def _let_in(self, held: asyncio.Task[str]) -> None:
+        """Who was out, or was never asked, first has to generate a token."""
+        member = self._member
+        if member.out_since is not None:
+            _log.info("%s/%s is back", member.pool, member.name)
+            if self._config.probe_after_s is not None:
+                error = await self._probe()
+                if held.done():
+                    return
+                member.breaker.reset()
+                if error is not None:
+                    self._eject(error)
+            else:
+                member.breaker.reset()
+        member.come_in()
+
+    async def _keep_proving(self) -> None:
+        """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""
+        if self._config.probe_after_s is None:
+            return
+        member, breaker = self._member, self._member.breaker
+        while True:
+            if not self.looked.is_set():
+                await self.looked.wait()
+            now = self._clock()
+            due_at = member.last_success + self._config.probe_after_s
+            if breaker.state == "open":
+                due_at = breaker.until
+            if not (member.reachable and member.ready) or now < due_at:
+                await asyncio.sleep(min(max(due_at - now, 0.0) or 1.0, self._config.reconnect_s))
+                continue
+            error = await self._probe()
+            if not (member.reachable and member.ready):
+                continue
+            if error is not None:
+                self._eject(error)
+            else:
+                breaker.proved()
+
+    async def _probe(self) -> BackendError | None:
+        """Why it generates nothing; None if it does, or is only too busy to."""
+        member, began = self._member, self._clock()
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                await member.backend.probe()
+        except TimeoutError:
+            error = BackendError(
+                f"no token within {self._config.probe_timeout_s:g} s", kind="timeout"
+            )
+        except BackendError as failure:
+            error = failure
+        else:
+            member.last_success = self._clock()
+            return None
+        if error.kind == "overloaded" or max(member.last_success, member.last_stir) > began:
+            return None
+        return error
+
+    def _eject(self, error: BackendError) -> None:
+        member = self._member
+        member.last_error = f"its probe failed: {error}"
+        member.breaker.trip()
+        _log.warning("%s/%s is ejected: %s", member.pool, member.name, member.last_error)
+
+    def _go_out(self, error: str, *, reachable: bool) -> None:
+        member = self._member
+        if member.out_since is None:
+            _log.warning("%s/%s is out: %s", member.pool, member.name, error)
+        member.go_out(error, reachable=reachable)
+
+    async def _keep_reading(self) -> None:
+        """Its load, now and then; members are read apart from each other."""
+        member, config = self._member, self._config
+        while True:
+            if member.reachable:
+                before = member.outstanding_tokens, member.in_flight
+                with contextlib.suppress(TimeoutError):
+                    report = await asyncio.wait_for(member.backend.load(), config.timeout_s)
+                    if report is not None:
+                        member.reported(report, *before)
+            await asyncio.sleep(config.load_interval_s * self._rng.uniform(0.9, 1.1))
+
+
+async def _ended(task: "asyncio.Future[Any]") -> None:
+    """Cancels `task` if it still runs; returns when it does no more."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # seen

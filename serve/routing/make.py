@@ -1,0 +1,37 @@
+"""Backends from their configuration; the libraries of a kind are imported only where one is."""
+
+from octet.errors import OctetError
+from serve.backends.base import Backend
+from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+
+__all__ = ["make_backend"]
+
+
+def make_backend(model: str, config: BackendConfig) -> Backend:
+    """The backend that `config` describes, for the public name `model`; not yet started.
+
+    Raises OctetError if its library, its files or its secrets are missing.
+    """
+    if isinstance(config, EmbeddedConfig):
+        from serve.backends.embedded import EmbeddedBackend
+
+        return EmbeddedBackend(
+            config.path,
+            model=model,
+            slots=config.slots,
+            context=config.context,
+            threads=config.threads,
+            max_waiting=config.max_waiting,
+        )
+    if isinstance(config, HttpConfig):
+        from serve.backends.openai_http import OpenAiHttpBackend
+
+        return OpenAiHttpBackend(model, config)
+    assert isinstance(config, TritonConfig), config
+    try:
+        from serve.backends.triton_grpc import TritonBackend
+    except ModuleNotFoundError as error:
+        raise OctetError(
+            f"a triton backend needs {error.name}: pip install 'octet[serve]'"
+        ) from None
+    return TritonBackend(model, config)

@@ -1,0 +1,220 @@
+"""One backend of a pool: what is known of it, and what it has been given to do."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from octet.errors import BackendError
+from serve.backends.base import Backend, LoadReport
+from serve.config import BackendConfig, Ejection
+from serve.routing.breaker import Breaker
+
+__all__ = ["Lease", "Member", "Standing"]
+
+# Whether a member is asked; the first that applies:
+#   leaving      it was removed, and finishes what it has
+#   unreachable  no connection, or one that came back and has not proved itself yet
+#   not_ready    it says itself that it cannot serve
+#   ejected      its breaker is open
+#   full         it has all the requests that it may have at once
+#   trial        its breaker is half-open: a few requests at a time
+Standing: TypeAlias = Literal[
+    "leaving", "unreachable", "not_ready", "ejected", "full", "trial", "in"
+]
+_NEWEST = 0.1  # weight of the newest lease in the mean duration of leases
+
+
+class Member:
+    """A backend and its standing. One of which nothing is known yet is as good as any."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: str,
+        backend: Backend,
+        config: BackendConfig | None = None,
+        *,
+        ejection: Ejection | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.backend = backend
+        self.config = config
+        self.max_in_flight = config.max_in_flight if config else None
+        self._clock = clock
+        # Set by the pool: whether failures may eject it, and who hears that `available` may have
+        # changed.
+        self.may_eject: Callable[[], bool] = lambda: True
+        self.changed: Callable[[], None] = lambda: None
+        self.breaker = Breaker(
+            ejection or Ejection(),
+            clock=clock,
+            may_open=lambda: self.may_eject(),
+            changed=lambda: self.changed(),
+        )
+
+        self.reachable = True
+        self.ready = True
+        self.doubtful = False  # a request lost its connection, which is being looked into
+        self.leaving = False
+        self.out_since: float | None = None  # unreachable or not ready, by the clock
+        self.last_error = ""  # for people
+        self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
+
+        self.in_flight = 0  # requests
+        self.outstanding_tokens = 0
+        self.mean_lease_s: float | None = None
+        self.idle = asyncio.Event()  # set while it has no request
+        self.idle.set()
+        self.last_success = -math.inf  # a token, an answer or a probe, by the clock
+
+        self.report: LoadReport | None = None
+        self.reported_at = -math.inf  # by the clock
+        self.reported_tokens = 0  # outstanding when the report was asked for
+        self.reported_in_flight = 0  # requests, likewise
+        self.last_stir = -math.inf  # when its report last showed that it generates
+        self.capacity_tokens: int | None = None  # of its KV cache, as last reported
+
+    def __repr__(self) -> str:
+        return f"<Member {self.pool}/{self.name}: {self.standing}>"
+
+    @property
+    def up(self) -> bool:
+        """Whether it serves, be it full or not."""
+        return self.standing in ("in", "trial", "full")
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be given one more request."""
+        return (
+            self.reachable
+            and self.ready
+            and not self.leaving
+            and not self._full()
+            and self.breaker.admits
+        )
+
+    @property
+    def standing(self) -> Standing:
+        if self.leaving:
+            return "leaving"
+        if not self.reachable:
+            return "unreachable"
+        if not self.ready:
+            return "not_ready"
+        state = self.breaker.state
+        if state == "open":
+            return "ejected"
+        if self._full():
+            return "full"
+        return "trial" if state == "half_open" else "in"
+
+    def lease(self, tokens: int) -> "Lease":
+        """Gives it a request of so many tokens, until the lease is released."""
+        return Lease(self, tokens, self._clock)
+
+    def come_in(self) -> None:
+        """It is reached and says that it is ready."""
+        self.reachable = self.ready = True
+        self.doubtful = False
+        self.out_since = None
+        self.changed()
+
+    def go_out(self, error: str, *, reachable: bool) -> None:
+        """It cannot be reached; or it can, and says that it is not ready."""
+        self.reachable, self.ready = reachable, False
+        self.doubtful = False
+        self.last_error = error
+        if self.out_since is None:
+            self.out_since = self._clock()
+        self.changed()
+
+    def doubt(self, error: str) -> None:
+        """Its connection failed a request: until the health check has looked, others are asked."""
+        self.last_error = error
+        if self.on_doubt is not None and self.reachable:
+            self.reachable, self.doubtful = False, True
+            self.changed()
+            self.on_doubt()
+
+    def leave(self) -> None:
+        """No request is given to it any more; `idle` is set when the last one has ended."""
+        self.leaving = True
+        self.changed()
+
+    def reported(self, report: LoadReport, outstanding_tokens: int, in_flight: int) -> None:
+        """Takes what it says of its load; the counts are those of when it was asked."""
+        last, now = self.report, self._clock()
+        if last and (last.running, last.kv_usage) != (report.running, report.kv_usage):
+            self.last_stir = now
+        self.report, self.reported_at = report, now
+        self.reported_tokens, self.reported_in_flight = outstanding_tokens, in_flight
+        if report.capacity_tokens is not None:
+            self.capacity_tokens = report.capacity_tokens
+
+    def _full(self) -> bool:
+        return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
+
+    def _took(self, tokens: int) -> None:
+        self.in_flight += 1
+        self.outstanding_tokens += tokens
+        self.idle.clear()
+        if self._full():
+            self.changed()
+
+    def _gave_back(self, tokens: int, seconds: float) -> None:
+        if self._full():
+            self.changed()
+        self.in_flight -= 1
+        self.outstanding_tokens -= tokens
+        if self.in_flight == 0:
+            self.idle.set()
+        mean = seconds if self.mean_lease_s is None else self.mean_lease_s
+        self.mean_lease_s = mean + _NEWEST * (seconds - mean)
+
+
+class Lease:
+    """One request at one member. Its first outcome counts; without one, its client went away."""
+
+    __slots__ = ("_began", "_clock", "_epoch", "_open", "_undecided", "member", "tokens")
+
+    def __init__(self, member: Member, tokens: int, clock: Callable[[], float]) -> None:
+        self.member = member
+        self.tokens = tokens
+        self._clock = clock
+        self._began = clock()
+        self._epoch = member.breaker.begin()
+        self._undecided = True
+        self._open = True
+        member._took(tokens)
+
+    def progressed(self) -> None:
+        """Tokens came: it is busy, not dead."""
+        self.member.last_success = self._clock()
+
+    def succeeded(self) -> None:
+        if self._undecided:
+            self._undecided = False
+            self.member.last_success = self._clock()
+            self.member.breaker.succeeded(self._epoch)
+
+    def failed(self, error: BackendError) -> None:
+        """Not for a request that the backend refused as its client's mistake."""
+        if self._undecided:
+            self._undecided = False
+            self.member.last_error = str(error)
+            self.member.breaker.failed(self._epoch, error.kind)
+            if error.kind in ("refused", "lost"):
+                self.member.doubt(str(error))
+
+    def release(self) -> None:
+        """Always, and as often as one likes."""
+        if self._open:
+            self._open = False
+            if self._undecided:
+                self._undecided = False
+                self.member.breaker.abandoned(self._epoch)
+            self.member._gave_back(self.tokens, self._clock() - self._began)

@@ -1,0 +1,260 @@
+"""The backends that stand in for each other, and which of them is asked next."""
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Self
+
+from octet.errors import ConfigError
+from serve.backends.base import Backend
+from serve.config import BackendConfig, PoolConfig
+from serve.routing.ask import Ask
+from serve.routing.budget import RetryBudget
+from serve.routing.health import Watch
+from serve.routing.make import make_backend
+from serve.routing.member import Member
+from serve.routing.policies import make_policy
+
+__all__ = ["Pool"]
+
+_log = logging.getLogger(__name__)
+_FRESH_REPORTS = 3  # intervals of reading the load: older reports are not believed
+_LONGEST_WAIT_S = 60.0  # that a client is told to wait
+
+
+class Pool:
+    def __init__(
+        self,
+        name: str,
+        config: PoolConfig,
+        members: Sequence[Member],
+        *,
+        model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`model` is the public name for which backends are made that are added later."""
+        self.name = name
+        self.config = config
+        self.model = model or name
+        self.members: tuple[Member, ...] = ()
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._policy = make_policy(
+            config.routing, _FRESH_REPORTS * config.health.load_interval_s, clock, self._rng
+        )
+        self._active = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self.budget = RetryBudget(config.retries, lambda: self._active, rng=self._rng)
+        self._watches: dict[Member, Watch] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._available: list[Member] = []
+        self._stale = True  # `_available` is to be made anew
+        self._reopens_at = math.inf  # when a breaker's time passes, by the clock
+        for member in members:
+            self._join(member)
+
+    @classmethod
+    def from_config(cls, name: str, config: PoolConfig, model: str) -> Self:
+        """Raises OctetError if a backend's library or files are missing."""
+        pool = cls(name, config, (), model=model)
+        for entry in config.backends:
+            pool._join(pool._member(make_backend(model, entry), entry))
+        return pool
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        backends: Sequence[Backend],
+        config: PoolConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> Self:
+        """A pool of backends that exist already."""
+        pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng)
+        for backend in backends:
+            pool._join(pool._member(backend, None))
+        return pool
+
+    @property
+    def precision(self) -> str | None:
+        return self.config.precision
+
+    @property
+    def active(self) -> int:
+        """The requests that are in it, those that wait for a retry included."""
+        return self._active
+
+    @active.setter
+    def active(self, count: int) -> None:
+        assert count >= 0
+        self._active = count
+        if count == 0:
+            self._drained.set()
+        else:
+            self._drained.clear()
+
+    def choose(self, ask: Ask, tried: Collection[Member] = ()) -> Member | None:
+        """The member to ask, none of `tried`; None if nobody is available."""
+        if self._stale or self._clock() >= self._reopens_at:
+            self._refresh()
+        members = self._available
+        if tried:
+            members = [member for member in members if member not in tried]
+        if not members:  # those whose connection is being looked into are better than nobody
+            members = [member for member in self.members if member.doubtful and member not in tried]
+            if not members:
+                return None
+        return self._policy.pick(members, ask)
+
+    def retry_after_s(self) -> float:
+        """When somebody may be available again; at least a moment, at most a minute."""
+        waits = [self._wait_s(member) for member in self.members if not member.leaving]
+        return min(waits, default=_LONGEST_WAIT_S)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would find a member that serves, be it full or not."""
+        return any(member.up for member in self.members)
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Of the KV caches of those that serve; who does not say is taken for the mean.
+
+        Of all, if none serves: a limit must not vanish with the last backend. None if nobody says.
+        """
+        counted = [member for member in self.members if member.up] or self.members
+        known = [m.capacity_tokens for m in counted if m.capacity_tokens is not None]
+        return sum(known) * len(counted) // len(known) if known else None
+
+    @property
+    def context_length(self) -> int | None:
+        """The shortest context among the backends that say theirs."""
+        lengths = (member.backend.context_length for member in self.members)
+        return min((length for length in lengths if length), default=None)
+
+    async def start(self) -> None:
+        """Starts every backend and has a first look at each, for `health.timeout_s` at most.
+
+        Raises the OctetError of the first backend that can never work; one that cannot be reached
+        is only unavailable.
+        """
+        started = await asyncio.gather(
+            *(member.backend.start() for member in self.members), return_exceptions=True
+        )
+        for error in started:
+            if isinstance(error, BaseException):
+                await self.close()
+                raise error
+        await self._watch(self.members)
+
+    async def close(self) -> None:
+        """Lets go of every backend; those that were leaving do not finish."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        members, self.members = self.members, self.members
+        await asyncio.gather(*(self._close(member) for member in members))
+
+    async def add(self, config: BackendConfig) -> Member:
+        """Makes, starts and looks at one more. Raises OctetError if it can never work."""
+        backend = make_backend(self.model, config)
+        member = self._member(backend, config)
+        try:
+            await backend.start()
+        except BaseException:
+            await backend.close()
+            raise
+        self._join(member)
+        await self._watch((member,))
+        return member
+
+    async def remove(self, member: Member) -> None:
+        """Gives it nothing more, and closes it when its leases have ended: not waited for."""
+        member.leave()
+        self.members = tuple(each for each in self.members if each is not member)
+        self._policy.joined(self.members)
+        task = asyncio.create_task(self._close_when_idle(member))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def drained(self) -> None:
+        """Returns when no request is in it."""
+        await self._drained.wait()
+
+    def _member(self, backend: Backend, config: BackendConfig | None) -> Member:
+        taken = {member.name for member in self.members}
+        name = config.name if config else None
+        if name in taken:
+            raise ConfigError(f"pool '{self.name}' has a backend named '{name}' already")
+        numbers = (f"{self.name}-{number}" for number in range(1, len(taken) + 2))
+        name = name or next(free for free in numbers if free not in taken)
+        return Member(
+            name, self.name, backend, config, ejection=self.config.ejection, clock=self._clock
+        )
+
+    def _join(self, member: Member) -> None:
+        member.changed = self._changed
+        member.may_eject = lambda: self._may_eject(member)
+        self.members = (*self.members, member)
+        self._policy.joined(self.members)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._stale = True
+
+    def _refresh(self) -> None:
+        self._available = [member for member in self.members if member.available]
+        opened = (m.breaker.until for m in self.members if m.breaker.reopens_by_itself)
+        self._reopens_at = min(opened, default=math.inf)
+        self._stale = False
+
+    def _may_eject(self, candidate: Member) -> bool:
+        others = (m for m in self.members if m is not candidate and m.reachable)
+        ejected = sum(member.breaker.counted for member in others)
+        allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))
+        return ejected < allowed
+
+    def _wait_s(self, member: Member) -> float:
+        health, now = self.config.health, self._clock()
+        standing = member.standing
+        if standing == "ejected":
+            wait_s = member.breaker.until - now
+        elif standing in ("unreachable", "not_ready"):
+            # Who has been away for long will be away for about as long again (Lindy's law).
+            since = now if member.out_since is None else member.out_since
+            wait_s = max(now - since, health.reconnect_s)
+        elif standing in ("full", "trial") and member.mean_lease_s is not None:
+            wait_s = member.mean_lease_s / max(member.in_flight, 1)
+        else:
+            wait_s = 0.0
+        return min(max(wait_s, 0.1), _LONGEST_WAIT_S)
+
+    async def _watch(self, members: Sequence[Member]) -> None:
+        watches = [Watch(m, self.config.health, self._clock, self._rng) for m in members]
+        for member, watch in zip(members, watches, strict=True):
+            self._watches[member] = watch
+            watch.start()
+        looks = [asyncio.ensure_future(watch.looked.wait()) for watch in watches]
+        if looks:
+            _, late = await asyncio.wait(looks, timeout=self.config.health.timeout_s)
+            for look in late:
+                look.cancel()
+
+    async def _close_when_idle(self, member: Member) -> None:
+        try:
+            await member.idle.wait()
+        finally:
+            await self._close(member)
+
+    async def _close(self, member: Member) -> None:
+        watch = self._watches.pop(member, None)
+        if watch is not None:
+            await watch.stop()
+        await member.backend.close()

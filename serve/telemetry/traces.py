@@ -1,4 +1,4 @@
-"""Tracing, where the configuration asks for it; OpenTelemetry is not even imported elsewhere."""
+"""Tracing, where the configuration asks for it; else OpenTelemetry's SDK is not even imported."""
 
 from abc import ABC, abstractmethod
 from urllib.parse import urlsplit

@@ -5,7 +5,8 @@ connections than there is room for (503), and a client that takes nothing: its c
 which the application sees as a disconnect. Every refusal is an OpenAI error object, closes the
 connection, and is counted.
 
-Nothing here costs a timer per request: one sweep a second looks at all connections.
+A request that arrives in one piece costs no timer and no look at the clock: one sweep a second goes
+over all connections.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from serve.config import Limits
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
 SWEEP_EVERY_S = 1.0
-# A body may take longer than the timeout if it comes at least this fast, as Apache's
-# mod_reqtimeout has it: a large body over a slow line is no attack.
+# A body may take longer than the timeout if it comes at least this fast, as with `MinRate` of
+# Apache's mod_reqtimeout: a large body over a slow line is no attack.
 LEAST_BYTES_PER_S = 64 * 1024
 # A refused client that still sends would get a reset, and lose the answer: what it sends is read
 # and thrown away for so long, or until it closes (RFC 9112, section 9.6).
@@ -43,13 +44,11 @@ class Guard:
         self.refused = 0  # of them, those that are being turned away
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: "GuardedProtocol", loop: asyncio.AbstractEventLoop) -> None:
+    def add(self, connection: "GuardedProtocol", limits: Limits) -> None:
         self.connections.add(connection)
         if self._timer is None:
-            limits = self.limits()
-            shortest = min(limits.read_timeout_s, limits.write_timeout_s, LINGER_S)
-            every_s = min(SWEEP_EVERY_S, shortest / 4)
-            self._timer = loop.call_later(every_s, self._sweep, loop, every_s)
+            shortest_s = min(limits.read_timeout_s, limits.write_timeout_s, LINGER_S)
+            self._sweep(connection.loop, min(SWEEP_EVERY_S, shortest_s / 4))
 
     def remove(self, connection: "GuardedProtocol") -> None:
         self.connections.discard(connection)
@@ -65,7 +64,7 @@ class Guard:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. Made by `guarded_protocol`."""
 
     guard: ClassVar[Guard]
 
@@ -74,12 +73,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase = _IDLE  # of the message that is arriving
         self._timed = _HEADERS  # the phase that `_since` is about
         self._since: float | None = None  # when the client began to keep us waiting
-        self._chunk = 0  # bytes of what just arrived
-        self._arrived = 0  # bytes of the current message, at most
+        self._chunk = 0  # bytes that just arrived
+        self._arrived = 0  # bytes of the current message; its first, with others before, left out
+        self._bodyless = 0  # bytes without any of the body in them, in its phase: trailers
         self._most_header_bytes = 0
         self._turned_away_at: float | None = None
         self._unwanted = False  # over the limit of connections: refused when it asks
-        self._pending = 0  # bytes that wait to be sent, at the last sweep
+        self._pending = 0  # bytes that waited to be sent, at the last sweep
         self._stalled_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,7 +88,7 @@ class GuardedProtocol(HttpToolsProtocol):
         limits = guard.limits()
         self._most_header_bytes = limits.max_header_bytes
         self._since = self.loop.time()
-        guard.add(self, self.loop)
+        guard.add(self, limits)
         if len(guard.connections) - guard.refused > limits.max_connections:
             self._unwanted = True
             self._turn_away()
@@ -103,26 +103,39 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._turned_away_at is not None:
             if self._unwanted:
                 self._unwanted = False
-                self._refuse(503, "too_many_connections", "too many connections", retry_after_s=1)
+                self._refuse(503, "too_many_connections", "too many connections")
             return
+        self._unset_keepalive_if_required()
         self._chunk = len(data)
-        self._arrived += self._chunk
-        super().data_received(data)
-        phase = self._phase
-        if phase != self._timed:
-            self._timed = phase
-            self._since = self.loop.time() if phase else None
-        if phase == _HEADERS and self._arrived > self._most_header_bytes:
+        self._arrived = self._chunk if self._phase == _IDLE else self._arrived + self._chunk
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # No other protocol is spoken here: the request is answered in this one, as RFC 9110,
+            # section 7.8, allows. What follows it cannot be told apart, so it is the last.
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            if self._turned_away_at is None:
+                self._refuse(400, "malformed_http", "this is not HTTP/1.1")
+            return
+        if self._phase != self._timed:
+            self._timed = self._phase
+            self._since = self.loop.time() if self._phase else None
+        if self._phase == _BODY:
+            self._bodyless += self._chunk
+        endless = self._arrived if self._phase == _HEADERS else self._bodyless
+        if endless > self._most_header_bytes:
             self._refuse_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._phase = _HEADERS
         self._timed = _IDLE
-        self._arrived = self._chunk
+        self._bodyless = 0
 
     def on_headers_complete(self) -> None:
-        if self._arrived > self._most_header_bytes:  # maybe: a part of that may be the body
+        # A cheap bound first: both may have other messages or a part of the body in them.
+        if self._arrived + self._chunk > self._most_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._most_header_bytes:
                 self._refuse_headers()
@@ -130,23 +143,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase = _BODY
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._bodyless = -self._chunk
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._phase = _IDLE
+        self._arrived = self._bodyless = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._turned_away_at is not None:  # what the client sent meanwhile was refused
+        if self._turned_away_at is not None:  # what the client sent after this request was refused
             self.transport.close()
         super().on_response_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn when the parser has given up."""
-        if self._turned_away_at is None:
-            self._refuse(400, "malformed_http", "this is not HTTP/1.1")
-
     def shutdown(self) -> None:
         if self._turned_away_at is not None and not self._is_answering():
-            self.transport.abort()
+            self.transport.close()
         else:
             super().shutdown()
 
@@ -155,7 +168,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._check_reader(limits, now)
         if self._turned_away_at is not None:
             if now - self._turned_away_at > LINGER_S and not self._is_answering():
-                self.transport.abort()
+                self.transport.close()
         elif self._since is not None:
             self._check_sender(limits, now, self._since)
 
@@ -175,7 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._since = now
             return
         allowed_s = limits.read_timeout_s
-        if self._phase == _BODY:
+        if self._phase == _BODY and self._is_answering():
             allowed_s += self._arrived / LEAST_BYTES_PER_S
         if now - since <= allowed_s:
             return
@@ -183,7 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         what = "headers" if self._phase == _HEADERS else "body"
-        self._refuse(408, "request_timeout", f"the {what} did not arrive within {allowed_s:g} s")
+        self._refuse(408, "request_timeout", f"the {what} did not arrive within {allowed_s:.3g} s")
 
     def _refuse_headers(self) -> None:
         limit = self._most_header_bytes
@@ -191,41 +204,42 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(431, "headers_too_large", message)
 
     def _is_answering(self) -> bool:
-        """Whether a response is under way to a request that has arrived whole."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _refuse(
-        self, status: int, code: str, message: str, *, retry_after_s: int | None = None
-    ) -> None:
-        """Answers what cannot be taken, and closes. An answer under way is finished first."""
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answers what cannot be taken, and closes. An answer to an earlier request goes first."""
         self.guard.count(code)
-        cycle = self.cycle
-        own = self._phase == _BODY and cycle is not None  # the message refused is a request already
         if self._turned_away_at is None:
             self._turn_away()
-        if self._is_answering() and not own:
-            cycle.keep_alive = False
-            return
+        own = self._phase == _BODY  # what is refused has become a request already
+        if self.pipeline or (self._is_answering() and not own):
+            self.cycle.keep_alive = False
+            return  # on_response_complete closes
         if own:
-            if cycle.response_started or self.pipeline:
+            cycle = self.cycle
+            if cycle.response_started:
                 self.transport.close()
                 return
             cycle.disconnected = True  # for the application, its client has gone
             cycle.message_event.set()
-        error = RequestError(message, status=status, code=code)
-        body = error_bytes(error)
-        lines = [STATUS_LINE[status]]
-        for name, value in self.server_state.default_headers:
-            lines += [name, b": ", value, b"\r\n"]
-        if retry_after_s is not None:
-            lines.append(b"retry-after: %d\r\n" % retry_after_s)
-        lines.append(b"content-type: application/json\r\n")
-        lines.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        self.transport.write(b"".join([*lines, body]))
+        self._write_refusal(status, code, message)
         if self.guard.refused > MOST_LINGERING or not self.transport.can_write_eof():
             self.transport.close()
         else:
             self.transport.write_eof()
+
+    def _write_refusal(self, status: int, code: str, message: str) -> None:
+        unavailable = status == 503
+        kind = "service_unavailable_error" if unavailable else "invalid_request_error"
+        body = error_bytes(RequestError(message, status=status, code=code, kind=kind))
+        lines = [STATUS_LINE[status]]
+        for name, value in self.server_state.default_headers:
+            lines += [name, b": ", value, b"\r\n"]
+        if unavailable:
+            lines.append(b"retry-after: 1\r\n")
+        lines.append(b"content-type: application/json\r\nconnection: close\r\n")
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        self.transport.write(b"".join([*lines, body]))
 
     def _turn_away(self) -> None:
         self._turned_away_at = self.loop.time()
@@ -235,7 +249,7 @@ class GuardedProtocol(HttpToolsProtocol):
 def guarded_protocol(
     limits: Callable[[], Limits], count: Callable[[str], None]
 ) -> type[GuardedProtocol]:
-    """The class for `uvicorn.Config(http=...)`.
+    """The class for `uvicorn.Config(http=...)`, of one listening address.
 
     `limits` is asked for each connection, so that a reload applies; `count` gets the error code of
     each refusal.

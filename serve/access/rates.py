@@ -89,7 +89,7 @@ class Rates:
 
 
 class Charge:
-    """What one request was charged. Exactly one of `release` and `cancel` ends it."""
+    """What one request was charged. Exactly one of `release` and `refund` ends it."""
 
     __slots__ = ("_rates", "_since", "_slot", "_true", "_usage", "key", "tokens")
 
@@ -116,11 +116,11 @@ class Charge:
         rates.duration_s += SMOOTHING * (duration_s - rates.duration_s)
         self._end(self.tokens if self._true is None else self._true)
 
-    def cancel(self, *, served: bool = False) -> None:
-        """The request was not begun: no token is counted; nor is it, unless `served`."""
+    def refund(self, *, keep_request: bool) -> None:
+        """The request ended before it began: its tokens count no more, nor does it unless kept."""
         rates = self._rates
         self.settle(0)
-        if not served:
+        if not keep_request:
             rates.requests.correct(self._slot, -1, rates.clock())
         self._end(0)
 

@@ -108,9 +108,9 @@ class Admission:
         try:
             await self._enter(ticket, pool, deadline)
         except BaseException as error:
-            # Refused by us, it does not count at all; a client that went has used its request.
+            # Refused by us, it does not count at all; a client that went has had its request.
             if charge is not None:
-                charge.cancel(served=not isinstance(error, RequestError))
+                charge.refund(keep_request=not isinstance(error, RequestError))
             raise
         return ticket
 

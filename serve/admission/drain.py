@@ -4,9 +4,9 @@ import math
 
 __all__ = ["DrainRate"]
 
-SMOOTHING = 0.2  # weight of the newest request in the mean stay
-STAYS = 4  # the rate remembers so many mean stays, for requests of one batch end together
-SHORTEST_S = 5.0  # but at least so long
+KEPT = 0.8  # of the mean stay's past, at each request that ends
+STAYS = 4  # the rate looks back over so many mean stays: requests of one batch end together
+SHORTEST_S = 5.0  # but at least so far
 LONGEST_WAIT_S = 600.0
 
 
@@ -18,20 +18,26 @@ class DrainRate:
     really leaves, so that a backend that stands still shows.
     """
 
-    __slots__ = ("_at", "_rate", "_since", "_weight", "stay_s")
+    __slots__ = ("_at", "_rate", "_since", "_stayed", "_tokens", "_weight")
 
     def __init__(self) -> None:
-        self.stay_s: float | None = None  # of a token in flight, mean
+        self._stayed = 0.0  # token seconds of requests that ended, decayed
+        self._tokens = 0.0  # and their tokens
         self._rate = 0.0  # decayed sum; divided by its weight it is tokens per second
         self._weight = 0.0
-        self._at = 0.0
+        self._at = 0.0  # when they were last decayed
         self._since: float | None = None  # when the queue formed
+
+    @property
+    def stay_s(self) -> float | None:
+        """The mean time that a token is in flight; None before any has left."""
+        return self._stayed / self._tokens if self._tokens else None
 
     def queued(self, in_flight: int, now: float) -> None:
         """A queue has formed while `in_flight` tokens were under way."""
         self._at = self._since = now
-        self._rate = in_flight / max(self.stay_s, 1e-3) if self.stay_s is not None else 0.0
-        self._weight = 1.0 if self.stay_s is not None else 0.0
+        self._rate = self._by_stay(in_flight)
+        self._weight = 1.0 if self._rate else 0.0
 
     def emptied(self) -> None:
         """Nothing waits any more."""
@@ -39,8 +45,8 @@ class DrainRate:
 
     def left(self, tokens: int, stay_s: float, now: float) -> None:
         """A request of `tokens` has ended after `stay_s`."""
-        before = stay_s if self.stay_s is None else self.stay_s
-        self.stay_s = before + SMOOTHING * (stay_s - before)
+        self._stayed = KEPT * self._stayed + tokens * stay_s
+        self._tokens = KEPT * self._tokens + tokens
         if self._since is not None:
             self._decay(now)
             self._rate += tokens / self._span_s
@@ -48,15 +54,18 @@ class DrainRate:
     def wait_s(self, tokens: int, in_flight: int, now: float) -> float:
         """Seconds until `tokens` have left; at least 1, at most ten minutes."""
         if self._since is None:
-            rate = in_flight / max(self.stay_s, 1e-3) if self.stay_s is not None else 0.0
-            idle_s = 0.0
+            rate, idle_s = self._by_stay(in_flight), 1.0
         else:
             self._decay(now)
             rate = self._rate / self._weight if self._weight else 0.0
             idle_s = now - self._since
-        # If nothing has ever left, it will probably take as long again as it has taken.
-        wait_s = tokens / rate if rate > tokens / LONGEST_WAIT_S else idle_s or 1.0
+        # If nothing has left yet, it will probably take as long again as it has taken.
+        wait_s = tokens / rate if rate else idle_s
         return min(max(wait_s, 1.0), LONGEST_WAIT_S)
+
+    def _by_stay(self, in_flight: int) -> float:
+        """Tokens per second by Little's law; 0 if no stay is known."""
+        return in_flight / max(self.stay_s, 1e-3) if self.stay_s is not None else 0.0
 
     @property
     def _span_s(self) -> float:

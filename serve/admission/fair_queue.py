@@ -11,16 +11,16 @@ S does not depend on the request itself, so one that leaves the queue changes no
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+
+from serve.admission.longest import Longest
 
 __all__ = ["FairQueue", "Flow"]
 
 
 class Flow:
-    """The requests of one key at one priority. `start` and `finish` are virtual times, in tokens
-    per weight."""
+    """The requests of one key at one priority; times are virtual, in tokens for the weight."""
 
-    __slots__ = ("finish", "key", "level", "listed", "start", "tokens", "waiting", "weight")
+    __slots__ = ("bound", "finish", "key", "level", "listed", "start", "waiting", "weight")
 
     def __init__(self, key: str, level: "_Level") -> None:
         self.key = key
@@ -28,23 +28,38 @@ class Flow:
         self.weight = 1.0
         self.start = 0.0  # of its first waiting request
         self.finish = 0.0  # of the request that went last
-        self.tokens = 0  # waiting
         self.waiting: OrderedDict[object, int] = OrderedDict()  # oldest first, with their tokens
         self.listed = False  # in the level's heap; an empty flow may stay there until it is met
+        self.bound = 0  # of Longest
 
 
 class _Level:
     """One priority."""
 
-    __slots__ = ("flows", "heap", "priority", "tokens", "virtual")
+    __slots__ = ("flows", "heap", "longest", "priority", "requests", "tokens", "virtual")
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
-        self.virtual = 0.0
-        self.tokens = 0
+        self.virtual = 0.0  # v
+        self.requests = 0  # waiting
+        self.tokens = 0  # theirs
         self.flows: dict[str, Flow] = {}
         # (start, order of entry, flow); a start may be too early, and is put right when met.
         self.heap: list[tuple[float, int, Flow]] = []
+        self.longest: Longest[Flow] = Longest()
+
+    def earliest(self) -> Flow:
+        """The flow whose first request starts first, with the top of the heap put right."""
+        heap = self.heap
+        while True:
+            start, order, flow = heap[0]
+            if not flow.waiting:
+                heapq.heappop(heap)
+                flow.listed = False
+            elif start != flow.start:
+                heapq.heapreplace(heap, (flow.start, order, flow))
+            else:
+                return flow
 
 
 class FairQueue:
@@ -55,20 +70,20 @@ class FairQueue:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._count = 0
+        self._requests = 0
         self._entries = 0
         self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []  # minus the priorities, ascending
+        self._order: list[_Level] = []  # highest priority first
 
     def __len__(self) -> int:
-        return self._count
+        return self._requests
 
     def flow(self, key: str, priority: int, weight: float) -> Flow:
         """The flow of `key`, for the methods below."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level(priority)
-            insort(self._order, -priority)
+            insort(self._order, level, key=lambda level: -level.priority)
         flow = level.flows.get(key)
         if flow is None:
             flow = level.flows[key] = Flow(key, level)
@@ -82,20 +97,23 @@ class FairQueue:
         flow.finish = start + tokens / flow.weight
 
     def push(self, flow: Flow, request: object, tokens: int) -> None:
+        """Adds a request behind those of its flow."""
         level = flow.level
         if not flow.waiting:
             flow.start = max(level.virtual, flow.finish)
             if not flow.listed:
-                self._list(flow)
+                self._entries += 1
+                heapq.heappush(level.heap, (flow.start, self._entries, flow))
+                flow.listed = True
         flow.waiting[request] = tokens
-        self._count += 1
-        self._add_tokens(flow, tokens)
+        level.longest.grew(flow)
+        self._count(level, 1, tokens)
 
     def first(self) -> tuple[Flow, object, int] | None:
         """The request that goes next, with its flow and its tokens."""
-        for priority in self._order:
-            level = self._levels[-priority]
-            if level.tokens and (flow := _earliest(level)) is not None:
+        for level in self._order:
+            if level.requests:
+                flow = level.earliest()
                 request, tokens = next(iter(flow.waiting.items()))
                 return flow, request, tokens
         return None
@@ -103,69 +121,38 @@ class FairQueue:
     def pop(self, flow: Flow) -> None:
         """Takes out the request that `first` gave: it goes."""
         _, tokens = flow.waiting.popitem(last=False)
-        self._count -= 1
-        self._add_tokens(flow, -tokens)
         flow.level.virtual = max(flow.level.virtual, flow.start)
         flow.start = flow.finish = flow.start + tokens / flow.weight
+        self._count(flow.level, -1, -tokens)
 
     def remove(self, flow: Flow, request: object) -> None:
         """Takes out a request that will not go; its key's share is as if it had never come."""
-        tokens = flow.waiting.pop(request)
-        self._count -= 1
-        self._add_tokens(flow, -tokens)
+        self._count(flow.level, -1, -flow.waiting.pop(request))
 
     def tokens_before(self, priority: int) -> int:
         """Tokens of what waits at `priority` and above."""
-        return sum(
-            self._levels[-negative].tokens for negative in self._order if -negative >= priority
-        )
+        return sum(level.tokens for level in self._order if level.priority >= priority)
 
     def to_push_out(self, newcomer: Flow) -> tuple[Flow, object] | None:
         """Whose place `newcomer` may take in a full queue: the last request of the longest flow.
 
-        That is one of the lowest priority that waits, with the most requests for its weight
-        (longest queue drop, as in RFC 8290, section 4.1.2): a key that floods the queue only pushes
+        That is one of the lowest priority that waits, with the most requests for its weight (the
+        fattest flow pays, as in RFC 8290, section 4.1.2): a key that floods the queue only pushes
         out itself. None if the newcomer's own flow would be the longest.
         """
-        for priority in reversed(self._order):
-            level = self._levels[-priority]
-            if not level.tokens:
-                continue
-            if level.priority > newcomer.level.priority:
+        level = next(level for level in reversed(self._order) if level.requests)
+        if level.priority > newcomer.level.priority:
+            return None
+        longest = level.longest.first()
+        assert longest is not None
+        if level is newcomer.level:
+            with_it = (len(newcomer.waiting) + 1) / newcomer.weight
+            if longest is newcomer or len(longest.waiting) / longest.weight <= with_it:
                 return None
-            longest = max(_backlogged(level), key=lambda flow: len(flow.waiting) / flow.weight)
-            if level is newcomer.level:
-                mine = (len(newcomer.waiting) + 1) / newcomer.weight
-                if longest is newcomer or len(longest.waiting) / longest.weight <= mine:
-                    return None
-            return longest, next(reversed(longest.waiting))
-        return None
+        return longest, next(reversed(longest.waiting))
 
-    def _list(self, flow: Flow) -> None:
-        self._entries += 1
-        heapq.heappush(flow.level.heap, (flow.start, self._entries, flow))
-        flow.listed = True
-
-    def _add_tokens(self, flow: Flow, tokens: int) -> None:
-        flow.tokens += tokens
-        flow.level.tokens += tokens
+    def _count(self, level: _Level, requests: int, tokens: int) -> None:
+        level.requests += requests
+        level.tokens += tokens
+        self._requests += requests
         self.tokens += tokens
-
-
-def _backlogged(level: _Level) -> Iterator[Flow]:
-    return (flow for _, _, flow in level.heap if flow.waiting)
-
-
-def _earliest(level: _Level) -> Flow | None:
-    """The flow whose first request starts first, with the top of the heap put right."""
-    heap = level.heap
-    while heap:
-        start, order, flow = heap[0]
-        if not flow.waiting:
-            heapq.heappop(heap)
-            flow.listed = False
-        elif start != flow.start:
-            heapq.heapreplace(heap, (flow.start, order, flow))
-        else:
-            return flow
-    return None

@@ -12,6 +12,7 @@ import typer
 from octet import __version__
 from octet.commands.calibrate import calibrate, rescale
 from octet.commands.export import build_engine, export
+from octet.commands.keys import keys
 from octet.commands.serve import evaluate, serve
 from octet.commands.verify import verify
 from octet.errors import OctetError
@@ -31,6 +32,7 @@ app.command("build-engine")(build_engine)
 app.command()(verify)
 app.command()(evaluate)
 app.command()(serve)
+app.add_typer(keys, name="keys")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,50 +1,77 @@
-"""The gateway's state: the pools, the limits, the figures, and whether it takes requests."""
+"""The gateway's state: the configuration at work, the pools, the figures, and whether it serves."""
 
 import asyncio
+import logging
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from octet.errors import RequestError, nearest
-from serve.backends.base import Backend
+from octet.errors import RequestError
+from serve.access.keys import Keys
+from serve.admission.admission import Admission
 from serve.config import GatewayConfig
-from serve.metrics import Metrics
-from serve.pool import Pool
+from serve.lifecycle import status
+from serve.lifecycle.discovery import Discovery
+from serve.lifecycle.epoch import Entry, Epoch
+from serve.lifecycle.reload import Change, all_of
+from serve.routing import Pool, Routes
+from serve.telemetry.metrics import Metrics
+from serve.telemetry.traces import Tracing
 
 __all__ = ["Gateway"]
 
-READY_TIMEOUT_S = 2.0
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0  # for each pool to let go of its backends
 
 
 class Gateway:
-    """What every endpoint works on."""
+    """What every endpoint works on. `start` before the first request, `close` after the last."""
 
     def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
         self.config = config
         self.pools = pools
+        self.epoch = Epoch(config, Routes(config.models, pools), Keys.from_config(config.access))
+        self.admission = Admission(config.limits)
         self.metrics = Metrics()
+        self.metrics.observe(self)
+        self.tracing = Tracing.from_config(config.traces)
         self.created = int(time.time())
+        self.path: Path | None = None  # of the configuration, to read it again
+        self.last_reload: dict[str, Any] | None = None
         self.draining = False
-        self.running = 0  # completions being answered
+        self.changing = asyncio.Lock()  # held by whoever changes the members of pools
+        self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
+        self._earlier: dict[Epoch, asyncio.Task[None]] = {}  # of before the last reloads
+        self.discoveries = self._discover()
+        self._drain_until = 0.0
 
     @classmethod
-    def from_config(cls, config: GatewayConfig) -> "Gateway":
-        return cls(
-            config,
-            {name: Pool.from_config(name, model) for name, model in config.all_pools.items()},
-        )
+    def from_config(cls, config: GatewayConfig) -> Self:
+        """Raises OctetError if a backend's library, files or key are missing."""
+        pools = {}
+        for name, pool in config.all_pools.items():
+            if models := config.models_of(name):
+                pools[name] = Pool.from_config(name, pool, models[0])
+        return cls(config, pools)
 
-    def pool(self, model: str) -> Pool:
-        """Raises RequestError (404) for a name that is not served."""
-        pool = self.pools.get(model)
-        if pool is None:
-            model = model[:100]
-            raise RequestError(
-                f"the model '{model}' does not exist{nearest(model, self.pools)}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return pool
+    @property
+    def routes(self) -> Routes:
+        return self.epoch.routes
+
+    @property
+    def keys(self) -> Keys:
+        return self.epoch.keys
+
+    @property
+    def running(self) -> int:
+        """Requests being answered."""
+        return self.epoch.running + sum(epoch.running for epoch in self._earlier)
+
+    def enter(self) -> Entry:
+        """Counts a request until it leaves. Raises RequestError (503) once draining has begun."""
+        self.require_accepting()
+        return self.epoch.enter()
 
     def require_accepting(self) -> None:
         """Raises RequestError (503) once draining has begun."""
@@ -54,34 +81,94 @@ class Gateway:
                 status=503,
                 code="draining",
                 kind="service_unavailable_error",
+                retry_after_s=max(1.0, self._drain_until - time.monotonic()),
             )
 
-    async def readiness(self) -> dict[str, Any]:
+    def drain(self, timeout_s: float) -> None:
+        """Takes no more requests; who asks is told to come again after `timeout_s`."""
+        self.draining = True
+        self._drain_until = time.monotonic() + timeout_s
+        for task in self.background:
+            task.cancel()
+
+    def readiness(self) -> dict[str, Any]:
         """Whether a request sent now would be served, and by which backends."""
-        entries = [(name, b) for name, pool in self.pools.items() for b in pool.backends]
-        answers = await asyncio.gather(*(_ready(backend) for _, backend in entries))
-        models: dict[str, list[dict[str, Any]]] = {name: [] for name in self.pools}
-        for (name, backend), answer in zip(entries, answers, strict=True):
-            models[name].append({"backend": backend.name, "ready": answer})
-        ready = any(answers) and not self.draining
-        return {"ready": ready, "draining": self.draining, "models": models}
+        return status.readiness(self)
+
+    def status(self, *, addresses: bool = False) -> dict[str, Any]:
+        """Everything that is known now. With `addresses`, the backends' own names, too."""
+        return status.status(self, addresses=addresses)
 
     async def start(self) -> None:
         """Starts every backend. Raises the OctetError of the first that can never work."""
         try:
-            for pool in self.pools.values():
-                await pool.start()
+            await all_of(pool.start() for pool in self.pools.values())
+            await all_of(discovery.start() for discovery in self.discoveries)
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        for pool in self.pools.values():
-            await pool.close()
+        """Lets go of everything, at most 10 s for each pool; safe to call twice."""
+        tasks = [*self.background, *self._earlier.values()]
+        for task in tasks:
+            task.cancel()  # those of earlier epochs then close their pools at once
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await all_of(discovery.close() for discovery in self.discoveries)
+        await all_of(map(_closed, self.pools.values()))
+        await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    async def reload(self, config: GatewayConfig) -> dict[str, Any]:
+        """Goes over to `config`, wholly or not at all; returns what changed.
+
+        Backends whose configuration is the same stay, with their state; the others take no new
+        requests and are closed when their last one ends. Raises OctetError, and changes nothing,
+        if a backend can never work as configured.
+        """
+        try:
+            async with self.changing:
+                self.require_accepting()
+                change = await Change.prepared(self, config)
+                report = change.commit()
+        except BaseException:
+            self.metrics.reloads.labels("failed").inc()
+            raise
+        self.metrics.reloads.labels("ok").inc()
+        await all_of(discovery.start() for discovery in self.discoveries)
+        return report
+
+    def replace(self, epoch: Epoch, pools: dict[str, Pool]) -> None:
+        """In one step: from here on requests are served by these. For a reload alone."""
+        before, self.epoch = self.epoch, epoch
+        gone = [pool for name, pool in self.pools.items() if pools.get(name) is not pool]
+        self.config, self.pools = epoch.config, pools
+        self.admission.reload(epoch.config.limits)
+        for discovery in self.discoveries:
+            discovery.stop()
+        self.discoveries = self._discover()
+        # Pools out of use may still be waited for by requests of this epoch and of earlier ones.
+        epochs = [*self._earlier, before]
+        self._earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))
+
+    async def _finish(self, epoch: Epoch, epochs: list[Epoch], pools: list[Pool]) -> None:
+        try:
+            await all_of(earlier.ended() for earlier in epochs)
+        finally:
+            await all_of(map(_closed, pools))
+            del self._earlier[epoch]
+
+    def _discover(self) -> list[Discovery]:
+        return [
+            Discovery(source, pool, self.config.models_of(name), self.changing)
+            for name, pool in self.pools.items()
+            for source in pool.config.discover
+        ]
 
 
-async def _ready(backend: Backend) -> bool:
+async def _closed(pool: Pool) -> None:
     try:
-        return await asyncio.wait_for(backend.ready(), READY_TIMEOUT_S)
+        await asyncio.wait_for(pool.close(), CLOSE_TIMEOUT_S)
     except TimeoutError:
-        return False
+        _log.error("pool %s: not closed within %g s", pool.name, CLOSE_TIMEOUT_S)

@@ -1,26 +1,23 @@
-"""A gateway's life: startup, main loop, shutdown; the first signal drains, the second forces."""
+"""`octet serve`: a gateway from its configuration to its end."""
 
 import asyncio
-import logging
+import contextlib
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import FrameType
-
-import uvicorn
 
 from octet.artifact import Manifest
-from octet.errors import ConfigError
-from serve.app import create_app
-from serve.config import EmbeddedConfig, GatewayConfig, Listen, ModelConfig, PoolConfig
+from octet.errors import ConfigError, OctetError
+from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig
 from serve.gateway import Gateway
+from serve.lifecycle.listening import AdminServer, DrainingServer, say
+from serve.lifecycle.reload import reload_from
+from serve.telemetry.logs import logging_to
 
-__all__ = ["bind", "run", "serve_gateway"]
+__all__ = ["DrainingServer", "bind", "check", "run", "serve_gateway"]
 
-KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
 FORCED = 1  # exit code when a second signal, or the deadline, cut requests short
 
 
@@ -31,7 +28,7 @@ def run(
     host: str | None = None,
     port: int | None = None,
 ) -> None:
-    """Serves until a signal: an ONNX export under its model's name, or what `config` lists.
+    """Serves until a signal: an export under its model's name, or what the file `config` lists.
 
     `host` and `port` take precedence over the file's. Raises an OctetError for a configuration
     that cannot work, or an address that cannot be listened on; exits 1 if requests were cut short.
@@ -42,101 +39,115 @@ def run(
         update={name: value for name, value in given.items() if value is not None}
     )
     settings = settings.model_copy(update={"listen": listen})
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for warning in settings.warnings:
+        say(f"warning: {warning}")
     gateway = Gateway.from_config(settings)
-    listener = bind(listen)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        clean = runner.run(serve_gateway(gateway, listener))
+    gateway.path = config
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_to(settings.logs))
+        listener = stack.enter_context(bind(listen.host, listen.port))
+        admin = settings.admin
+        admin_listener = None
+        if admin.port is not None:
+            admin_listener = stack.enter_context(bind(admin.host, admin.port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
+        clean = runner.run(serve_gateway(gateway, listener, admin_listener))
     if not clean:
         sys.exit(FORCED)
+
+
+def check(config: Path) -> list[str]:
+    """Reads the file as `run` would, and makes its backends without starting them.
+
+    Returns what it found, a line each. Raises OctetError for what cannot work.
+    """
+    settings = GatewayConfig.load(config)
+    gateway = Gateway.from_config(settings)
+    lines = [f"warning: {warning}" for warning in settings.warnings]
+    for name, model in settings.models.items():
+        names = dict.fromkeys(model.pool_names(name))
+        aliases = f" ({', '.join(model.aliases)})" if model.aliases else ""
+        lines.append(f"model {name}{aliases}: {', '.join(names)}")
+    for name, pool in gateway.pools.items():
+        found = [f"{member.name} ({member.backend.name})" for member in pool.members]
+        found += [origin for origin in (d.origin for d in gateway.discoveries if d.pool is pool)]
+        lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
+    keys = len(settings.access.keys)
+    lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
+    return lines
 
 
 async def serve_gateway(
     gateway: Gateway,
     listener: socket.socket,
+    admin_listener: socket.socket | None = None,
     *,
-    on_started: Callable[["DrainingServer"], None] | None = None,
+    on_started: Callable[[DrainingServer], None] | None = None,
 ) -> bool:
     """Starts the backends, serves on `listener`, drains at a signal, closes the backends.
 
+    Administration is on `admin_listener`, if there is one. SIGHUP reads the configuration again.
     Returns whether every request ran to its end.
     """
     await gateway.start()
     server = DrainingServer(gateway, on_started)
+    admin = AdminServer(gateway) if admin_listener is not None else None
     try:
-        await server.serve(sockets=[listener])
+        async with _reloading_at_hangup(gateway):
+            if admin is None or admin_listener is None:
+                await server.serve(sockets=[listener])
+            else:
+                await _both(server, listener, admin, admin_listener)
     finally:
         await gateway.close()
     return not server.cut_short
 
 
-class DrainingServer(uvicorn.Server):
-    """Uvicorn, but it goes on listening while it drains, so that /ready can say 503."""
-
-    def __init__(
-        self, gateway: Gateway, on_started: Callable[["DrainingServer"], None] | None = None
-    ) -> None:
-        app = create_app(gateway)
-        settings = uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,  # the requests have ended by then, or their backend has
-        )
-        super().__init__(settings)
-        self.gateway = gateway
-        self.cut_short = False
-        self._on_started = on_started
-        self._deadline: float | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
-        await super().startup(sockets)
-        assert sockets
-        host, port = sockets[0].getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _say(f"serving {', '.join(self.gateway.pools)} on {url}")
-        if self._on_started is not None:
-            self._on_started(self)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain; another one ends it."""
-        name = signal.Signals(sig).name
-        if self._deadline is None:
-            timeout_s = self.gateway.config.drain_timeout_s
-            self.gateway.draining = True
-            self._deadline = time.monotonic() + timeout_s
-            running = self.gateway.running
-            _say(f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force")
-        else:
-            self._deadline = 0.0
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called every 0.1 s; true ends the main loop."""
-        if self._deadline is not None:
-            if self.gateway.running and time.monotonic() >= self._deadline:
-                self.cut_short = True
-                await self.gateway.close()  # running answers end in an error event
-                await self._settle()
-                return True
-            if not self.gateway.running:
-                return True
-        return await super().on_tick(counter)
-
-    async def _settle(self) -> None:
-        """Lets the requests that lost their backend say so to their clients."""
-        give_up = time.monotonic() + 1.0
-        while self.gateway.running and time.monotonic() < give_up:
-            await asyncio.sleep(0.02)
+async def _both(
+    server: DrainingServer,
+    listener: socket.socket,
+    admin: AdminServer,
+    admin_listener: socket.socket,
+) -> None:
+    """Administration is there as long as the server is: it can be asked how a drain goes."""
+    administration = asyncio.create_task(admin.serve(sockets=[admin_listener]))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        admin.should_exit = True
+        await administration
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+@contextlib.asynccontextmanager
+async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
+    """SIGHUP, as a callback of the event loop: nothing runs inside the signal's handler."""
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        try:
+            await reload_from(gateway, gateway.path)
+            say("SIGHUP: reloaded")
+        except OctetError as error:
+            say(f"SIGHUP: not reloaded, nothing has changed: {error}")
+
+    def at_signal() -> None:
+        task = loop.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    try:
+        loop.add_signal_handler(signal.SIGHUP, at_signal)
+    except (NotImplementedError, RuntimeError, ValueError):  # not Unix, or not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in reloads:
+            task.cancel()
+        await asyncio.gather(*reloads, return_exceptions=True)
 
 
 def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
@@ -155,7 +166,7 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
     return GatewayConfig(models={name: ModelConfig(pool=PoolConfig(backends=(embedded,)))})
 
 
-def bind(listen: Listen) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet: before the backends run, nobody is kept waiting.
 
     Its protocol is named, because asyncio turns off Nagle's algorithm only for sockets that say
@@ -163,7 +174,7 @@ def bind(listen: Listen) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
@@ -173,9 +184,7 @@ def bind(listen: Listen) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listen.host}:{listen.port}: {error.strerror or error}"
-        ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
 
 

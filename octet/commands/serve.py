@@ -62,10 +62,19 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port (default: 8000).")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what the configuration holds, and end.")
+    ] = False,
 ) -> None:
-    """Serve OpenAI's completion API over the embedded engine, vLLM or Triton."""
+    """Serve OpenAI's API over the embedded engine, vLLM, Triton or any other server of it."""
     if (target is None) == (config is None):
         raise ConfigError("give either an export to serve, or --config FILE")
+    if check and config is None:
+        raise ConfigError("--check is for a configuration: give --config FILE")
+    from serve.server import check as checked
     from serve.server import run
 
+    if check and config is not None:
+        print("\n".join(checked(config)))
+        return
     run(target, config=config, host=host, port=port)

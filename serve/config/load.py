@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import ConfigError
+from serve.config.backends import BackendConfig, HttpConfig
 from serve.config.document import Document, Problem
 from serve.config.problems import key_path, one_line, problems_of
 from serve.config.section import Section
 
-__all__ = ["load", "refuse", "validated"]
+__all__ = ["load", "load_backends", "refuse", "validated"]
 
 T = TypeVar("T")
 
@@ -21,6 +22,20 @@ def load(path: Path, form: type[T], root: type[Section]) -> T:
     value = validated(path, document, form, root)
     refuse(path, document, document.problems)
     return value
+
+
+def load_backends(path: Path) -> tuple[BackendConfig, ...]:
+    """A file with a list of backends, each name at most once. Raises ConfigError."""
+    document = Document.read(path)
+    backends = validated(path, document, tuple[BackendConfig, ...], HttpConfig)
+    names = [backend.name for backend in backends]
+    twice = [
+        ((i, "name"), f"'{name}' is there twice")
+        for i, name in enumerate(names)
+        if name is not None and name in names[:i]
+    ]
+    refuse(path, document, [*document.problems, *twice])
+    return backends
 
 
 def validated(path: Path, document: Document, form: type[T], root: type[Section]) -> T:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from octet.errors import nearest
 from serve.config.document import Loc, Problem
-from serve.config.section import PATTERNS, Section
+from serve.config.section import PATTERNS, Section, tag
 
 __all__ = ["key_path", "one_line", "problems_of"]
 
@@ -71,8 +71,14 @@ def _known_keys(root: type[Section], loc: Loc) -> set[str]:
             sections = [s for field in fields for s in _sections(field.annotation)]
             named = any(get_origin(field.annotation) is dict for field in fields)
         elif isinstance(part, str) and part.startswith("<"):
-            sections = [s for s in sections if f"<{s.__name__}>" == part] or sections
+            sections = [s for s in _known_sections() if tag(s) == part] or sections
     return {name for section in sections for name in section.model_fields}
+
+
+def _known_sections(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from _known_sections(section)
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:

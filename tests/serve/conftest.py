@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from serve.backends.base import Backend
-from serve.config import GatewayConfig, Listen
+from serve.config import GatewayConfig
 from serve.gateway import Gateway
-from serve.pool import Pool
+from serve.routing import Pool
 from serve.server import DrainingServer, bind, serve_gateway
 
 if TYPE_CHECKING:
@@ -66,13 +66,22 @@ class Served:
 
 @asynccontextmanager
 async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIterator[Served]:
-    """A gateway over the given pools, drained and closed at the end."""
-    entry = {"pool": [{"type": "vllm", "url": "http://replaced"}]}
+    """A gateway over the given pools, drained and closed at the end.
+
+    Each is a model of its own, unless `settings` has `models`; `pools` in it has their settings.
+    """
     config = GatewayConfig.model_validate(
-        {"models": {name: entry for name, _ in pools}, "drain_timeout_s": 0.5} | settings
+        {"models": {name: {"pool": name} for name, _ in pools}, "drain_timeout_s": 0.5} | settings
     )
-    gateway = Gateway(config, {name: Pool(name, backends) for name, backends in pools})
-    listener = bind(Listen(port=0))
+    made = {name: Pool.of(name, backends, config.pools.get(name)) for name, backends in pools}
+    async with serving_gateway(Gateway(config, made)) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving_gateway(gateway: Gateway) -> AsyncIterator[Served]:
+    """Any gateway on a socket, drained and closed at the end."""
+    listener = bind("127.0.0.1", 0)
     servers: list[DrainingServer] = []
     task = asyncio.create_task(serve_gateway(gateway, listener, on_started=servers.append))
     while not servers:
@@ -84,7 +93,7 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
         yield served
     finally:
         await served.session.close()
-        if servers[0]._deadline is None:
+        if not gateway.draining:
             servers[0].handle_exit(signal.SIGTERM, None)
         await task
         listener.close()

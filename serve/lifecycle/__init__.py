@@ -1,0 +1,1 @@
+"""What changes while the gateway runs: its configuration and its backends; and its own life."""

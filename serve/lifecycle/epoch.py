@@ -1,0 +1,55 @@
+"""The time between two reloads: a request is served by the configuration that it came in under."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve.access.keys import Keys
+    from serve.config import GatewayConfig
+    from serve.routing import Routes
+
+__all__ = ["Entry", "Epoch"]
+
+
+class Epoch:
+    """One configuration at work; it lasts until the last request that came in under it is done."""
+
+    def __init__(self, config: "GatewayConfig", routes: "Routes", keys: "Keys") -> None:
+        self.config = config
+        self.routes = routes
+        self.keys = keys
+        self.running = 0  # requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> "Entry":
+        self.running += 1
+        self._idle.clear()
+        return Entry(self)
+
+    def leave(self) -> None:
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    async def ended(self) -> None:
+        """Returns once no request is left; another epoch has begun, so that none comes."""
+        await self._idle.wait()
+
+
+class Entry:
+    """A request that is counted as running until it leaves."""
+
+    __slots__ = ("_epoch", "config", "keys", "routes")
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.config = epoch.config
+        self.routes = epoch.routes
+        self.keys = epoch.keys
+        self._epoch: Epoch | None = epoch
+
+    def leave(self) -> None:
+        """Its work is done; leaving again is no mistake."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.leave()

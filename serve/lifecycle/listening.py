@@ -1,0 +1,129 @@
+"""Uvicorn, made to drain: the first signal ends a gateway's work in peace, the second by force."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from serve.app import create_app
+from serve.gateway import Gateway
+from serve.lifecycle.admin import create_admin_app
+from serve.protocol import guarded_protocol
+
+__all__ = ["AdminServer", "DrainingServer", "say"]
+
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
+LAST_BYTES_S = 2  # for what is already written to arrive, after the last request has ended
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn, but it goes on listening while it drains, so that /ready can say 503."""
+
+    def __init__(
+        self, gateway: Gateway, on_started: Callable[["DrainingServer"], None] | None = None
+    ) -> None:
+        super().__init__(_uvicorn_config(create_app(gateway), gateway))
+        self.gateway = gateway
+        self.cut_short = False
+        self._on_started = on_started
+        self._give_up_at = 0.0  # while draining
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
+        await super().startup(sockets)
+        assert sockets
+        names = ", ".join(self.gateway.routes.names)
+        for line in _out_of_reach(self.gateway):
+            say(line)
+        say(f"serving {names} on {_url(sockets[0])}")
+        if self._on_started is not None:
+            self._on_started(self)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal starts the drain; another one ends it."""
+        if self.gateway.draining:
+            self._give_up_at = 0.0
+            return
+        timeout_s = self.gateway.config.drain_timeout_s
+        self._give_up_at = time.monotonic() + timeout_s
+        self.gateway.drain(timeout_s)
+        name, running = signal.Signals(sig).name, self.gateway.running
+        say(f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called every 0.1 s; true ends the main loop."""
+        if not self.gateway.draining:
+            return await super().on_tick(counter)
+        left_s = self._give_up_at - time.monotonic()
+        if self.gateway.running and left_s > 0:
+            return await super().on_tick(counter)
+        if self.gateway.running:
+            self.cut_short = True
+            await self.gateway.close()  # running answers end in an error event
+            await self._settle()
+        # Slow readers have what is left of the deadline to take what was written for them.
+        self.config.timeout_graceful_shutdown = max(round(left_s), LAST_BYTES_S)
+        return True
+
+    async def _settle(self) -> None:
+        """Lets the requests that lost their backend say so to their clients."""
+        give_up = time.monotonic() + 1.0
+        while self.gateway.running and time.monotonic() < give_up:
+            await asyncio.sleep(0.02)
+
+
+class AdminServer(uvicorn.Server):
+    """The other address. Signals are the first server's."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(_uvicorn_config(create_admin_app(gateway), gateway))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        say(f"administration on {_url(sockets[0])}")
+
+
+def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=guarded_protocol(lambda: gateway.config.limits, gateway.metrics.refused),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+    )
+
+
+def _out_of_reach(gateway: Gateway) -> Sequence[str]:
+    """A line for each backend that does not serve yet: it may come later."""
+    return [
+        f"pool {pool.name}: {member.name} does not serve: {member.last_error}"
+        for pool in gateway.pools.values()
+        for member in pool.members
+        if not member.up
+    ]
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

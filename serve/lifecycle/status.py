@@ -1,0 +1,124 @@
+"""What the gateway says of itself: /ready in short, /status in full."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from octet import __version__
+from serve.config import ModelConfig
+from serve.routing import Member, Pool
+
+if TYPE_CHECKING:
+    from serve.gateway import Gateway
+
+__all__ = ["backend", "readiness", "status"]
+
+
+def readiness(gateway: "Gateway") -> dict[str, Any]:
+    """Whether a request sent now would be served, and by which backends."""
+    models: dict[str, list[dict[str, Any]]] = {}
+    for name, config in gateway.config.models.items():
+        pools = dict.fromkeys(config.pool_names(name))
+        models[name] = [
+            {
+                "pool": pool,
+                "backend": member.name,
+                "ready": member.up,
+                "standing": member.standing,
+            }
+            for pool in pools
+            for member in gateway.pools[pool].members
+        ]
+    ready = not gateway.draining and any(pool.ready for pool in gateway.pools.values())
+    return {"ready": ready, "draining": gateway.draining, "models": models}
+
+
+def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
+    """Everything that is known now. Only with `addresses`, where the backends are."""
+    admission = gateway.admission.status()
+    pools = {
+        name: _pool(gateway, pool, admission["pools"].get(name), addresses)
+        for name, pool in gateway.pools.items()
+    }
+    return {
+        "version": __version__,
+        "uptime_s": round(time.time() - gateway.created, 1),
+        "ready": not gateway.draining and any(pool.ready for pool in gateway.pools.values()),
+        "draining": gateway.draining,
+        "requests": gateway.running,
+        "memory": admission["memory"],
+        "models": {name: _model(name, model) for name, model in gateway.config.models.items()},
+        "pools": pools,
+        "last_reload": gateway.last_reload,
+    }
+
+
+def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
+    """One member. Its address, and what it said itself, are for administrators alone."""
+    now = time.monotonic()
+    entry: dict[str, Any] = {
+        "name": member.name,
+        "origin": member.origin,
+        "standing": member.standing,
+        "up": member.up,
+        "breaker": member.breaker.state,
+        "in_flight": member.in_flight,
+        "outstanding_tokens": member.outstanding_tokens,
+        "load": _load(member),
+        "last_success_s_ago": _ago(member.last_success, now),
+        "out_for_s": None if member.out_since is None else round(now - member.out_since, 1),
+    }
+    if addresses:
+        entry["address"] = member.backend.name
+        entry["last_error"] = member.last_error or None
+    return entry
+
+
+def _load(member: Member) -> dict[str, Any] | None:
+    report = member.report
+    if report is None:
+        return None
+    return {
+        "running": report.running,
+        "waiting": report.waiting,
+        "kv_usage": report.kv_usage,
+        "capacity_tokens": member.capacity_tokens,
+    }
+
+
+def _ago(moment: float, now: float) -> float | None:
+    return round(now - moment, 1) if moment > 0 else None
+
+
+def _model(name: str, config: ModelConfig) -> dict[str, Any]:
+    shadow = config.shadow
+    return {
+        "aliases": list(config.aliases),
+        "pool": config.pool if isinstance(config.pool, str) else name,
+        "canary": [{"pool": c.pool, "fraction": c.fraction} for c in config.canary],
+        "fallback": list(config.fallback),
+        "shadow": None if shadow is None else {"pool": shadow.pool, "fraction": shadow.fraction},
+    }
+
+
+def _pool(
+    gateway: "Gateway", pool: Pool, queue: dict[str, Any] | None, addresses: bool
+) -> dict[str, Any]:
+    retries = pool.config.retries
+    entry = {
+        "precision": pool.precision,
+        "policy": pool.config.routing.policy,
+        "ready": pool.ready,
+        "active": pool.active,
+        "capacity_tokens": pool.capacity_tokens,
+        "context_length": pool.context_length,
+        "queue": queue,
+        "retries": {"budget": retries.budget, "min_concurrent": retries.min_concurrent},
+        "backends": [backend(member, addresses=addresses) for member in pool.members],
+        "retiring": [backend(member, addresses=addresses) for member in pool.retiring],
+    }
+    sources = [source for source in gateway.discoveries if source.pool is pool]
+    if addresses:
+        entry["discovery"] = [
+            {"source": source.origin, "problem": source.problem or None} for source in sources
+        ]
+    return entry

@@ -82,9 +82,6 @@ class Principal:
         return self._rates.headers(self.config)
 
 
-ANONYMOUS = Principal()
-
-
 class Keys:
     """The keys by their digest."""
 
@@ -194,3 +191,6 @@ def _read(path: Path) -> tuple[KeyConfig, ...]:
         where = ".".join(map(str, first["loc"])) or "top level"
         message = first["msg"].replace("Input should", "should")
         raise ConfigError(f"keys file {path}: {where}: {message}") from None
+
+
+ANONYMOUS = Principal()

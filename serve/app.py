@@ -1,130 +1,103 @@
-"""The gateway's HTTP application: routes and middleware around a `Gateway`."""
+"""The gateway's HTTP application: a table of POST paths, and FastAPI for everything else.
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
+The paths that generate are answered before FastAPI is asked: its routing, its middleware and its
+request and response objects take longer than the rest of the gateway together.
+"""
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route as HttpRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet import __version__
-from serve.api.chat import ChatDialect, plain_messages
-from serve.api.completions import CompletionDialect
+from serve.api.embeddings import Embeddings
 from serve.api.errors import install
-from serve.api.exchange import Answer, Exchange
-from serve.api.fields import refuse_unsupported
-from serve.api.generate import Dialect, open_generate, requests_of
-from serve.api.relay import open_relay
-from serve.api.schemas import ChatRequest, CompletionRequest, parse
-from serve.backends.base import Backend, RelayingBackend
-from serve.gateway import Gateway
-from serve.metrics import CONTENT_TYPE
-from serve.middleware import BodyLimit, Observe
+from serve.api.exchange import Exchange
+from serve.api.openapi import document
+from serve.api.operation import Operation
+from serve.api.text import Chats, Completions
+from serve.api.tokens import Detokenize, Tokenize
+from serve.lifecycle.admin import admin_router
+from serve.routing import Route
+from serve.telemetry.observe import Observe
 
-__all__ = ["create_app"]
+if TYPE_CHECKING:
+    from serve.gateway import Gateway
 
-LONG_TEXT = 20_000  # characters that take milliseconds to tokenize: not on the event loop
+__all__ = ["OPERATIONS", "create_app"]
+
+OPERATIONS: tuple[Operation, ...] = (
+    Completions(),
+    Chats(),
+    Embeddings(),
+    Tokenize(),
+    Detokenize(),
+)
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The application; starting and closing the gateway's backends is the caller's."""
+def create_app(gateway: "Gateway") -> ASGIApp:
+    """The application; starting and closing the gateway is the caller's."""
+    endpoints = {operation.path: _Endpoint(gateway, operation) for operation in OPERATIONS}
+    pages = _pages(gateway, endpoints)
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
+            await pages(scope, receive, send)
+        else:
+            await endpoint(scope, receive, send)
+
+    config = gateway.config
+    app: ASGIApp = dispatch
+    if config.access.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.access.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Observe(app, gateway.metrics, config.logs.access, gateway.tracing)
+
+
+class _Endpoint:
+    """One operation as an ASGI application."""
+
+    def __init__(self, gateway: "Gateway", operation: Operation) -> None:
+        self.gateway = gateway
+        self.operation = operation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Exchange(self.gateway, self.operation, scope, receive, send).run()
+
+
+def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
+    """What is asked for now and then; also knows the other paths, to refuse wrong methods."""
     app = FastAPI(title="Octet", version=__version__, docs_url="/docs", redoc_url=None)
     app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
-    app.add_middleware(BodyLimit, limit=gateway.config.limits.max_body_bytes)
-    app.add_middleware(
-        Observe, metrics=gateway.metrics, access_log=gateway.config.logs.access
-    )  # the last one added is the outermost
     install(app)
-    _completion_routes(app, gateway)
+    for path, endpoint in endpoints.items():
+        app.router.routes.append(HttpRoute(path, endpoint, methods=["POST"]))
+    app.openapi = lambda: document(gateway.config)  # type: ignore[method-assign]
     _status_routes(app, gateway)
+    app.include_router(admin_router(gateway, own_port=False))
     return app
 
 
-def _completion_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.post("/v1/completions", response_class=Response, openapi_extra=_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Continues one or more prompts."""
-        return await _exchange(gateway, request, CompletionRequest, CompletionDialect())
-
-    @app.post("/v1/chat/completions", response_class=Response, openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
-        return await _exchange(gateway, request, ChatRequest, ChatDialect())
-
-
-async def _exchange(
-    gateway: Gateway,
-    request: Request,
-    schema: type[CompletionRequest] | type[ChatRequest],
-    dialect: Dialect,
-) -> Response:
-    """The answer to be sent; it counts as running from the moment its headers were read."""
-    gateway.require_accepting()
-    gateway.running += 1  # from here on a drain waits for it; the Exchange takes the count over
-    try:
-        return await _checked(gateway, request, schema, dialect)
-    except BaseException:
-        gateway.running -= 1
-        raise
-
-
-async def _checked(
-    gateway: Gateway,
-    request: Request,
-    schema: type[CompletionRequest] | type[ChatRequest],
-    dialect: Dialect,
-) -> Exchange:
-    """Checks the request once, for whichever backend will answer it."""
-    raw = await request.body()
-    body, data = parse(schema, raw, gateway.config.limits)
-    pool = gateway.pool(body.model)
-    facts = request.scope["octet"]
-    facts["model"] = pool.name
-    operation = "text_completion" if isinstance(body, CompletionRequest) else "chat"
-
-    async def open_on(backend: Backend) -> Answer:
-        if isinstance(backend, RelayingBackend):
-            return await open_relay(backend, request.url.path, raw, data, request_id=facts["id"])
-        kind = "completion" if isinstance(body, CompletionRequest) else "chat"
-        refuse_unsupported(body.model_extra or {}, type(body).model_fields, kind, backend.name)
-        requests = requests_of(body, await _prompts(body, backend), facts["id"])
-        return await open_generate(backend, dialect, body, requests)
-
-    return Exchange(gateway, pool, open_on, operation)
-
-
-async def _prompts(
-    body: CompletionRequest | ChatRequest, backend: Backend
-) -> Sequence[str | tuple[int, ...]]:
-    if isinstance(body, CompletionRequest):
-        prompts: Sequence[str | tuple[int, ...]] = body.prompt
-        return prompts
-    messages = plain_messages(body.messages, backend.name)
-    if sum(len(message["content"]) for message in messages) < LONG_TEXT:
-        return [backend.chat_prompt(messages)]
-    return [await asyncio.to_thread(backend.chat_prompt, messages)]
-
-
-def _status_routes(app: FastAPI, gateway: Gateway) -> None:
-    def describe(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": gateway.created,
-            "owned_by": "octet",
-            "max_model_len": gateway.pools[name].context_length,  # vLLM's addition
-        }
-
+def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         """The models that can be asked for."""
-        data = [describe(name) for name in gateway.pools]
+        data = [_model(gateway, name, route) for route in gateway.routes for name in _names(route)]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         """One model; 404 if it is not served."""
-        return JSONResponse(describe(gateway.pool(name).name))
+        return JSONResponse(_model(gateway, name, gateway.routes.resolve(name)))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
@@ -134,16 +107,20 @@ def _status_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """Whether to send traffic here: 503 while draining, or if no backend is ready."""
-        state = await gateway.readiness()
+        state = gateway.readiness()
         return JSONResponse(state, 200 if state["ready"] else 503)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
+
+def _names(route: Route) -> tuple[str, ...]:
+    return (route.name, *route.aliases)
 
 
-def _body(schema: type[CompletionRequest] | type[ChatRequest]) -> dict[str, Any]:
-    """The request's schema, for the interactive documentation at /docs."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+def _model(gateway: "Gateway", name: str, route: Route) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": gateway.created,
+        "owned_by": "octet",
+        "root": route.name,
+        "max_model_len": route.context_length,  # vLLM's addition
+    }

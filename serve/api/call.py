@@ -24,5 +24,5 @@ class Call:
     @property
     def model(self) -> str:
         """The name that the client used: an alias is answered under itself."""
-        model: str = self.data["model"]
+        model: str = self.data.get("model") or self.route.name
         return model

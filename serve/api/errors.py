@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,15 @@ from starlette.requests import ClientDisconnect
 
 from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
 
-__all__ = ["error_bytes", "error_response", "install", "sse_error", "status_of"]
+__all__ = [
+    "code_of",
+    "error_bytes",
+    "error_headers",
+    "error_response",
+    "install",
+    "sse_error",
+    "status_of",
+]
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it
 
@@ -26,6 +35,27 @@ def status_of(error: Exception) -> int:
     if isinstance(error, BackendUnavailable):
         return 503
     return 502 if isinstance(error, BackendError) else 500
+
+
+def code_of(error: Exception) -> str:
+    """The code that programs and metrics know `error` by."""
+    if isinstance(error, RequestError):
+        return error.code or "invalid_request"
+    if isinstance(error, BackendUnavailable):
+        return "backend_unavailable"
+    return "backend_error" if isinstance(error, BackendError) else "internal_error"
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """The content type, and when to come again or what to come with."""
+    headers = {"content-type": "application/json"}
+    status = status_of(error)
+    retry_after_s: float | None = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None or status == 503:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
 
 
 def error_bytes(error: Exception) -> bytes:
@@ -51,11 +81,7 @@ def sse_error(error: Exception) -> bytes:
 
 
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    status = status_of(error)
-    headers = dict(headers or {})
-    if status == 503:
-        headers.setdefault("retry-after", "1")
-    return Response(error_bytes(error), status, headers, media_type="application/json")
+    return Response(error_bytes(error), status_of(error), error_headers(error) | (headers or {}))
 
 
 def install(app: FastAPI) -> None:

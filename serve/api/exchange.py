@@ -1,175 +1,278 @@
-"""One request's way through: an answer opened on a backend, sent on, cancelled if nobody waits.
+"""The life of one POST: rights, body, route, admission, attempts, answer; and all given back.
 
-An `Answer` is opened before anything is sent to the client, its first piece included. So a backend
-that cannot be reached, or dies before its first byte, costs the client nothing but time.
+It runs in the task that the server made for the request. One other task waits for the client to go
+away, and cancels this one if it does.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from octet.errors import BackendUnavailable
-from serve.api.errors import sse_error
-from serve.api.fields import UnsupportedField
-from serve.backends.base import Backend
-from serve.gateway import Gateway
-from serve.pool import Pool
+from octet.errors import BackendError, OctetError, RequestError
+from serve.api.answer import JSON, Answer
+from serve.api.attempts import Attempts
+from serve.api.body import require_json
+from serve.api.call import Call
+from serve.api.deadlines import Deadlines, requested_timeout_s
+from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
+from serve.api.operation import Operation
+from serve.api.receiving import disconnected, read_body
+from serve.api.relay import AnsweredFailure
+from serve.api.schemas import parse_body
+from serve.api.shadow import cast_shadow
 
-__all__ = ["DONE", "EVENT_STREAM", "JSON", "Answer", "Exchange", "Open", "Tally"]
+if TYPE_CHECKING:
+    from serve.access.keys import Principal
+    from serve.gateway import Gateway
+    from serve.lifecycle.epoch import Entry
+    from serve.telemetry.observation import Observation
 
-JSON = "application/json"
-EVENT_STREAM = "text/event-stream; charset=utf-8"
+__all__ = ["Exchange"]
+
 _log = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 
+class Exchange:
+    """One request and its answer."""
 
-@dataclass(slots=True)
-class Tally:
-    """The tokens of one answer, once its backend has said; None until then."""
+    __slots__ = (
+        *("attempts", "deadlines", "gateway", "headers", "observation", "operation", "principal"),
+        *("receive", "send", "tokens"),
+    )
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class Answer:
-    """What goes to the client: `first` is the whole body where `rest` is None."""
-
-    status: int
-    headers: dict[str, str]
-    first: bytes
-    rest: AsyncGenerator[bytes, None] | None = None
-    tally: Tally = field(default_factory=Tally)
-
-
-Open = Callable[[Backend], Awaitable[Answer]]
-
-
-class Exchange(Response):
-    """The response to a completion request: opens the answer, and sends it piece by piece.
-
-    Its maker has counted it in `gateway.running`; here it is taken off again.
-    """
-
-    def __init__(self, gateway: Gateway, pool: Pool, open_on: Open, operation: str) -> None:
+    def __init__(
+        self, gateway: "Gateway", operation: Operation, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         self.gateway = gateway
-        self.pool = pool
-        self.open_on = open_on
         self.operation = operation
-        self.status_code = 200
-        self.background = None
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.receive = receive
+        self.send = send
+        self.observation: Observation = scope["octet"]
+        self.principal: Principal | None = None
+        self.deadlines: Deadlines | None = None
+        self.attempts: Attempts | None = None
+        self.tokens = 0  # events with tokens that the client was sent
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self) -> None:
         """Runs until the answer is complete or the client has gone, whichever is first."""
-        complete = False
-
-        async def watched(message: Message) -> None:
-            nonlocal complete
-            complete = message["type"] == "http.response.body" and not message.get("more_body")
-            await send(message)
-
-        work = asyncio.create_task(self._answer(scope["octet"]["started"], watched))
-        gone = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            # The server reports a disconnect after the last byte too: that one is no loss.
-            if not work.done() and complete:
-                await asyncio.wait((work,))
-            if work.done():
-                work.result()
-            else:
-                scope["octet"]["gone"] = True
+            entry = self.gateway.enter()
+        except RequestError as error:
+            await self._send_whole(self._refusal(error))
+            return
+        try:
+            answer = await self._answer(entry)
+            if answer is not None:
+                await self._send_whole(answer)
         finally:
-            work.cancel()
-            gone.cancel()
-            try:
-                await asyncio.gather(work, gone, return_exceptions=True)
-            finally:
-                self.gateway.running -= 1
+            entry.leave()
 
-    async def _answer(self, started: float, send: Send) -> None:
-        answer = await self._open()
-        if answer.rest is None:
-            await _start(send, answer, len(answer.first))
-            await send({"type": "http.response.body", "body": answer.first})
-        else:
-            await self._stream(answer, answer.rest, started, send)
-        if answer.status == 200:
-            self._count(answer, time.perf_counter() - started)
+    async def _answer(self, entry: "Entry") -> Answer | None:
+        """The answer if it goes out in one piece; None if nothing is left to be sent."""
+        watch: asyncio.Task[None] | None = None
+        try:
+            attempts = await self._checked(entry)
+            assert self.deadlines is not None
+            watch = asyncio.create_task(_watch(self.receive, self.deadlines))
+            answer = await attempts.open()
+            cast_shadow(self.gateway, self.operation, attempts.call)
+            if answer.rest is None:
+                self._complete(answer)
+                return answer
+            await self._stream(attempts, answer, answer.rest)
+            return None
+        except ClientDisconnect:
+            self.observation.gone = True
+            return None
+        except asyncio.CancelledError:
+            error = self._interruption()
+            return None if error is None else self._refusal(error)
+        except Exception as error:
+            return self._refusal(error)
+        finally:
+            if watch is not None:
+                watch.cancel()
+            if self.deadlines is not None:
+                self.deadlines.close()
+            if self.attempts is not None:
+                self.attempts.release()
 
-    async def _open(self) -> Answer:
-        """The answer of the first backend that takes the request, in the pool's order.
-
-        Raises the RequestError of a backend that refuses it, BackendUnavailable if none can be
-        reached.
-        """
-        refusal: Exception | None = None
-        for backend in self.pool.order():
-            try:
-                return await self.open_on(backend)
-            except BackendUnavailable as error:
-                self.pool.failed(backend)
-                self.gateway.metrics.failovers.labels(self.pool.name, backend.name).inc()
-                _log.warning("model %s: %s", self.pool.name, error)
-                refusal = error
-            except UnsupportedField as error:  # another backend of the pool may take the field
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+    async def _checked(self, entry: "Entry") -> Attempts:
+        """Raises RequestError for a request that is not to be answered."""
+        observation, operation, limits = self.observation, self.operation, entry.config.limits
+        self.principal = entry.keys.authenticate(self.headers.get(b"authorization"))
+        observation.authenticated(self.principal.name)
+        require_json(self.headers.get(b"content-type"))
+        timeout_s = requested_timeout_s(self.headers)
+        self.gateway.admission.require_memory()
+        raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
+        body, data = await parse_body(operation.schema, raw, limits)
+        route = entry.routes.resolve(data["model"])
+        self.principal.require_model(route)
+        observation.routed(route.name, _choices(body))
+        headers = {"content-type": JSON, **observation.headers_out()}
+        call = Call(observation.id, operation.path, raw, data, body, route, headers)
+        pools = route.pools()
+        total_s = min(pools[0].config.timeouts.total_s, timeout_s)
+        elapsed_s = time.perf_counter() - observation.started
+        self.deadlines = Deadlines(total_s, elapsed_s)
+        self.attempts = Attempts(
+            operation,
+            call,
+            pools,
+            self.principal,
+            self.gateway.admission,
+            observation,
+            self.deadlines,
+            self.headers,
+        )
+        return self.attempts
 
     async def _stream(
-        self, answer: Answer, rest: AsyncGenerator[bytes, None], started: float, send: Send
+        self, attempts: Attempts, answer: Answer, rest: AsyncGenerator[bytes, None]
     ) -> None:
         """Sends every piece as it comes; a failure on the way becomes an error event."""
-        metrics, model = self.gateway.metrics, self.pool.name
-        inter_token = metrics.inter_token.labels(model)
-        async with aclosing(rest):
-            await _start(send, answer, None)
+        send, observation, deadlines = self.send, self.observation, attempts.deadlines
+        progressed = attempts.progressed
+        error: Exception | None = None
+        try:
+            deadlines.within("inter_token", attempts.inter_token_s)
+            deadlines.sending()
+            await self._send_start(answer)
             await send({"type": "http.response.body", "body": answer.first, "more_body": True})
-            first_at = last_at = time.perf_counter()
-            metrics.first_token.labels(model).observe(first_at - started)
-            try:
-                async for piece in rest:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    now = time.perf_counter()
-                    inter_token.observe((now - last_at) / (piece.count(b"\n\n") or 1))
-                    last_at = now
-            except Exception as error:
-                tail = sse_error(error)
-                _log.warning("model %s: a stream broke: %s", model, error)
-                metrics.broken.labels(model).inc()
-            else:
-                tail = b""
-                tokens = answer.tally.completion_tokens or 0
-                if tokens > 1:
-                    metrics.per_token.labels(model).observe((last_at - first_at) / (tokens - 1))
-            await send({"type": "http.response.body", "body": tail})
+            deadlines.sent()
+            self.tokens = _events(answer.first)
+            observation.first_token(self.tokens)
+            progressed()
+            async for piece in rest:
+                deadlines.sending()
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                deadlines.sent()
+                events = _events(piece)
+                self.tokens += events
+                observation.streamed(events)
+                progressed()
+        except asyncio.CancelledError:
+            error = self._interruption()
+            if error is None:
+                return
+        except Exception as failure:
+            error = failure
+        finally:
+            await _close(rest)
+        # From here on the backend is free, and the client has the time that it takes.
+        deadlines.close()
+        tail = self._broken(error) if error is not None else b""
+        self._complete(answer, error)
+        attempts.release()
+        await send({"type": "http.response.body", "body": tail})
 
-    def _count(self, answer: Answer, duration_s: float) -> None:
-        metrics, model, tally = self.gateway.metrics, self.pool.name, answer.tally
-        metrics.duration.labels(self.operation, model).observe(duration_s)
-        if tally.prompt_tokens is None:
-            if answer.rest is not None:
-                metrics.uncounted.labels(model).inc()
+    def _complete(self, answer: Answer, error: Exception | None = None) -> None:
+        """Notes what the answer came to; `error` is what cut it short."""
+        attempts, tally = self.attempts, answer.tally
+        assert attempts is not None
+        if answer.status != 200:  # the request was refused, by a backend that works
+            attempts.succeeded()
+            self.observation.refused("refused_by_backend")
+            attempts.settle(0, 0)
             return
-        metrics.tokens.labels(model, "input").inc(tally.prompt_tokens)
-        metrics.tokens.labels(model, "output").inc(tally.completion_tokens or 0)
+        if error is None and tally.failed is not None:  # it has told the client so itself
+            attempts.failed(BackendError(tally.failed))
+            self.observation.broken("backend_error")
+        elif error is None:
+            attempts.succeeded()
+        self.observation.finished(tally.prompt_tokens, tally.completion_tokens)
+        if tally.prompt_tokens is not None:
+            attempts.settle(tally.prompt_tokens, tally.completion_tokens or 0)
+        elif answer.rest is not None:
+            attempts.settle(attempts.prompt_tokens, self.tokens)
+
+    def _interruption(self) -> RequestError | None:
+        """Of a cancellation that was caught: the deadline that passed, or None if the client went.
+
+        Raises it on if it was neither.
+        """
+        attempts, deadlines = self.attempts, self.deadlines
+        if attempts is None or deadlines is None or not deadlines.caught():
+            raise
+        attempts.settle(attempts.prompt_tokens, self.tokens)
+        if deadlines.gone:
+            self.observation.gone = True
+            return None
+        return attempts.expired(self.tokens)
+
+    def _refusal(self, error: Exception) -> Answer:
+        """What a request is answered with that failed before its first token."""
+        attempts = self.attempts
+        if attempts is not None and attempts.ticket is not None:
+            attempts.settle(0, 0)
+        if isinstance(error, BackendError) and error.kind == "timeout" and attempts is not None:
+            error = attempts.too_late(str(error))
+        if not isinstance(error, OctetError):
+            _log.error("request %s failed", self.observation.id, exc_info=error)
+        self.observation.refused(code_of(error))
+        headers = error_headers(error)
+        if isinstance(error, AnsweredFailure):
+            return Answer(error.answer.status, headers | error.answer.headers, error.answer.first)
+        return Answer(status_of(error), headers, error_bytes(error))
+
+    def _broken(self, error: Exception) -> bytes:
+        """The event that ends a stream which failed."""
+        assert self.attempts is not None
+        if isinstance(error, BackendError):
+            self.attempts.failed(error)
+        _log.warning("request %s: a stream broke: %s", self.observation.id, error)
+        self.observation.broken(code_of(error))
+        return sse_error(error)
+
+    async def _send_start(self, answer: Answer) -> None:
+        headers = answer.headers
+        if self.principal is not None:
+            headers = headers | self.principal.headers()
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        if answer.rest is None:
+            encoded.append((b"content-length", b"%d" % len(answer.first)))
+        if self.gateway.draining:
+            encoded.append((b"connection", b"close"))
+        await self.send(
+            {"type": "http.response.start", "status": answer.status, "headers": encoded}
+        )
+
+    async def _send_whole(self, answer: Answer) -> None:
+        await self._send_start(answer)
+        await self.send({"type": "http.response.body", "body": answer.first})
 
 
-async def _start(send: Send, answer: Answer, length: int | None) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
-    if length is not None:
-        headers.append((b"content-length", str(length).encode()))
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+async def _watch(receive: Receive, deadlines: Deadlines) -> None:
+    await disconnected(receive)
+    deadlines.disconnected()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _close(rest: AsyncGenerator[bytes, None]) -> None:
+    """Frees the backend. That it fails to be freed is no reason to keep what else is held."""
+    try:
+        await rest.aclose()
+    except Exception as error:
+        _log.warning("an answer could not be closed: %r", error)
+
+
+def _choices(body: Any) -> int:
+    """Answers that the request will get: prompts times n."""
+    prompts = getattr(body, "prompt", None)
+    return (getattr(body, "n", None) or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
+
+
+def _events(piece: bytes) -> int:
+    """Events with tokens: neither `[DONE]` nor the usage."""
+    events = piece.count(b"\n\n") or piece.count(b"\r\n\r\n")
+    if b"[DONE]" in piece[-20:]:
+        events -= 1
+    if b'"choices":[]' in piece:
+        events -= 1
+    return max(events, 0)

@@ -34,7 +34,7 @@ class Operation(Protocol):
     async def open(self, backend: Backend, call: Call) -> Answer:
         """Asks `backend`, and waits for the first event, or for the whole body if not streamed.
 
-        Raises BackendUnavailable if the backend fails before that, UnsupportedField if another one
+        Raises BackendError if the backend fails before that, UnsupportedField if another one
         may take the request, RequestError if none would. What was opened is closed if it raises or
         is cancelled.
         """

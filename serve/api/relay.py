@@ -1,120 +1,139 @@
 """Answers of backends that speak OpenAI's protocol: their bytes pass through.
 
-The request body was parsed once, to be checked; it goes on verbatim, or with the model's name
-replaced where the backend knows it by another. Of a stream, only the boundaries between events
-are sought, and the usage in its tail is read.
+The request body was parsed once, to be checked; it goes on verbatim but for what splice.py puts in.
+What comes back is JSON, or a stream of events (events.py).
 """
 
+import functools
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import TypeGuard
 
-from octet.errors import BackendError, BackendUnavailable
+from octet.errors import BackendError, BackendUnavailable, RequestError
+from serve.api.answer import EVENT_STREAM, JSON, Answer, Tally
+from serve.api.call import Call
 from serve.api.errors import error_bytes
-from serve.api.exchange import EVENT_STREAM, JSON, Answer, Tally
-from serve.backends.base import Relay, RelayingBackend
+from serve.api.events import EventReader, close, error_of, read_usage
+from serve.api.splice import outgoing
+from serve.backends.base import Backend, Relay, RelayingBackend
+from serve.backends.openai_errors import failure, from_event
 
-__all__ = ["open_relay"]
+__all__ = ["AnsweredFailure", "open_relay", "relays"]
 
+PARSED = 64 * 1024  # bytes of JSON that are parsed in 0.3 ms; of a larger answer, its usage alone
+MAX_WHOLE = 256 * 1024 * 1024  # bytes of an answer that is not streamed
+MAX_REFUSAL = 64 * 1024  # bytes that are kept of an error's body
 _FORWARDED = ("content-type", "retry-after")
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 Rewrite = Callable[[bytes], bytes]
 
 
-async def open_relay(
-    backend: RelayingBackend,
-    path: str,
-    body: bytes,
-    data: dict[str, Any],
-    *,
-    request_id: str,
-) -> Answer:
+class AnsweredFailure(BackendUnavailable):
+    """A failure that the backend put into words: the client gets them if nobody does better."""
+
+    def __init__(self, error: BackendError, answer: Answer) -> None:
+        super().__init__(str(error), kind=error.kind, retry_after_s=error.retry_after_s)
+        self.answer = answer
+
+
+def relays(backend: Backend) -> TypeGuard[RelayingBackend]:
+    """As `isinstance`, which takes microseconds for a protocol."""
+    return hasattr(backend, "relay")
+
+
+async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
     """Sends the request on, and waits for the first whole event, or for the whole body.
 
-    Raises BackendUnavailable if the backend fails before that.
+    Raises BackendError if the backend fails before that. An answer whose status is not 200 says
+    what is wrong with the request.
     """
-    alias, served_name = data["model"], backend.served_name
-    rewrite: Rewrite | None = None
-    if served_name != alias:
-        body = json.dumps(data | {"model": served_name}).encode()
-        rewrite = _renamer(served_name, alias)
-    headers = {"content-type": JSON, "x-request-id": request_id}
-    relay = await backend.relay(path, body, headers)
-    headers = {name: relay.headers[name] for name in _FORWARDED if name in relay.headers}
-    tally = Tally()
+    data, name = call.data, backend.name
+    options = data.get("stream_options")
+    hides_usage = bool(data.get("stream")) and not (options and options.get("include_usage"))
+    raw = outgoing(call.raw, data, backend.served_name, counted=hides_usage)
+    relay = await backend.relay(call.path, raw, call.headers)
+    same = backend.served_name == call.model
+    rewrite = None if same else _renamer(backend.served_name, call.model)
     try:
-        if relay.status != 200 or not headers.get("content-type", "").startswith("text/event"):
-            return await _whole(relay, headers, rewrite, tally)
-        events = _events(relay, rewrite, tally)
-        first = await anext(events, b"")
-    except BackendError as error:
-        raise BackendUnavailable(f"{error} before its first byte") from error
+        if relay.status != 200:
+            return await _refusal(name, relay)
+        if not relay.headers.get("content-type", "").startswith("text/event"):
+            return await _whole(name, relay, rewrite)
+        reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
+        first = await reader.first()
     except BaseException:
-        await _close(relay.body)
+        await close(relay.body)
         raise
-    return Answer(200, {"content-type": EVENT_STREAM, **headers}, first, events, tally)
+    return Answer(200, _headers(relay, EVENT_STREAM), first, reader.rest(), reader.tally)
 
 
-async def _whole(
-    relay: Relay, headers: dict[str, str], rewrite: Rewrite | None, tally: Tally
-) -> Answer:
-    try:
-        body = b"".join([piece async for piece in relay.body])
-    finally:
-        await _close(relay.body)
-    if relay.status == 200:
-        _read_usage(body, tally)
-        if rewrite is not None:
-            body = rewrite(body)
-    elif not headers.get("content-type", "").startswith(JSON):
+async def _refusal(name: str, relay: Relay) -> Answer:
+    """What a backend refuses a request with. Raises BackendError if the backend is at fault."""
+    body = await _read(name, relay.body, MAX_REFUSAL)
+    error = failure(name, relay.status, relay.headers, body)
+    headers = _headers(relay, JSON)
+    if not headers["content-type"].startswith(JSON):
         # A proxy's error page: the status stays, the body becomes an error object.
-        text = body[:200].decode(errors="replace")
-        body = error_bytes(BackendError(f"the backend answered {relay.status}: {text}"))
-        headers["content-type"] = JSON
-    return Answer(relay.status, headers, body, tally=tally)
+        headers["content-type"], body = JSON, error_bytes(error)
+    answer = Answer(relay.status, headers, body)
+    if isinstance(error, RequestError):
+        return answer
+    if relay.status == 429 or relay.status >= 500:
+        raise AnsweredFailure(error, answer)
+    raise error
 
 
-async def _events(
-    relay: Relay, rewrite: Rewrite | None, tally: Tally
-) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes as they come, cut only between events.
+async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
+    body, tally = await _read(name, relay.body, MAX_WHOLE), Tally()
+    if len(body) <= PARSED:
+        try:
+            content = json.loads(body)
+        except ValueError:
+            raise BackendError(f"{name}: answered with no JSON", kind="garbled") from None
+        if isinstance(content, dict):
+            if (said := error_of(content)) is not None:
+                raise from_event(name, said)
+            read_usage(content, tally)
+    else:
+        ends = body[:1] + body.rstrip()[-1:]
+        if ends not in (b"{}", b"[]"):
+            raise BackendError(f"{name}: answered with no JSON", kind="garbled")
+        for found in _USAGE.finditer(body):
+            _read_large(found[1], tally)
+    if rewrite is not None:
+        body = rewrite(body)
+    return Answer(200, _headers(relay, JSON), body, tally=tally)
 
-    So a backend that dies half-way through an event leaves no half event with the client, and the
-    error that follows can be read. A stream that ends without `[DONE]` raises BackendError.
-    """
-    held = b""
-    done = False
+
+def _read_large(usage: bytes, tally: Tally) -> None:
     try:
-        async for piece in relay.body:
-            held = held + piece if held else piece
-            end = _end_of_events(held)
-            if end == 0:
-                continue
-            events, held = (held, b"") if end == len(held) else (held[:end], held[end:])
-            # The usage comes in the last event before [DONE], or with every one where asked for.
-            if b'"usage"' in events:
-                _read_stream_usage(events, tally)
-            done = done or _is_done(events)
-            yield events if rewrite is None else rewrite(events)
+        read_usage({"usage": json.loads(usage)}, tally)
+    except ValueError:
+        return
+
+
+async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in body:
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                raise BackendError(f"{name}: answered with over {limit} bytes", kind="garbled")
     finally:
-        await _close(relay.body)
-    if not done and not _is_done(held):
-        raise BackendError("the backend's stream ended without [DONE]")
-    if held:
-        yield held
+        await close(body)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _end_of_events(held: bytes) -> int:
-    """Where the last whole event of `held` ends; 0 if there is none. Lines may end in CRLF."""
-    lf, crlf = held.rfind(b"\n\n"), held.rfind(b"\n\r\n")
-    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
+def _headers(relay: Relay, content_type: str) -> dict[str, str]:
+    headers = {name: relay.headers[name] for name in _FORWARDED if name in relay.headers}
+    headers.setdefault("content-type", content_type)
+    return headers
 
 
-def _is_done(events: bytes) -> bool:
-    # At the very end only: generated text may say [DONE] too, but its event ends in a brace.
-    return events.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
-
-
+@functools.lru_cache(1024)
 def _renamer(served_name: str, alias: str) -> Rewrite:
     """Puts `alias` where the `model` member says `served_name`.
 
@@ -123,25 +142,3 @@ def _renamer(served_name: str, alias: str) -> Rewrite:
     pattern = re.compile(rb'(?<!\\)"model"\s*:\s*' + re.escape(json.dumps(served_name).encode()))
     replacement = b'"model":' + json.dumps(alias).encode()
     return lambda piece: pattern.sub(lambda _match: replacement, piece)
-
-
-def _read_stream_usage(events: bytes, tally: Tally) -> None:
-    for line in reversed(events.splitlines()):
-        if line.startswith(b"data: {") and b'"usage"' in line and _read_usage(line[6:], tally):
-            return
-
-
-def _read_usage(body: bytes, tally: Tally) -> bool:
-    try:
-        usage = json.loads(body).get("usage")
-        tally.prompt_tokens = int(usage["prompt_tokens"])
-        tally.completion_tokens = int(usage.get("completion_tokens") or 0)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return False  # not ours to judge: the client gets the bytes all the same
-    return True
-
-
-async def _close(body: AsyncIterator[bytes]) -> None:
-    close = getattr(body, "aclose", None)
-    if close is not None:
-        await close()

@@ -1,0 +1,61 @@
+"""What requests have in common, so that one that follows another can go to the same backend."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from serve.config import Routing
+from serve.routing.ask import Ask
+
+__all__ = ["ask_for"]
+
+
+def ask_for(
+    routing: Routing, tokens: int, data: dict[str, Any], headers: Mapping[bytes, bytes]
+) -> Ask:
+    """What a pool with this `routing` has to know of a request with the body `data`."""
+    if routing.policy == "prefix":
+        return Ask(tokens, prefix=_prefix(data, routing.prefix_chars))
+    if routing.policy == "session":
+        return Ask(tokens, session=_session(data, headers, routing.session_header))
+    return Ask(tokens)
+
+
+def _session(data: dict[str, Any], headers: Mapping[bytes, bytes], header: str) -> str:
+    value = headers.get(header.lower().encode())
+    if value is not None:
+        return value.decode("latin-1")
+    for field in ("prompt_cache_key", "user"):
+        if isinstance(said := data.get(field), str):
+            return said
+    return ""
+
+
+def _prefix(data: dict[str, Any], chars: int) -> bytes:
+    """How the prompt begins: of several the first, of token ids their decimals."""
+    prompt = data.get("prompt", data.get("input"))
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:chars].encode(errors="replace")
+    if isinstance(prompt, list):
+        return str(prompt[:chars]).encode()[:chars]
+    messages = data.get("messages")
+    return _joined(_texts(messages), chars) if isinstance(messages, list) else b""
+
+
+def _texts(messages: list[Any]) -> Iterable[str]:
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            yield f"{message.get('role')}\n{content}\n"
+        elif isinstance(content, list):
+            yield from (str(part) for part in content)
+
+
+def _joined(texts: Iterable[str], chars: int) -> bytes:
+    found = ""
+    for text in texts:
+        found += text[: chars - len(found)]
+        if len(found) >= chars:
+            break
+    return found.encode(errors="replace")

@@ -1,0 +1,287 @@
+"""One request over the backends that may answer it, until one does.
+
+Nothing has reached the client yet, so another member may be asked, and then another pool. A
+connection that was refused or lost is worth one more try at once. What else goes wrong may be the
+load, or the request: it is tried again only as far as the pool's retry budget goes. A request that
+a backend refuses is not.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from serve.access.keys import Principal
+from serve.admission.admission import Admission, Ticket
+from serve.api.affinity import ask_for
+from serve.api.answer import Answer
+from serve.api.call import Call
+from serve.api.deadlines import Deadlines
+from serve.api.fields import UnsupportedField
+from serve.api.operation import Operation
+from serve.api.relay import AnsweredFailure
+from serve.routing.budget import RetryBudget
+from serve.routing.member import Lease, Member
+from serve.routing.pool import Pool
+from serve.telemetry.observation import Observation
+
+__all__ = ["Attempts"]
+
+# After these the same member may be asked once more if there is no other: it may have been the
+# connection, or the moment.
+_AGAIN = ("lost", "failed", "garbled")
+_log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """What one request holds, of which `release` gives everything back; and what it spent."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        call: Call,
+        pools: Sequence[Pool],
+        principal: Principal,
+        admission: Admission,
+        observation: Observation,
+        deadlines: Deadlines,
+        headers: Mapping[bytes, bytes],
+    ) -> None:
+        """`pools` are asked in this order; `headers` are the client's."""
+        self.operation = operation
+        self.call = call
+        self.pools = pools
+        self.principal = principal
+        self.admission = admission
+        self.observation = observation
+        self.deadlines = deadlines
+        self.headers = headers
+        self.streamed = bool(call.data.get("stream"))
+        self.pool: Pool | None = None
+        self.member: Member | None = None
+        self.lease: Lease | None = None
+        self.ticket: Ticket | None = None
+        self.prompt_tokens = 0  # estimated
+        self._budget: RetryBudget | None = None  # that the attempt under way was taken from
+        self._redispatched = False
+        self._waits: list[tuple[str, float]] = []  # member's name, when it was asked
+        self._queued_at: float | None = None
+        self._queued_s = 0.0
+
+    async def open(self) -> Answer:
+        """The answer of the first member that gives one, over all pools.
+
+        Raises RequestError if it is refused, or the BackendError of the last who was asked.
+        """
+        last: OctetError | None = None
+        for pool in self.pools:
+            try:
+                await self._enter(pool)
+                return await self._ask(pool)
+            except UnsupportedField as error:
+                last = last or error
+            except RequestError as error:
+                if error.status != 503:
+                    raise
+                last = error
+            except BackendError as error:
+                last = error
+        assert last is not None
+        raise last
+
+    def release(self) -> None:
+        """Gives everything back, whatever became of the request. Idempotent; does not wait."""
+        try:
+            self._leave_member()
+        finally:
+            try:
+                self._leave_pool()
+            finally:
+                ticket, self.ticket = self.ticket, None
+                if ticket is not None:
+                    ticket.release()
+
+    @property
+    def inter_token_s(self) -> float:
+        assert self.pool is not None
+        return self.pool.config.timeouts.inter_token_s
+
+    def progressed(self) -> None:
+        """Tokens came from the member that answers."""
+        if self.lease is not None:
+            self.lease.progressed()
+
+    def succeeded(self) -> None:
+        """The answer is complete."""
+        if self.lease is not None:
+            self.lease.succeeded()
+
+    def failed(self, error: BackendError) -> None:
+        """The answer broke off; `error` names the member from now on, and no address."""
+        if self.lease is not None:
+            self.lease.failed(error)
+            _without_address(error, self.lease.member)
+
+    def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """What the key is charged for."""
+        if self.ticket is not None:
+            self.ticket.settle(prompt_tokens, completion_tokens)
+
+    def expired(self, tokens: int) -> RequestError:
+        """The deadline that passed, as an error; `tokens` were sent until then."""
+        stage, lease = self.deadlines.expired or "total", self.lease
+        self.observation.metrics.deadlines.labels(stage).inc()
+        if stage == "inter_token" and lease is not None:
+            what = f"{lease.member.name} was silent for {self.inter_token_s:g} s"
+            lease.failed(BackendError(what, kind="timeout"))
+        else:
+            what = f"the deadline of {self.deadlines.total_s:g} s passed"
+        return self.too_late(what, tokens)
+
+    def too_late(self, what: str, tokens: int = 0) -> RequestError:
+        """504, with what was spent: members are named, their addresses are not."""
+        return RequestError(
+            f"{what}: {self._spent()}; {tokens} tokens",
+            status=504,
+            code="deadline_exceeded",
+            kind="timeout_error",
+        )
+
+    def _spent(self) -> str:
+        """Where the time went."""
+        now = time.monotonic()
+        queued_s = self._queued_s if self._queued_at is None else now - self._queued_at
+        parts = [f"{queued_s:.2f} s queued"]
+        ends = [asked for _, asked in self._waits[1:]] + [now]
+        for (name, asked), end in zip(self._waits, ends, strict=True):
+            parts.append(f"{end - asked:.2f} s waiting for {name}")
+        return ", ".join(parts)
+
+    async def _enter(self, pool: Pool) -> None:
+        """Waits for room. Raises RequestError if there is none, or the key has no more."""
+        self._leave_pool()
+        unlimited = pool.config.admission.answer_tokens
+        self.prompt_tokens, answer = self.operation.cost(self.call.body, unlimited)
+        self.observation.estimated_prompt_tokens = self.prompt_tokens
+        self.observation.pool = pool.name
+        self._ask_of = ask_for(
+            pool.config.routing, self.prompt_tokens + answer, self.call.data, self.headers
+        )
+        self._queued_at = time.monotonic()
+        deadline = self._queued_at + self.deadlines.remaining_s
+        if self.ticket is None:
+            self.ticket = await self.admission.admit(
+                pool,
+                self.principal,
+                tokens=self._ask_of.tokens,
+                deadline=deadline,
+                prompt_tokens=self.prompt_tokens,
+            )
+        else:
+            await self.ticket.move_to(pool, deadline=deadline)
+        self._queued_s += time.monotonic() - self._queued_at
+        self._queued_at = None
+        self.observation.queued(self.ticket.queued_s)
+        pool.active += 1
+        self.pool = pool
+
+    async def _ask(self, pool: Pool) -> Answer:
+        tried: list[Member] = []
+        retries = 0
+        refusal: UnsupportedField | None = None
+        failure: BackendError | None = None
+        while True:
+            member = pool.choose(self._ask_of, tried)
+            if member is None and failure is not None and failure.kind in _AGAIN:
+                member = pool.choose(self._ask_of)
+            if member is None:
+                raise failure or refusal or _unavailable(pool)
+            tried.append(member)
+            try:
+                return await self._attempt(pool, member)
+            except UnsupportedField as error:  # another backend of the pool may take the field
+                refusal = refusal or error
+                continue
+            except BackendError as error:
+                failure = error
+            if failure.kind in ("refused", "lost") and not self._redispatched:
+                self._redispatched = True
+                self.observation.retried(failure.kind)
+                continue
+            retries += 1
+            if retries >= pool.config.retries.attempts or not pool.budget.take():
+                self.observation.metrics.retries_exhausted.labels(pool.name).inc()
+                raise failure
+            self._budget = pool.budget
+            self.observation.retried(failure.kind)
+            if backoff_s := pool.budget.backoff_s(retries):
+                await asyncio.sleep(backoff_s)
+
+    async def _attempt(self, pool: Pool, member: Member) -> Answer:
+        lease = self.lease = member.lease(self._ask_of.tokens)
+        self.member = member
+        self.observation.attempt(pool.name, member.name, pool.precision or "")
+        self._waits.append((member.name, time.monotonic()))
+        first_token_s = pool.config.timeouts.first_token_s
+        if self.streamed:
+            self.deadlines.within("first_token", first_token_s)
+        try:
+            answer = await self.operation.open(member.backend, self.call)
+        except asyncio.CancelledError:
+            if self.deadlines.gone or self.deadlines.expired != "first_token":
+                raise
+            if not self.deadlines.caught():
+                raise
+            self.observation.metrics.deadlines.labels("first_token").inc()
+            error: BackendError = BackendUnavailable(
+                f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
+            )
+        except RequestError as refused:
+            self._leave_member()
+            raise _without_address(refused, member) from None
+        except BackendError as failed:
+            error = failed
+        else:
+            return answer
+        finally:
+            self.deadlines.idle()
+        _log.warning("pool %s, %s: %s", pool.name, member.name, error)
+        lease.failed(error)
+        self._leave_member()
+        raise _without_address(error, member)
+
+    def _leave_member(self) -> None:
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget.give_back()
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _leave_pool(self) -> None:
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.active -= 1
+
+
+def _unavailable(pool: Pool) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"no backend of the pool '{pool.name}' is available now",
+        retry_after_s=pool.retry_after_s(),
+    )
+
+
+def _without_address(error: OctetError, member: Member) -> OctetError:
+    """`error` naming the member as clients know it: addresses are nobody's business."""
+    kind_and_address = member.backend.name
+    address = kind_and_address.split(" ", 1)[-1]
+    text = str(error)
+    if address in text:
+        error.args = (text.replace(kind_and_address, member.name).replace(address, member.name),)
+    if isinstance(error, AnsweredFailure):
+        answer = error.answer
+        bare = address.partition("://")[2] or address
+        for shown in (kind_and_address, address, bare):
+            answer.first = answer.first.replace(shown.encode(), member.name.encode())
+    return error

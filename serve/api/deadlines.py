@@ -1,0 +1,131 @@
+"""What ends a request before its answer does: a deadline, or a client that goes away.
+
+The request runs in a task of its own, and both cancel that task; whoever catches the cancellation
+asks here whether it was one of these. One timer serves all deadlines of a request. It is set when a
+stage begins; the events of a stream only move the time that it looks at when it fires.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from math import inf
+from typing import Literal, TypeAlias
+
+from octet.errors import RequestError
+
+__all__ = ["Deadlines", "Stage", "requested_timeout_s"]
+
+Stage: TypeAlias = Literal["total", "first_token", "inter_token"]
+HEADER = b"x-request-timeout"
+
+
+class Deadlines:
+    """Of the request that the current task runs. Times are of the event loop's clock."""
+
+    __slots__ = (
+        *("_at", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task", "_total_at"),
+        *("expired", "gone", "total_s"),
+    )
+
+    def __init__(self, total_s: float, elapsed_s: float = 0.0) -> None:
+        """The request may take `total_s`, of which `elapsed_s` have passed."""
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self.total_s = total_s
+        self.gone = False  # the client
+        self.expired: Stage | None = None
+        self._total_at = self._loop.time() + total_s - elapsed_s
+        self._at = self._silence_s = inf  # the end of the stage, and how long it may be
+        self._stage: Stage = "total"
+        self._pending = False  # a cancellation of ours that nobody has caught yet
+        self._handle: asyncio.TimerHandle | None = self._loop.call_at(self._total_at, self._fire)
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self._total_at - self._loop.time())
+
+    def within(self, stage: Stage, seconds: float) -> None:
+        """Begins a stage that may take so long."""
+        self._stage, self._silence_s = stage, seconds
+        self._at = self._loop.time() + seconds
+        self.expired = None
+        self._rearm(min(self._at, self._total_at))
+
+    def idle(self) -> None:
+        """No stage is under way: only the total counts."""
+        self._stage, self._silence_s, self._at = "total", inf, inf
+
+    def sending(self) -> None:
+        """The client is given something, and may take its time: that is no silence of a backend."""
+        self._at = inf
+
+    def sent(self) -> None:
+        """The stage's time begins anew."""
+        self._at = self._loop.time() + self._silence_s
+
+    def disconnected(self) -> None:
+        """The client went away."""
+        if self._handle is not None:
+            self.gone = True
+            self._interrupt()
+
+    def caught(self) -> bool:
+        """In `except CancelledError`: whether it was ours alone; if so, it is undone."""
+        if not self._pending:
+            return False
+        self._pending = False
+        return self._task.uncancel() == 0
+
+    def close(self) -> None:
+        """From here on nothing interrupts the task."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _rearm(self, at: float) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = self._loop.call_at(at, self._fire)
+
+    def _fire(self) -> None:
+        if self._handle is None:
+            return
+        now = self._loop.time() + 0.002  # uvloop's clock has milliseconds
+        if now >= self._total_at:
+            self.expired = "total"
+        elif now >= self._at:
+            self.expired = self._stage
+        else:
+            # While something is being sent, `_at` is unknown: looked at again after a silence.
+            at = self._at if self._at != inf else now + self._silence_s
+            self._rearm(min(at, self._total_at))
+            return
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if not self._pending:
+            self._pending = True
+            self._task.cancel()
+
+
+def requested_timeout_s(headers: Mapping[bytes, bytes]) -> float:
+    """The client's X-Request-Timeout; infinite if it says nothing.
+
+    Raises RequestError for what is no positive number.
+    """
+    value = headers.get(HEADER)
+    if value is None:
+        return inf
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < inf:
+        shown = value[:40].decode(errors="replace")
+        raise RequestError(
+            f"X-Request-Timeout should be a positive number of seconds, got '{shown}'",
+            param="X-Request-Timeout",
+            code="invalid_timeout",
+        )
+    return seconds

@@ -1,0 +1,199 @@
+"""Server-sent events of a backend: passed on whole, read only where they must be.
+
+A stream is cut between events alone. So a backend that dies half-way through one leaves no half
+event with the client, and the error that follows can be read.
+
+Searches for member names look at JSON from outside: inside of a JSON string each quote is escaped,
+so generated text cannot match.
+"""
+
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from octet.errors import BackendError
+from serve.api.answer import Tally
+from serve.backends.openai_errors import from_event
+
+__all__ = ["EventReader", "close", "error_of", "read_usage"]
+
+MAX_EVENT = 8 * 1024 * 1024  # bytes of one event; some log-probabilities of an echoed prompt are 1M
+Rewrite = Callable[[bytes], bytes]
+
+_ENDS = (b"\n\n", b"\r\n\r\n")
+# What a line of a stream may begin with; an empty one may be left over from the event before.
+_BEGINNINGS = (b"data:", b":", b"event:", b"id:", b"retry:", b"\n", b"\r\n")
+_EVENT = re.compile(rb".*?(?:\r?\n){2}|.+\Z", re.DOTALL)
+_NO_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
+
+
+class EventReader:
+    """One stream: `first()`, then all of `rest()`. Closing `rest()` closes `body`."""
+
+    def __init__(
+        self,
+        name: str,
+        body: AsyncIterator[bytes],
+        rewrite: Rewrite | None = None,
+        *,
+        hides_usage: bool = False,
+    ) -> None:
+        """`hides_usage`: takes out the usage, which the gateway asked for and not the client."""
+        self.tally = Tally()
+        self._name = name
+        self._body = body
+        self._rewrite = rewrite
+        self._hides_usage = hides_usage
+        self._rest = self._events()
+
+    async def first(self) -> bytes:
+        """The first event with data, and the comments before it.
+
+        Raises BackendError if it is none, RequestError if it is an error of the client's making.
+        """
+        before = b""
+        async for events in self._rest:
+            data = _first_data(events)
+            if data is None:
+                before += events
+                if len(before) > MAX_EVENT:
+                    raise self._garbled("sent nothing but comments")
+                continue
+            if data != b"[DONE]":
+                self._require_chunk(data)
+            return before + events
+        raise self._garbled("ended before its first event")
+
+    def rest(self) -> AsyncGenerator[bytes, None]:
+        """What comes after `first()`, as it comes. Raises BackendError for a stream that breaks."""
+        return self._rest
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        held = bytearray()  # of an event that has not ended
+        done = False
+        try:
+            async for piece in self._body:
+                if not held and piece.endswith(_ENDS):
+                    events = piece
+                else:
+                    searched = max(0, len(held) - 3)  # a blank line may lie across the pieces
+                    held += piece
+                    end = _end_of_events(held, searched)
+                    if end == 0:
+                        if len(held) > MAX_EVENT:
+                            raise self._garbled(f"sent an event of more than {MAX_EVENT} bytes")
+                        continue
+                    events = bytes(held[:end])
+                    del held[:end]
+                if not events.startswith(_BEGINNINGS):
+                    raise self._garbled("sent something that is no event")
+                if b"[DONE]" in events:
+                    done = done or _is_done(events)
+                if b'"usage"' in events:
+                    events = self._counted(events)
+                if b'"error"' in events:
+                    self._note_error(events)
+                if events:
+                    yield events if self._rewrite is None else self._rewrite(events)
+        finally:
+            await close(self._body)
+        if not done and not _is_done(held):
+            raise self._garbled("ended its stream without [DONE]")
+        if held:
+            yield bytes(held)
+
+    def _require_chunk(self, data: bytes) -> None:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise self._garbled("sent an event that is no JSON") from None
+        if not isinstance(chunk, dict):
+            raise self._garbled("sent an event that is no JSON object")
+        if (error := error_of(chunk)) is not None:
+            raise from_event(self._name, error)
+
+    def _note_error(self, events: bytes) -> None:
+        for line in _data_lines(events):
+            error = error_of(_object(line))
+            if error is not None:
+                self.tally.failed = str(from_event(self._name, error))
+
+    def _counted(self, events: bytes) -> bytes:
+        """Reads the usage; what is left for the client.
+
+        It comes in an event of its own before [DONE], and with every event where that was asked
+        for. Some servers write `null` into the others.
+        """
+        kept = []
+        for event in _EVENT.findall(events):
+            chunk = _object(event.strip().removeprefix(b"data:")) if b'"usage"' in event else {}
+            counted = bool(chunk) and read_usage(chunk, self.tally)
+            if not (counted and self._hides_usage and chunk.get("choices") == []):
+                kept.append(event)
+        if not self._hides_usage:
+            return events
+        return _NO_USAGE.sub(b"", b"".join(kept))
+
+    def _garbled(self, what: str) -> BackendError:
+        return BackendError(f"{self._name}: {what}", kind="garbled")
+
+
+def read_usage(answer: dict[str, Any], tally: Tally) -> bool:
+    """Notes the usage that `answer` has; whether it has any."""
+    try:
+        usage = answer["usage"]
+        tally.prompt_tokens = int(usage["prompt_tokens"])
+        tally.completion_tokens = int(usage.get("completion_tokens") or 0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False  # not ours to judge: the client gets the bytes all the same
+    return True
+
+
+async def close(body: AsyncIterator[bytes]) -> None:
+    """Ends what still runs behind `body`."""
+    aclose = getattr(body, "aclose", None)
+    if aclose is not None:
+        await aclose()
+
+
+def _end_of_events(held: bytearray, start: int) -> int:
+    """Where the last whole event of `held` ends, if that is after `start`; else 0.
+
+    Lines may end in CRLF.
+    """
+    lf, crlf = held.rfind(b"\n\n", start), held.rfind(b"\n\r\n", start)
+    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
+
+
+def _is_done(events: bytes | bytearray) -> bool:
+    # At the very end only: generated text may say [DONE] too, but its event ends in a brace.
+    return events.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
+
+
+def _data_lines(events: bytes) -> list[bytes]:
+    return [line[5:].strip() for line in events.splitlines() if line.startswith(b"data:")]
+
+
+def _first_data(events: bytes) -> bytes | None:
+    """The data of the first event that has any."""
+    for event in _EVENT.findall(events):
+        if lines := _data_lines(event):
+            return b"\n".join(lines)
+    return None
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """The JSON object of `line`; an empty one if it is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def error_of(chunk: dict[str, Any]) -> Any:
+    """What an error object says, in either of the shapes that servers write; None for no error."""
+    if chunk.get("choices") is not None:
+        return None
+    return chunk if chunk.get("object") == "error" else chunk.get("error")

@@ -1,0 +1,82 @@
+"""Copies of requests for a pool that is on trial: their answers are read, counted, thrown away.
+
+Nobody waits for them, no key pays for them, and there are never more than the configuration allows.
+"""
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from octet.errors import BackendError, OctetError
+from serve.api.call import Call
+from serve.api.operation import Operation
+from serve.routing.ask import Ask
+from serve.routing.pool import Pool
+
+if TYPE_CHECKING:
+    from serve.gateway import Gateway
+
+__all__ = ["cast_shadow"]
+
+_log = logging.getLogger(__name__)
+
+
+def cast_shadow(gateway: "Gateway", operation: Operation, call: Call) -> None:
+    """Sends a copy of `call` to its route's shadow pool, if it has one and this one was drawn."""
+    settings = call.route.config.shadow
+    pool = None if settings is None else call.route.shadow()
+    if settings is None or pool is None or gateway.draining:
+        return
+    name = f"shadow of {call.route.name}"
+    under_way = sum(task.get_name() == name for task in gateway.background)
+    if under_way >= settings.max_in_flight:
+        gateway.metrics.shadows.labels(pool.name, "skipped").inc()
+        return
+    task = asyncio.create_task(_shadow(gateway, operation, call, pool), name=name)
+    gateway.background.add(task)
+    task.add_done_callback(gateway.background.discard)
+
+
+async def _shadow(gateway: "Gateway", operation: Operation, call: Call, pool: Pool) -> None:
+    outcome = "failed"
+    try:
+        async with asyncio.timeout(pool.config.timeouts.total_s):
+            outcome = await _answered(operation, call, pool)
+    except TimeoutError:
+        outcome = "timeout"
+    except OctetError as error:
+        _log.info("shadow pool %s: %s", pool.name, error)
+    except asyncio.CancelledError:
+        outcome = "cancelled"
+        raise
+    except Exception:
+        _log.exception("shadow pool %s", pool.name)
+    finally:
+        gateway.metrics.shadows.labels(pool.name, outcome).inc()
+
+
+async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
+    """Asks one member, and reads its answer to the end: `ok`, `refused` or `unavailable`."""
+    tokens = sum(operation.cost(call.body, pool.config.admission.answer_tokens))
+    member = pool.choose(Ask(tokens))
+    if member is None:
+        return "unavailable"
+    lease = member.lease(tokens)
+    try:
+        answer = await operation.open(member.backend, call)
+        if answer.rest is not None:
+            async with aclosing(answer.rest) as rest:
+                async for _piece in rest:
+                    lease.progressed()
+        if answer.status != 200:
+            return "refused"
+        if answer.tally.failed is not None:
+            raise BackendError(answer.tally.failed)
+        lease.succeeded()
+        return "ok"
+    except BackendError as error:
+        lease.failed(error)
+        raise
+    finally:
+        lease.release()

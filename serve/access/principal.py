@@ -1,0 +1,91 @@
+"""Who asks, and what they may."""
+
+from collections.abc import Sequence
+from datetime import UTC
+from typing import Protocol
+
+from octet.errors import RequestError
+from serve.access.rates import Charge, Rates
+from serve.access.usage import Usage
+from serve.config import KeyConfig
+
+__all__ = ["ANONYMOUS", "Principal"]
+
+_NO_HEADERS: dict[str, str] = {}
+
+
+class Named(Protocol):
+    """What is needed of a route."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def aliases(self) -> Sequence[str]: ...
+
+
+class Principal:
+    """Who asks: a key, or `anonymous` where no key is needed."""
+
+    __slots__ = ("_rates", "_usage", "config", "expires", "name", "priority", "weight")
+
+    def __init__(
+        self,
+        config: KeyConfig | None = None,
+        rates: Rates | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        self.config = config
+        self.name = config.name if config else "anonymous"
+        self.priority = config.priority if config else 0
+        self.weight = config.weight if config else 1.0
+        self.expires = _expiry(config)
+        # A key without limits is not counted: nothing would ask for the figures.
+        self._rates = rates if config and _is_limited(config) else None
+        self._usage = usage
+
+    def require_model(self, route: Named) -> None:
+        """Raises RequestError (403) if this key may not use the model, under any of its names."""
+        if self.config is None or self.config.models is None:
+            return
+        allowed = self.config.models
+        if route.name in allowed or any(alias in allowed for alias in route.aliases):
+            return
+        raise RequestError(
+            f"API key '{self.name}' may not use the model '{route.name}'; "
+            f"it may use: {', '.join(allowed) or 'none'}",
+            status=403,
+            param="model",
+            code="model_not_allowed",
+            kind="permission_error",
+        )
+
+    def charge(self, tokens: int) -> Charge | None:
+        """Counts a request on the key's limits; None if it has none. Raises RequestError (429)."""
+        if self._rates is None or self.config is None or self._usage is None:
+            return None
+        return self._rates.charge(self.config, self._usage, tokens)
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's `x-ratelimit-*`, for an answer of any status; empty without limits."""
+        if self._rates is None or self.config is None:
+            return _NO_HEADERS
+        return self._rates.headers(self.config)
+
+
+def _is_limited(key: KeyConfig) -> bool:
+    limits = (
+        *(key.requests_per_minute, key.tokens_per_minute),
+        *(key.tokens_per_day, key.max_in_flight),
+    )
+    return any(limit is not None for limit in limits)
+
+
+def _expiry(key: KeyConfig | None) -> float | None:
+    """Seconds since 1970; a time without a zone is UTC."""
+    if key is None or key.expires is None:
+        return None
+    return (key.expires if key.expires.tzinfo else key.expires.replace(tzinfo=UTC)).timestamp()
+
+
+ANONYMOUS = Principal()

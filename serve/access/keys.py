@@ -115,6 +115,3 @@ def _read(path: Path) -> tuple[KeyConfig, ...]:
         where = ".".join(map(str, first["loc"])) or "top level"
         message = first["msg"].replace("Input should", "should")
         raise ConfigError(f"keys file {path}: {where}: {message}") from None
-
-
-ANONYMOUS = Principal()

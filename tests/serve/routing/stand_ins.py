@@ -1,0 +1,100 @@
+"""A backend whose server can be killed, hung, and made to lie; and a clock set by hand."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octet.errors import BackendError, BackendUnavailable
+from serve.backends.base import Backend, LoadReport
+from serve.config import PoolConfig
+from serve.routing import Pool
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """A backend of which only what routing needs is there."""
+
+    models = ("m",)
+    accepts_extra = False
+    tokenizer = None
+
+    def __init__(self, name: str = "http://a", *, context_length: int | None = None) -> None:
+        self.name = name
+        self.context_length = context_length
+        self.alive = True
+        self.says_ready = True
+        self.hangs = False  # answers no question, and keeps its connections
+        self.probe_error: BackendError | None = None
+        self.probe_s = 0.0  # how long a token takes
+        self.report: LoadReport | None = None
+        self.probes = 0
+        self.started = self.closed = False
+        self._ended = asyncio.Event()
+        self.connected = 0  # held connections
+
+    def die(self) -> None:
+        self.alive = False
+        self._ended.set()
+
+    def restart(self) -> None:
+        self.alive = True
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def hold(self) -> None:
+        if not self.alive:
+            raise BackendUnavailable(f"{self.name}: connection refused", kind="refused")
+        self.connected += 1
+        try:
+            await self._ended.wait()
+        finally:
+            self.connected -= 1
+
+    async def ready(self) -> bool:
+        await self._answer()
+        return self.alive and self.says_ready
+
+    async def load(self) -> LoadReport | None:
+        await self._answer()
+        return self.report if self.alive else None
+
+    async def probe(self) -> None:
+        self.probes += 1
+        await self._answer()
+        await asyncio.sleep(self.probe_s)
+        if not self.alive:
+            raise BackendUnavailable(f"{self.name}: connection refused", kind="refused")
+        if self.probe_error is not None:
+            raise self.probe_error
+
+    async def _answer(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    def generate(self, request: object) -> Any:
+        raise AssertionError("routing sends no requests")
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        raise AssertionError("routing reads no messages")
+
+
+def servers(count: int) -> list[Server]:
+    return [Server(f"http://host-{number}:8000") for number in range(count)]
+
+
+def pool_of(backends: Sequence[Backend], **sections: Any) -> tuple[Pool, Clock]:
+    """A pool that was not started, with a clock of its own."""
+    clock = Clock()
+    return Pool.of("p", backends, PoolConfig.model_validate(sections), clock=clock), clock

@@ -1,0 +1,190 @@
+"""The circuit breaker: what opens it, for how long, and what closes it again."""
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octet.errors import FailureKind
+from serve.config import Ejection
+from serve.routing.breaker import Breaker
+from tests.serve.routing.stand_ins import Clock
+
+COUNTED: tuple[FailureKind, ...] = ("refused", "lost", "timeout", "failed", "garbled")
+
+
+def breaker(**settings: Any) -> tuple[Breaker, Clock]:
+    clock = Clock()
+    return Breaker(Ejection(**settings), clock=clock), clock
+
+
+def fail(it: Breaker, times: int = 1, kind: FailureKind = "failed") -> None:
+    for _ in range(times):
+        it.failed(it.begin(), kind)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_failures_in_a_row_open_it(kind: FailureKind) -> None:
+    it, _ = breaker(failures=3)
+    fail(it, 2, kind)
+    it.succeeded(it.begin())
+    fail(it, 2, kind)
+    assert it.state == "closed"
+    fail(it, 1, kind)
+    assert it.state == "open" and not it.admits
+
+
+def test_a_server_that_takes_no_more_is_never_ejected() -> None:
+    it, _ = breaker(failures=1)
+    fail(it, 100, "overloaded")
+    assert it.state == "closed"
+
+
+def test_a_server_that_can_serve_nobody_is_ejected_at_once() -> None:
+    it, _ = breaker(failures=100)
+    fail(it, 1, "dead")
+    assert it.state == "open"
+
+
+def test_half_open_lets_a_few_through_and_the_first_outcome_decides() -> None:
+    it, clock = breaker(failures=1, duration_s=5, trials=2)
+    fail(it)
+    clock.now = 4.99
+    assert not it.admits
+    clock.now = 5.0
+    assert it.state == "half_open"
+    first, second = it.begin(), it.begin()
+    assert not it.admits
+    it.succeeded(first)
+    assert it.state == "closed" and it.admits
+    it.failed(second, "failed")  # began before it was closed
+    assert it.state == "closed"
+    assert it.transitions == {
+        ("closed", "open"): 1,
+        ("open", "half_open"): 1,
+        ("half_open", "closed"): 1,
+    }
+
+
+def test_a_trial_whose_client_went_away_leaves_room_for_another() -> None:
+    it, clock = breaker(failures=1, duration_s=5)
+    fail(it)
+    clock.now = 5
+    trial = it.begin() if it.admits else -1
+    assert not it.admits
+    it.abandoned(trial)
+    assert it.state == "half_open" and it.admits
+    it.failed(it.begin(), "overloaded")  # neither well nor ill
+    assert it.state == "half_open" and it.admits
+
+
+def test_each_ejection_is_longer_up_to_a_maximum_and_a_quiet_time_forgives() -> None:
+    it, clock = breaker(failures=1, duration_s=5, max_duration_s=12)
+    lasted = []
+    for _ in range(4):
+        fail(it)
+        lasted.append(it.until - clock.now)
+        clock.now = it.until
+        assert it.state == "half_open"
+    assert lasted == [5, 10, 12, 12]
+    it.succeeded(it.begin())
+    clock.now += 11.9
+    fail(it)
+    assert it.until - clock.now == 12
+    clock.now = it.until
+    it.succeeded(it.begin() if it.admits else -1)
+    clock.now += 12
+    fail(it)
+    assert it.until - clock.now == 5
+
+
+def test_a_probed_one_waits_for_its_probe() -> None:
+    it, clock = breaker(failures=1, duration_s=5)
+    it.probed = True
+    fail(it)
+    clock.now = 1000
+    assert it.state == "open"
+    it.proved()  # one token is no proof that what failed works: a real request has to
+    assert it.state == "half_open"
+    it.succeeded(it.begin())
+    assert it.state == "closed"
+
+
+def test_what_a_probe_found_dead_a_probe_brings_back() -> None:
+    it, _ = breaker()
+    it.probed = True
+    it.trip()
+    assert it.state == "open" and not it.counted
+    it.proved()
+    assert it.state == "closed"
+
+
+def test_a_new_process_has_a_clean_record() -> None:
+    it, _ = breaker(failures=2)
+    old = it.begin()
+    fail(it)
+    it.reset()
+    it.failed(old, "lost")
+    fail(it)
+    assert it.state == "closed"
+
+
+def test_it_stays_closed_where_too_many_are_ejected_already() -> None:
+    allowed = False
+    it = Breaker(Ejection(failures=2), clock=Clock(), may_open=lambda: allowed)
+    fail(it, 5)
+    assert it.state == "closed"
+    allowed = True
+    fail(it)
+    assert it.state == "open"
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.just(0)),
+        st.tuples(st.sampled_from(("succeed", "abandon", *COUNTED, "overloaded", "dead")),
+                  st.integers(0, 20)),
+        st.tuples(st.just("wait"), st.integers(1, 30)),
+        st.tuples(st.sampled_from(("trip", "proved", "reset")), st.just(0)),
+    ),
+    max_size=80,
+)  # fmt: skip
+
+
+@given(STEPS, st.booleans())
+def test_whatever_happens_it_admits_no_more_than_its_trials(
+    steps: list[tuple[str, int]], probed: bool
+) -> None:
+    """And never opens without a failure, and never for longer than the maximum."""
+    it, clock = breaker(failures=3, duration_s=5, max_duration_s=12, trials=2)
+    it.probed = probed
+    changes: list[None] = []
+    it._changed = lambda: changes.append(None)
+    running: list[int] = []
+    for step, argument in steps:
+        before, admitted, heard = it.state, it.admits, len(changes)
+        if step == "begin":
+            if it.admits:
+                running.append(it.begin())
+        elif step == "wait":
+            clock.now += argument
+        elif step in ("trip", "proved", "reset"):
+            getattr(it, step)()
+        elif running:
+            epoch = running.pop(argument % len(running))
+            if step == "succeed":
+                it.succeeded(epoch)
+            elif step == "abandon":
+                it.abandoned(epoch)
+            else:
+                it.failed(epoch, cast(FailureKind, step))
+        assert it.until <= clock.now + 12
+        assert (it.state == "open") <= (not it.admits)
+        if it.state == "half_open":
+            trials = running.count(it.epoch)
+            assert trials <= 2 and it.admits == (trials < 2)
+        if it.state == "open" and before != "open":
+            assert step in (*COUNTED, "dead", "trip")
+        if it.admits != admitted and step != "wait":
+            assert len(changes) > heard  # who keeps a list of the available is told

@@ -38,6 +38,8 @@ class GenerateRequest:
     # Fields this type does not know, as the client sent them. Only a backend that `accepts_extra`
     # is given a request with any.
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # Sent on to a server beside the request, in lower case: its id and where it is traced.
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

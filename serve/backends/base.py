@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from octet.errors import BackendError, BackendUnavailable
 from serve.types import Event, GenerateRequest
 
 if TYPE_CHECKING:  # tokenizers is not needed where no backend has one
     from serve.tokenizer import Tokenizer
 
-__all__ = ["PROBE", "Backend", "LoadReport", "Relay", "RelayingBackend"]
+__all__ = ["PROBE", "Backend", "LoadReport", "Relay", "RelayingBackend", "sooner_or_later"]
 
 PROBE = "1"  # the prompt of a probe: a token or two in every vocabulary
 
@@ -22,6 +23,13 @@ class LoadReport:
     waiting: int  # requests
     kv_usage: float | None  # of its KV cache, 0 to 1
     capacity_tokens: int | None  # that its KV cache holds
+
+
+def sooner_or_later(error: BackendError, *, started: bool) -> BackendError:
+    """`error`, as BackendUnavailable unless events had come: then another backend may be asked."""
+    if started or isinstance(error, BackendUnavailable):
+        return error
+    return BackendUnavailable(str(error), kind=error.kind, retry_after_s=error.retry_after_s)
 
 
 class Backend(Protocol):
@@ -54,8 +62,8 @@ class Backend(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """Zero or more Deltas, then one Finished. Closing the iterator cancels the request.
 
-        What refuses a request (RequestError, BackendUnavailable) is raised before the first event;
-        BackendError may come at any time. Both say their `kind`.
+        RequestError and BackendUnavailable are raised before the first event only, any other
+        BackendError after it only; both say their `kind`.
         """
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:

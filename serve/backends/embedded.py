@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model import ModelSpec
-from serve.backends.base import PROBE, LoadReport
+from serve.backends.base import PROBE, LoadReport, sooner_or_later
 from serve.config import EmbeddedConfig
 from serve.engine import Delivery, Engine, EngineStats
 from serve.generation import Generation
@@ -143,13 +143,17 @@ class EmbeddedBackend:
         started = self._require_started()
         generation = await started.generation(request)
         stream = self._streams[generation] = _Stream()
+        begun = False
         try:
             started.engine.submit(generation)
             while True:
                 event = await stream.get()
+                begun = True
                 yield event
                 if isinstance(event, Finished):
                     return
+        except BackendError as error:
+            raise sooner_or_later(error, started=begun) from error
         finally:
             del self._streams[generation]
             started.engine.cancel(generation)

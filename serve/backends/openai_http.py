@@ -15,11 +15,11 @@ import aiohttp
 from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
-from serve.backends.base import PROBE, LoadReport, Relay
+from serve.backends.base import PROBE, LoadReport, Relay, sooner_or_later
 from serve.backends.held import hold_open, keep_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
-from serve.backends.prometheus import sglang_load, vllm_load
+from serve.backends.prometheus import load_of
 from serve.config import HttpConfig
 from serve.types import Event, GenerateRequest
 
@@ -48,7 +48,7 @@ class OpenAiHttpBackend:
         self._config = config
         self._urls: dict[str, URL] = {}
         self._probe = 0  # which of `_probes` this server takes
-        self._load_from: _Source | None = None  # where it says how busy it is
+        self._load_from = _SOURCES  # where it may say how busy it is
         self._headers = {"accept": "*/*", "accept-encoding": "identity"}
         key = config.api_key.get_secret_value() if config.api_key else None
         if config.api_key_env is not None:
@@ -85,6 +85,7 @@ class OpenAiHttpBackend:
         status, body = await self._get(path)
         if status != 200:
             self.context_length = None  # what comes back may be another model
+            self._load_from = _SOURCES
             return False
         if self.context_length is None:
             if self._config.type == "vllm":
@@ -93,15 +94,18 @@ class OpenAiHttpBackend:
         return True
 
     async def load(self) -> LoadReport | None:
-        """What /metrics says, of vLLM or SGLang; else vLLM's /load; else nothing, for good."""
-        sources = [self._load_from] if self._load_from else _SOURCES
-        for source in sources:
+        """What its metrics say, of those that are known; else vLLM's /load; else None."""
+        answered = True
+        for source in self._load_from:
             path, read = source
             status, body = await self._get(path)
             report = read(body) if status == 200 else None
             if report is not None:
-                self._load_from = source
+                self._load_from = (source,)
                 return report
+            answered = answered and status != 0
+        if answered:
+            self._load_from = ()  # it has none: do not ask every second
         return None
 
     async def probe(self) -> None:
@@ -176,7 +180,7 @@ class OpenAiHttpBackend:
         fields = completion_body(request, self.served_name)
         if self._config.type == "vllm":  # OpenAI's own dialect names tokens by their text alone
             fields |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        headers = {**_JSON, "x-request-id": request.request_id}
+        headers = {**_JSON, "x-request-id": request.request_id, **request.headers}
         relay = await self.relay("/v1/completions", json.dumps(fields).encode(), headers)
         content = relay.body
         assert isinstance(content, AsyncGenerator)
@@ -184,10 +188,13 @@ class OpenAiHttpBackend:
             if relay.status != 200:
                 body = b"".join([piece async for piece in content])
                 raise failure(self.name, relay.status, relay.headers, body)
-            events = completion_events(self.name, content, request.logprobs or 0)
-            async with aclosing(events):
-                async for event in events:
+            started = False
+            try:
+                async for event in completion_events(self.name, content, request.logprobs or 0):
+                    started = True
                     yield event
+            except BackendError as error:
+                raise sooner_or_later(error, started=started) from error
 
     def _url(self, path: str) -> URL:
         """Parsed once; `path` is one of the gateway's own, never a client's."""
@@ -229,7 +236,8 @@ def _server_load(body: bytes) -> LoadReport | None:
 
 _Source = tuple[str, Callable[[bytes], LoadReport | None]]
 _SOURCES: tuple[_Source, ...] = (
-    ("/metrics", lambda page: vllm_load(page) or sglang_load(page)),
+    ("/metrics", load_of),
+    ("/prometheus/metrics", load_of),  # trtllm-serve
     ("/load", _server_load),
 )
 

@@ -1,34 +1,47 @@
 """How busy a server is, from its Prometheus page: the few lines needed, found by their names.
 
 A page of vLLM has some 500 lines, most of them of histograms; a parser of them all would cost more
-than the request that asked.
+than the request that asked. The names were read in each server's source or documentation.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from serve.backends.base import LoadReport
 
-__all__ = ["samples", "sglang_load", "vllm_load"]
+__all__ = ["load_of", "samples"]
 
-Samples = Mapping[str, Sequence[tuple[dict[str, str], float]]]
+Sample = tuple[dict[str, str], float]  # labels and value
+Samples = Mapping[str, list[Sample]]
 
-_VLLM = (
-    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:cache_config_info"),
-    *("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),  # the latter until vLLM 0.10
-)
-_SGLANG = (
-    *("sglang:num_running_reqs", "sglang:num_queue_reqs"),
-    *("sglang:token_usage", "sglang:max_total_num_tokens"),
-)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def samples(page: bytes, names: Sequence[str]) -> Samples:
-    """Name -> (labels, value) of each sample whose name is one of `names`."""
+def load_of(page: bytes) -> LoadReport | None:
+    """The figures of whichever server wrote `page`; None where it has none that are known.
+
+    Several engines (data parallel) are added up, and their KV usages averaged.
+    """
+    for server in _SERVERS:
+        found = samples(page, server.names)
+        running, waiting = (_values(found, *which) for which in (server.running, server.waiting))
+        if running or waiting:
+            usage = _values(found, *server.kv_usage)
+            return LoadReport(
+                running=round(sum(running)),
+                waiting=round(sum(waiting)),
+                kv_usage=sum(usage) / len(usage) if usage else None,
+                capacity_tokens=server.capacity(found) or None,
+            )
+    return None
+
+
+def samples(page: bytes, names: Iterable[str]) -> Samples:
+    """Name -> each sample whose name is one of `names`; a line that is not a sample is no error."""
     wanted = b"|".join(re.escape(name.encode()) for name in names)
     line = re.compile(rb"^(" + wanted + rb")(?:\{(.*)\})? ([^ \r\n]+)", re.MULTILINE)
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    found: dict[str, list[Sample]] = {}
     for name, labels, value in line.findall(page):
         try:
             sample = (dict(_LABEL.findall(labels.decode(errors="replace"))), float(value))
@@ -38,40 +51,78 @@ def samples(page: bytes, names: Sequence[str]) -> Samples:
     return found
 
 
-def vllm_load(page: bytes) -> LoadReport | None:
-    """vLLM's own figures; several engines (data parallel) are added up."""
-    found = samples(page, _VLLM)
-    if "vllm:num_requests_running" not in found:
-        return None
-    sizes = [_cache_tokens(labels) for labels, _ in found.get("vllm:cache_config_info", ())]
-    usage = found.get("vllm:kv_cache_usage_perc") or found.get("vllm:gpu_cache_usage_perc")
-    return LoadReport(
-        running=round(_sum(found, "vllm:num_requests_running")),
-        waiting=round(_sum(found, "vllm:num_requests_waiting")),
-        kv_usage=sum(value for _, value in usage) / len(usage) if usage else None,
-        capacity_tokens=sum(filter(None, sizes)) or None,
-    )
+Which = tuple[str, Mapping[str, str]]  # a metric, and labels that its samples must have
 
 
-def sglang_load(page: bytes) -> LoadReport | None:
-    """SGLang's, where it runs with --enable-metrics: ranks of data parallelism are added up."""
-    found = samples(page, _SGLANG)
-    if "sglang:num_running_reqs" not in found:
-        return None
-    usage = found.get("sglang:token_usage")
-    return LoadReport(
-        running=round(_sum(found, "sglang:num_running_reqs")),
-        waiting=round(_sum(found, "sglang:num_queue_reqs")),
-        kv_usage=sum(value for _, value in usage) / len(usage) if usage else None,
-        capacity_tokens=round(_sum(found, "sglang:max_total_num_tokens")) or None,
-    )
+@dataclass(frozen=True)
+class _Server:
+    """Where one kind of server says what."""
+
+    running: Which
+    waiting: Which
+    kv_usage: Which  # 0 to 1
+    capacity: Callable[[Samples], int]  # tokens; 0 if it does not say
+    capacity_name: str | None = None
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = {which[0] for which in (self.running, self.waiting, self.kv_usage)}
+        names |= {self.capacity_name} if self.capacity_name else set()
+        object.__setattr__(self, "names", tuple(sorted(names)))
 
 
-def _cache_tokens(labels: Mapping[str, str]) -> int | None:
-    """Of one engine: blocks times tokens of a block. Both are "None" until it has measured."""
-    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    return int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else None
+def _values(found: Samples, name: str, labels: Mapping[str, str]) -> list[float]:
+    return [value for has, value in found.get(name, ()) if labels.items() <= has.items()]
 
 
-def _sum(found: Samples, name: str) -> float:
-    return sum(value for _, value in found.get(name, ()))
+def _vllm_capacity(found: Samples) -> int:
+    """Blocks times tokens of a block. Both are "None" until the engine has measured."""
+    total = 0
+    for labels, _ in found.get("vllm:cache_config_info", ()):
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        total += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    return total
+
+
+def _sglang_capacity(found: Samples) -> int:
+    return round(sum(_values(found, "sglang:max_total_num_tokens", {})))
+
+
+def _triton_trtllm_capacity(found: Samples) -> int:
+    name, kind = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"
+    blocks, size = (_values(found, name, {kind: which}) for which in ("max", "tokens_per"))
+    return round(sum(b * s for b, s in zip(blocks, size, strict=False)))
+
+
+def _unknown(_found: Samples) -> int:
+    return 0
+
+
+_SERVERS = (
+    _Server(
+        running=("vllm:num_requests_running", {}),
+        waiting=("vllm:num_requests_waiting", {}),
+        kv_usage=("vllm:kv_cache_usage_perc", {}),
+        capacity=_vllm_capacity,
+        capacity_name="vllm:cache_config_info",
+    ),
+    _Server(  # with --enable-metrics
+        running=("sglang:num_running_reqs", {}),
+        waiting=("sglang:num_queue_reqs", {}),
+        kv_usage=("sglang:token_usage", {}),
+        capacity=_sglang_capacity,
+        capacity_name="sglang:max_total_num_tokens",
+    ),
+    _Server(  # trtllm-serve, on /prometheus/metrics
+        running=("trtllm_num_requests_running", {}),
+        waiting=("trtllm_num_requests_waiting", {}),
+        kv_usage=("trtllm_kv_cache_utilization", {}),
+        capacity=_unknown,
+    ),
+    _Server(  # Triton's TensorRT-LLM backend
+        running=("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
+        waiting=("nv_trt_llm_request_metrics", {"request_type": "waiting"}),
+        kv_usage=("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "fraction"}),
+        capacity=_triton_trtllm_capacity,
+    ),
+)

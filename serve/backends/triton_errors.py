@@ -1,0 +1,86 @@
+"""What a failed call to Triton means for the request, and for the server.
+
+The gRPC status says little: an error of the model comes as a message of the stream, without one,
+and a model whose process died stays "ready". So it is told by what Triton and its backends write.
+"""
+
+import json
+import re
+
+import grpc
+
+from octet.errors import BackendError, FailureKind, RequestError
+from serve.backends.openai_errors import is_dead
+
+__all__ = ["error_of"]
+
+_Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
+
+# In the order in which they are tried.
+_KINDS: _Signs = (
+    # The Python backend of a process that is gone; the vLLM backend of an engine that is.
+    ("dead", re.compile(r"Stub process .* is not healthy|due to unhealthy vLLM engine")),
+    ("refused", re.compile(r"Request for unknown model|is not ready|failed to connect to all")),
+    # dynamic_batching's queue policy; our own entry's queue.
+    ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),
+    ("timeout", re.compile(r"[Rr]equest timeout expired")),
+)
+# What the backends say of a request that is plainly the client's mistake: pattern, param, code.
+_CONTEXT = ("prompt", "context_length_exceeded")
+_CLIENT = (
+    # vLLM's input processor and its renderer.
+    (re.compile(r"prompt \(length \d+\).* is longer than the maximum model length"), *_CONTEXT),
+    (re.compile(r"This model's maximum context length is \d+ tokens"), *_CONTEXT),
+    (re.compile(r"prompt cannot be empty"), "prompt", None),
+    (re.compile(r"Token id \d+ is out of vocabulary"), "prompt", None),
+    (re.compile(r"Requested sample logprobs of \d+.*max allowed"), "logprobs", None),
+    # Its backend for Triton logs why it cannot make SamplingParams, and goes on with None.
+    (re.compile(r"'NoneType' object has no attribute 'lora_name'"), "sampling_parameters", None),
+    # TensorRT-LLM's executor.
+    (re.compile(r"[Pp]rompt length \(\d+\) exceeds maximum input length"), *_CONTEXT),
+    (re.compile(r"number of context tokens \(\d+\) exceeds the limit"), *_CONTEXT),
+    (re.compile(r"max_tokens must be a single value > 0"), "max_tokens", None),
+)
+_STATUS: dict[grpc.StatusCode, FailureKind] = {
+    grpc.StatusCode.CANCELLED: "lost",
+    grpc.StatusCode.NOT_FOUND: "refused",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "overloaded",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
+}
+
+
+def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
+    """The error for a call that ended with `details`."""
+    said = " ".join(details.split())
+    kind = _kind(code, said)
+    refusal = None if kind else _own_refusal(details) or _known_refusal(said)
+    return refusal or BackendError(f"{name}: {said}", kind=kind or "failed")
+
+
+def _kind(code: grpc.StatusCode | None, said: str) -> FailureKind | None:
+    if is_dead(said):
+        return "dead"
+    for kind, sign in _KINDS:
+        if sign.search(said):
+            return kind
+    if code == grpc.StatusCode.UNAVAILABLE:  # of the connection: it broke, or none could be made
+        return "refused" if "onnect" in said and "reset" not in said else "lost"
+    return _STATUS.get(code) if code is not None else None
+
+
+def _own_refusal(details: str) -> RequestError | None:
+    """What our own entry says of a request that it refuses: JSON, with the field at fault."""
+    try:
+        error = json.loads(details)
+        return RequestError(str(error["message"]), param=error["param"], code=error["code"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _known_refusal(said: str) -> RequestError | None:
+    for sign, param, code in _CLIENT:
+        if sign.search(said):
+            return RequestError(
+                said.removeprefix("Error generating stream: "), param=param, code=code
+            )
+    return None

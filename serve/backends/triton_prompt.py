@@ -1,0 +1,73 @@
+"""What a Triton model needs of a tokenizer: ids of a text, a text of ids, its end tokens."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from octet.errors import RequestError
+from serve.api.fields import UnsupportedField
+from serve.tokenizer import Tokenizer
+
+__all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]
+
+Prompt = str | tuple[int, ...]
+
+
+def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
+    """A text that the model's tokenizer turns into exactly `prompt`. Raises RequestError.
+
+    The tokenizer at the other end may put a BOS in front, so one in `prompt` is left out.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise RequestError(
+            f"{name} takes text, not token ids: give the backend a tokenizer", param="prompt"
+        )
+    for start in (0, 1):
+        text = str(tokenizer.inner.decode(list(prompt[start:]), skip_special_tokens=False))
+        if tuple(tokenizer.encode(text)) == prompt:
+            return text
+    raise RequestError(
+        f"{name} takes text, and no text has exactly these token ids", param="prompt"
+    )
+
+
+def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequence[int]:
+    """Token ids. Raises RequestError for a text that nobody here can tokenize."""
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise RequestError(
+            f"{name} takes token ids, not text: give the backend a tokenizer", param="prompt"
+        )
+    return tokenizer.encode(prompt)
+
+
+def unsupported(name: str, field: str, reason: str) -> UnsupportedField:
+    """The refusal of a field that another backend of the pool may take."""
+    message = f"'{field}' is not supported by {name}: {reason}"
+    return UnsupportedField(message, param=field, code="unsupported_field")
+
+
+def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids after which the model is done, from the files beside its tokenizer; may be none."""
+    for file in ("generation_config.json", "config.json"):
+        found = _read(directory / file).get("eos_token_id")
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list) and found:
+            return tuple(map(int, found))
+    token = _read(directory / "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    spelled = tokenizer.inner.token_to_id(token) if isinstance(token, str) else None
+    return () if spelled is None else (spelled,)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

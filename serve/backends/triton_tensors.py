@@ -1,0 +1,98 @@
+"""Triton's tensors: what a model takes, a request's inputs written, a response's outputs read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+__all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
+
+# Name → the elements in order, as str, int, float or bool.
+Outputs = Mapping[str, list[Any]]
+
+_CONTENTS = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+}
+_DTYPES = {
+    "BOOL": "?",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "FP32": "<f4",
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes: input name → datatype and number of dimensions, the batch's included."""
+
+    inputs: Mapping[str, tuple[str, int]]
+
+    @classmethod
+    def of(cls, metadata: pb.ModelMetadataResponse) -> "Signature":
+        return cls(
+            {tensor.name: (tensor.datatype, len(tensor.shape)) for tensor in metadata.inputs}
+        )
+
+    def first(self, *names: str) -> str | None:
+        """The first of `names` that the model has: some inputs were renamed over the years."""
+        return next((name for name in names if name in self.inputs), None)
+
+
+class Inputs:
+    """The inputs of one request, each of the datatype and rank that the model has it with."""
+
+    def __init__(self, message: pb.ModelInferRequest, signature: Signature) -> None:
+        self._message = message
+        self._signature = signature
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._signature.inputs
+
+    def add(self, name: str, *values: Any, shape: Sequence[int] = ()) -> None:
+        """Writes `values`; `shape` is that of the last dimensions, by default so many in one."""
+        datatype, rank = self._signature.inputs[name]
+        shape = shape or (len(values),)
+        whole = [*[1] * (rank - len(shape)), *shape]
+        tensor = self._message.inputs.add(name=name, datatype=datatype, shape=whole)
+        encoded = [v.encode() if isinstance(v, str) else v for v in values]
+        getattr(tensor.contents, _CONTENTS[datatype]).extend(encoded)
+
+    def add_if_known(self, name: str, value: Any) -> bool:
+        """Writes `value` if the model has such an input; whether it has."""
+        if name not in self:
+            return False
+        self.add(name, value)
+        return True
+
+
+def read_outputs(response: pb.ModelInferResponse) -> Outputs:
+    """The output tensors that have any element, of the datatypes that are known."""
+    found: dict[str, list[Any]] = {}
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if not raw:
+            continue
+        if tensor.datatype == "BYTES":
+            found[tensor.name] = _strings(raw)
+        elif tensor.datatype in _DTYPES:
+            found[tensor.name] = np.frombuffer(raw, _DTYPES[tensor.datatype]).tolist()
+    return found
+
+
+def _strings(raw: bytes) -> list[str]:
+    """Each is a u32 little-endian length, then so many bytes."""
+    strings, at = [], 0
+    while at < len(raw):
+        end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+        strings.append(raw[at + 4 : end].decode(errors="replace"))
+        at = end
+    return strings

@@ -1,0 +1,230 @@
+"""TensorRT-LLM's two interfaces in Triton: text in and out, and the engine's own token ids.
+
+`ensemble` and `tensorrt_llm_bls` tokenize: text_input → text_output. The bare `tensorrt_llm` takes
+and returns ids, and our tokenizer does the rest. Read in TensorRT-LLM's triton_backend: responses
+of a stream bring the new tokens alone, except from a BLS model with `accumulate_tokens`, which
+sends the whole text again each time; nobody says why an answer ended; counts are of one response;
+a stop string is part of the text; a limit beyond the context is clipped to it. Log-probabilities
+are those of the chosen tokens only, so they are refused.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from octet.errors import BackendUnavailable
+from serve.backends.triton_prompt import prompt_ids, prompt_text, unsupported
+from serve.backends.triton_tensors import Inputs, Outputs, Signature
+from serve.backends.triton_vllm import NO_LIMIT
+from serve.detokenizer import StopChecker
+from serve.tokenizer import Tokenizer
+from serve.types import Delta, Event, Finished, GenerateRequest, Usage
+
+__all__ = ["IdsDialect", "TextDialect"]
+
+_NO_LOGPROBS = "its model returns those of the chosen tokens alone"
+_COUNTS = ("return_num_input_tokens", "return_num_output_tokens")
+
+
+class TextDialect:
+    """`text_input` and `max_tokens` → `text_output`.
+
+    `cumulative` if each response brings the whole text; `stream` if there may be several.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        tokenizer: Tokenizer | None,
+        *,
+        cumulative: bool,
+        stream: bool,
+    ) -> None:
+        self._name = name
+        self._tokenizer = tokenizer
+        self._cumulative = cumulative
+        self._stream = stream
+        self._counts = all(name in signature.inputs for name in _COUNTS)
+
+    def write(self, request: GenerateRequest, inputs: Inputs) -> None:
+        """Raises RequestError for what the model cannot do."""
+        if request.logprobs is not None:
+            raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
+        if request.stop_token_ids:
+            raise unsupported(self._name, "stop_token_ids", "its model takes stop strings")
+        if self._tokenizer is None and not self._counts:
+            raise BackendUnavailable(
+                f"{self._name}: its model does not count tokens: give the backend a tokenizer",
+                kind="failed",
+            )
+        inputs.add("text_input", prompt_text(self._name, self._tokenizer, request.prompt))
+        inputs.add("max_tokens", request.max_tokens or NO_LIMIT)
+        _add_sampling(self._name, request, inputs, "top_k", "top_p")
+        if request.stop and "stop_words" in inputs:
+            inputs.add("stop_words", *request.stop)
+        if request.ignore_eos and not inputs.add_if_known("end_id", -1):
+            raise unsupported(self._name, "ignore_eos", "its model has no input 'end_id'")
+        inputs.add_if_known("stream", self._stream)
+        for flag in ("exclude_input_in_output", *_COUNTS):
+            inputs.add_if_known(flag, True)
+
+    def answer(self, request: GenerateRequest) -> "TextAnswer":
+        return TextAnswer(request, self._tokenizer, cumulative=self._cumulative)
+
+
+class IdsDialect:
+    """`input_ids` and `request_output_len` → `output_ids`. `ends` are the model's end tokens."""
+
+    def __init__(
+        self, name: str, tokenizer: Tokenizer | None, ends: Sequence[int], *, stream: bool
+    ) -> None:
+        self._name = name
+        self._tokenizer = tokenizer
+        self._ends = tuple(ends)
+        self._stream = stream
+
+    def write(self, request: GenerateRequest, inputs: Inputs) -> None:
+        """Raises RequestError for what the model cannot do."""
+        if request.logprobs is not None:
+            raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
+        if self._tokenizer is None or not (self._ends or request.ignore_eos):
+            raise BackendUnavailable(
+                f"{self._name}: its model returns token ids: give the backend a tokenizer, with "
+                "the config.json or generation_config.json that names the end token",
+                kind="failed",
+            )
+        ids = prompt_ids(self._name, self._tokenizer, request.prompt)
+        inputs.add("input_ids", *ids)
+        inputs.add("input_lengths", len(ids))
+        inputs.add("request_output_len", request.max_tokens or NO_LIMIT)
+        _add_sampling(self._name, request, inputs, "runtime_top_k", "runtime_top_p")
+        ends = () if request.ignore_eos else self._ends
+        inputs.add_if_known("end_id", ends[0] if ends else -1)
+        if ends:
+            inputs.add_if_known("pad_id", ends[0])
+        words = [(token,) for token in (*ends[1:], *request.stop_token_ids)]
+        if words and "stop_words_list" in inputs:
+            flat = [token for word in words for token in word]
+            offsets = list(accumulate(map(len, words)))  # where each word ends
+            inputs.add("stop_words_list", *flat, *offsets, shape=(2, len(flat)))
+        inputs.add_if_known("streaming", self._stream)
+        inputs.add_if_known("exclude_input_in_output", True)
+
+    def answer(self, request: GenerateRequest) -> "IdsAnswer":
+        assert self._tokenizer is not None  # else `write` has refused
+        ids = prompt_ids(self._name, self._tokenizer, request.prompt)
+        ends = () if request.ignore_eos else self._ends
+        return IdsAnswer(request, ids, self._tokenizer, ends)
+
+
+class _Answer:
+    """The text of one answer up to the first stop string, and why it ended."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.ended = False  # whether it is complete, though the model may go on
+        self._stops = StopChecker(request.stop)
+        self._limit = request.max_tokens or NO_LIMIT
+        self._stopped_by: str | int | None = None
+        self._read = self._written = 0  # tokens
+
+    def _show(self, text: str) -> str:
+        """What of `text` is certain not to begin a stop string."""
+        safe, stop = self._stops.push(text)
+        if stop is not None:
+            self.ended, self._stopped_by = True, stop
+        return safe
+
+    def _finish(self, rest: str) -> list[Event]:
+        """The last events; `rest` is text that was held back for want of its other half."""
+        length = not self.ended and self._written >= self._limit
+        text = "" if self._stopped_by is not None else self._show(rest) + self._stops.flush()
+        length = length and self._stopped_by is None
+        end = Finished(
+            "length" if length else "stop", Usage(self._read, self._written), self._stopped_by
+        )
+        return [Delta(text, ()), end] if text else [end]
+
+
+class TextAnswer(_Answer):
+    """Responses with the next piece of the text, or with all of it so far."""
+
+    def __init__(
+        self, request: GenerateRequest, tokenizer: Tokenizer | None, *, cumulative: bool
+    ) -> None:
+        super().__init__(request)
+        self._prompt = request.prompt
+        self._tokenizer = tokenizer
+        self._cumulative = cumulative
+        self._text = ""  # all that came
+        self._shown = 0  # characters of it
+
+    def read(self, outputs: Outputs) -> Delta | None:
+        self._read = (outputs.get("num_input_tokens") or [self._read])[0]
+        self._written += (outputs.get("num_output_tokens") or [0])[0]
+        piece = (outputs.get("text_output") or [""])[0]
+        self._text = piece or self._text if self._cumulative else self._text + piece
+        if self._cumulative:
+            # Half a character is a replacement character, until a response has its other half.
+            piece = self._text.rstrip("\ufffd")[self._shown :]
+        self._shown += len(piece)
+        text = self._show(piece)
+        return Delta(text, ()) if text else None
+
+    def finish(self) -> list[Event]:
+        if self._tokenizer is not None and not self._read:
+            self._read = len(prompt_ids("", self._tokenizer, self._prompt))
+        if self._tokenizer is not None and not self._written:
+            self._written = len(self._tokenizer.encode(self._text, add_special_tokens=False))
+        return self._finish(self._text[self._shown :])
+
+
+class IdsAnswer(_Answer):
+    """Responses with new token ids, padded with -1."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+    ) -> None:
+        super().__init__(request)
+        self._read = len(prompt)
+        self._detokenizer = tokenizer.detokenizer(prompt)
+        self._ends = frozenset(ends)
+        self._stop_ids = frozenset(request.stop_token_ids)
+
+    def read(self, outputs: Outputs) -> Delta | None:
+        text, ids = "", []
+        for token in outputs.get("output_ids", ()):
+            if token < 0 or self.ended:
+                break
+            ids.append(token)
+            self._written += 1
+            if token in self._stop_ids:
+                self.ended, self._stopped_by = True, token
+            elif token in self._ends:
+                self.ended = True
+            else:
+                text += self._show(self._detokenizer.push(token))
+        return Delta(text, tuple(ids)) if ids else None
+
+    def finish(self) -> list[Event]:
+        return self._finish(self._detokenizer.flush())
+
+
+def _add_sampling(
+    name: str, request: GenerateRequest, inputs: Inputs, top_k: str, top_p: str
+) -> None:
+    """Left out, top_k is 1; at 0 it is off. Greedy is top_k 1: a temperature of 0 divides."""
+    greedy = request.temperature == 0
+    inputs.add(top_k, 1 if greedy else request.top_k)
+    if not greedy:
+        inputs.add(top_p, request.top_p)
+        inputs.add("temperature", request.temperature)
+    if request.seed is None:
+        return
+    for seed in ("seed", "random_seed"):  # the latter is its older name
+        if inputs.add_if_known(seed, request.seed):
+            return
+    raise unsupported(name, "seed", "its model has no such input")

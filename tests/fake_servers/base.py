@@ -1,0 +1,64 @@
+"""What all fake servers share: the engine that answers, and a record of what was asked."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from serve.backends.embedded import EmbeddedBackend
+from serve.types import GenerateRequest
+from tests.fakes import FakeRunner, fake_backend
+
+__all__ = ["FakeServer", "asked", "fault_of", "running"]
+
+
+class FakeServer:
+    """What was asked, with which headers, and how much of it runs or was cancelled."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.engine: EmbeddedBackend = fake_backend(FakeRunner(delay_s=delay_s))
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.running = 0
+        self.cancelled = 0
+        self.url = ""
+
+
+def fault_of(body: dict[str, Any]) -> str:
+    """The misbehaviour that a prompt asks for; none is ''."""
+    prompt = body.get("prompt") or (body.get("messages") or [{}])[-1].get("content")
+    return prompt.split()[0] if isinstance(prompt, str) and prompt.startswith("!") else ""
+
+
+def asked(body: dict[str, Any], engine: EmbeddedBackend) -> GenerateRequest:
+    """An OpenAI body, or vLLM's sampling parameters, as the engine's request."""
+    chat = "messages" in body
+    prompt: Any = engine.chat_prompt(body["messages"]) if chat else body["prompt"]
+    stop = body.get("stop") or []
+    logprobs = body.get("logprobs")
+    if chat:
+        logprobs = body.get("top_logprobs", 0) if logprobs else None
+    return GenerateRequest(
+        request_id="fake",
+        model=body["model"],
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+        max_tokens=body.get("max_tokens", None if chat else 16),
+        temperature=body.get("temperature", 1.0),
+        top_p=body.get("top_p", 1.0),
+        top_k=max(body.get("top_k", 0), 0),
+        seed=body.get("seed"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.get("stop_token_ids") or ()),
+        logprobs=logprobs,
+        echo=bool(body.get("echo")),
+        ignore_eos=bool(body.get("ignore_eos")),
+    )
+
+
+@asynccontextmanager
+async def running(server: Any) -> AsyncIterator[Any]:
+    """Starts a fake server, and stops it at the end."""
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

@@ -127,15 +127,10 @@ class Gateway:
         requests and are closed when their last one ends. Raises OctetError, and changes nothing,
         if a backend can never work as configured.
         """
-        try:
-            async with self.changing:
-                self.require_accepting()
-                change = await Change.prepared(self, config)
-                report = change.commit()
-        except BaseException:
-            self.metrics.reloads.labels("failed").inc()
-            raise
-        self.metrics.reloads.labels("ok").inc()
+        async with self.changing:
+            self.require_accepting()
+            change = await Change.prepared(self, config)
+            report = change.commit()
         await all_of(discovery.start() for discovery in self.discoveries)
         return report
 

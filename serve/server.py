@@ -125,11 +125,8 @@ async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
-        try:
+        with contextlib.suppress(OctetError):  # it has been logged
             await reload_from(gateway, gateway.path)
-            say("SIGHUP: reloaded")
-        except OctetError as error:
-            say(f"SIGHUP: not reloaded, nothing has changed: {error}")
 
     def at_signal() -> None:
         task = loop.create_task(reload())

@@ -49,7 +49,10 @@ def create_admin_app(gateway: Gateway) -> FastAPI:
 
 
 def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
-    """/metrics, /status and /admin. Without `own_port`, /admin needs the administrator's key."""
+    """/metrics, /status and /admin; empty beside the clients' paths if there is an own port.
+
+    Without `own_port`, /admin needs the administrator's key.
+    """
 
     def is_admin(request: Request) -> bool:
         digest = gateway.config.admin.sha256
@@ -70,6 +73,8 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
             raise RequestError(message, status=401, code="invalid_api_key")
 
     router = APIRouter()
+    if gateway.config.admin.port is not None and not own_port:
+        return router
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:

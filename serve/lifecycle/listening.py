@@ -40,7 +40,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         assert sockets
         names = ", ".join(self.gateway.routes.names)
-        for line in _out_of_reach(self.gateway):
+        for line in _not_serving(self.gateway):
             say(line)
         say(f"serving {names} on {_url(sockets[0])}")
         if self._on_started is not None:
@@ -110,13 +110,12 @@ def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
     )
 
 
-def _out_of_reach(gateway: Gateway) -> Sequence[str]:
-    """A line for each backend that does not serve yet: it may come later."""
+def _not_serving(gateway: Gateway) -> Sequence[str]:
+    """A line for each pool without a backend that works; the log says why."""
     return [
-        f"pool {pool.name}: {member.name} does not serve: {member.last_error}"
+        f"warning: pool {pool.name}: none of its {len(pool.members)} backends serves yet"
         for pool in gateway.pools.values()
-        for member in pool.members
-        if not member.up
+        if not pool.ready
     ]
 
 

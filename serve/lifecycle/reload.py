@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from octet.errors import ConfigError
+from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
 from serve.config import GatewayConfig, PoolConfig
 from serve.lifecycle.discovery import origin_of
@@ -26,17 +27,23 @@ AT_START_ONLY = ("listen", "admin.host", "admin.port", "access.cors_origins", "l
 
 async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
     """Goes over to what the file says now, or raises the OctetError for which it cannot."""
+    report: dict[str, Any]
+    at = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         if path is None:
             raise ConfigError("there is no configuration file to read again")
         config = await asyncio.to_thread(GatewayConfig.load, path)
-    except ConfigError:
+        report = await gateway.reload(config)
+    except OctetError as error:
+        _log.error("not reloaded, nothing has changed: %s", error)
         gateway.metrics.reloads.labels("failed").inc()
+        gateway.last_reload = {"at": at, "outcome": "failed"}
         raise
-    report = await gateway.reload(config)
     for warning in config.warnings:
         _log.warning("%s", warning)
-    _log.info("reloaded %s: %s", path, report)
+    _log.info("reloaded %s: %s", path, ", ".join(f"{k} {v}" for k, v in report.items()))
+    gateway.metrics.reloads.labels("ok").inc()
+    gateway.last_reload = {"at": at, "outcome": "ok"}
     return report
 
 

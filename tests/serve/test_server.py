@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
-from serve.config import Listen
 from serve.server import bind, run
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
@@ -136,13 +135,13 @@ async def test_a_thousand_disconnects_leave_nothing_in_flight(kind: str) -> None
 
 
 def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:
-    with bind(Listen(port=0)) as taken:
+    with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
-            bind(Listen(port=port))
+            bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host"):
-        bind(Listen(host="no.such.host.invalid", port=0))
+        bind("no.such.host.invalid", 0)
 
 
 def test_a_target_that_is_no_export_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Watch:
     async def stop(self) -> None:
         self._member.on_doubt = None
         self._member.breaker.probed = False
+        self._member.changed()
         if self._task is not None:
             await _ended(self._task)
 
@@ -85,7 +86,7 @@ class Watch:
     def _connection_ended(self, held: asyncio.Task[str]) -> None:
         if not held.cancelled():
             error = held.exception()
-            self._go_out(str(error) if error else held.result(), reachable=False)
+            self._go_out(repr(error) if error else held.result(), reachable=False)
             self._doubt.set()
 
     async def _while_held(self, held: asyncio.Task[str]) -> None:
@@ -99,14 +100,19 @@ class Watch:
                 return
             if ready:
                 await self._let_in(held)
-            elif ready is None and member.last_success >= asked_at - config.interval_s:
-                member.come_in()  # too busy to say so
+            elif ready is None and self._busy_since(asked_at - config.interval_s):
+                member.come_in()  # it only was too busy to say so
             else:
                 self._go_out("it says that it is not ready", reachable=True)
             self.looked.set()
             pause_s = config.interval_s if member.ready else config.reconnect_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._doubt.wait(), pause_s)
+
+    def _busy_since(self, moment: float) -> bool:
+        """Whether it is known to have worked since then, and was not out."""
+        member = self._member
+        return member.out_since is None and max(member.last_success, member.last_stir) >= moment
 
     async def _ask_ready(self, held: asyncio.Task[str]) -> bool | None:
         """Its own word; None if it says nothing in time, or its connection ended meanwhile."""
@@ -122,62 +128,76 @@ class Watch:
             await _ended(asked)
 
     async def _let_in(self, held: asyncio.Task[str]) -> None:
-        """Who was out, or was never asked, first has to generate a token."""
+        """Who was out has to generate a token first; then it is as new."""
         member = self._member
         if member.out_since is not None:
-            _log.info("%s/%s is back", member.pool, member.name)
+            failure = None
             if self._config.probe_after_s is not None:
-                error = await self._probe()
+                try:
+                    await self._probe()
+                except BackendError as error:
+                    failure = error
                 if held.done():
                     return
-                member.breaker.reset()
-                if error is not None:
-                    self._eject(error)
+            member.breaker.reset()
+            if failure is not None:
+                self._eject(failure)
             else:
-                member.breaker.reset()
+                _log.info("%s/%s is back", member.pool, member.name)
         member.come_in()
 
     async def _keep_proving(self) -> None:
         """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""
-        if self._config.probe_after_s is None:
+        member, breaker, config = self._member, self._member.breaker, self._config
+        if config.probe_after_s is None:
             return
-        member, breaker = self._member, self._member.breaker
+        await self.looked.wait()
         while True:
-            if not self.looked.is_set():
-                await self.looked.wait()
             now = self._clock()
-            due_at = member.last_success + self._config.probe_after_s
+            due_at = member.last_success + config.probe_after_s
             if breaker.state == "open":
                 due_at = breaker.until
-            if not (member.reachable and member.ready) or now < due_at:
-                await asyncio.sleep(min(max(due_at - now, 0.0) or 1.0, self._config.reconnect_s))
-                continue
-            error = await self._probe()
-            if not (member.reachable and member.ready):
-                continue
-            if error is not None:
-                self._eject(error)
+            if not member.ready:
+                await asyncio.sleep(config.reconnect_s)  # comes in by a token anyway
+            elif due_at > now:
+                await asyncio.sleep(min(due_at - now, config.reconnect_s))
             else:
-                breaker.proved()
+                await self._prove()
 
-    async def _probe(self) -> BackendError | None:
-        """Why it generates nothing; None if it does, or is only too busy to."""
+    async def _prove(self) -> None:
+        member, breaker = self._member, self._member.breaker
+        epoch = breaker.epoch
+        proved, failure = False, None
+        try:
+            proved = await self._probe()
+        except BackendError as error:
+            failure = error
+        if epoch != breaker.epoch or not member.ready:
+            return  # meanwhile more was learned than the probe can say
+        if failure is not None:
+            self._eject(failure)
+        elif proved:
+            breaker.proved()
+        else:
+            await asyncio.sleep(self._config.interval_s)
+
+    async def _probe(self) -> bool:
+        """Whether a token came; False if it only is too busy. Raises BackendError otherwise."""
         member, began = self._member, self._clock()
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 await member.backend.probe()
-        except TimeoutError:
-            error = BackendError(
-                f"no token within {self._config.probe_timeout_s:g} s", kind="timeout"
-            )
-        except BackendError as failure:
-            error = failure
-        else:
-            member.last_success = self._clock()
-            return None
-        if error.kind == "overloaded" or max(member.last_success, member.last_stir) > began:
-            return None
-        return error
+        except (TimeoutError, BackendError) as error:
+            if max(member.last_success, member.last_stir) > began:
+                return False  # real requests went on meanwhile
+            if isinstance(error, TimeoutError):
+                limit = f"no token within {self._config.probe_timeout_s:g} s"
+                raise BackendError(limit, kind="timeout") from None
+            if error.kind == "overloaded":
+                return False
+            raise
+        member.last_success = self._clock()
+        return True
 
     def _eject(self, error: BackendError) -> None:
         member = self._member

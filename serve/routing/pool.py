@@ -51,7 +51,7 @@ class Pool:
         self._drained.set()
         self.budget = RetryBudget(config.retries, lambda: self._active, rng=self._rng)
         self._watches: dict[Member, Watch] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._leaving: dict[Member, asyncio.Task[None]] = {}
         self._available: list[Member] = []
         self._stale = True  # `_available` is to be made anew
         self._reopens_at = math.inf  # when a breaker's time passes, by the clock
@@ -156,11 +156,9 @@ class Pool:
 
     async def close(self) -> None:
         """Lets go of every backend; those that were leaving do not finish."""
-        for task in self._closing:
+        for task in self._leaving.values():
             task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        members, self.members = self.members, self.members
-        await asyncio.gather(*(self._close(member) for member in members))
+        await asyncio.gather(*map(self._close, [*self.members, *self._leaving]))
 
     async def add(self, config: BackendConfig) -> Member:
         """Makes, starts and looks at one more. Raises OctetError if it can never work."""
@@ -180,9 +178,7 @@ class Pool:
         member.leave()
         self.members = tuple(each for each in self.members if each is not member)
         self._policy.joined(self.members)
-        task = asyncio.create_task(self._close_when_idle(member))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._leaving[member] = asyncio.create_task(self._close_when_idle(member))
 
     async def drained(self) -> None:
         """Returns when no request is in it."""
@@ -248,13 +244,15 @@ class Pool:
                 look.cancel()
 
     async def _close_when_idle(self, member: Member) -> None:
-        try:
-            await member.idle.wait()
-        finally:
-            await self._close(member)
+        await member.idle.wait()
+        await self._close(member)
+        del self._leaving[member]
 
     async def _close(self, member: Member) -> None:
         watch = self._watches.pop(member, None)
         if watch is not None:
             await watch.stop()
-        await member.backend.close()
+        try:
+            await member.backend.close()
+        except Exception:  # the others must be closed too
+            _log.exception("%s/%s could not be closed", self.name, member.name)

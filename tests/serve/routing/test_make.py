@@ -1,0 +1,44 @@
+"""Backends from their configuration."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from octet.errors import OctetError
+from serve.backends.base import Backend
+from serve.config import HttpConfig, TritonConfig
+from serve.routing import make_backend
+
+
+def test_a_backend_answers_under_its_own_name_unless_told() -> None:
+    assert make_backend("m", HttpConfig(type="vllm", url="http://h")).models == ("m",)
+    backend: Any = make_backend("m", HttpConfig(type="vllm", url="http://h", model="served"))
+    assert backend.served_name == "served"
+
+
+def test_client_libraries_are_loaded_only_for_their_backends() -> None:
+    code = (
+        "import sys, serve.routing; from serve.config import HttpConfig;"
+        "before = {m.partition('.')[0] for m in sys.modules};"
+        "serve.routing.make_backend('m', HttpConfig(type='vllm', url='http://h'));"
+        "after = {m.partition('.')[0] for m in sys.modules};"
+        "print(*sorted(before)); print(*sorted(after - before))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    before, after = output.stdout.decode().splitlines()
+    assert not {"aiohttp", "grpc", "tritonclient", "onnxruntime"} & set(before.split())
+    assert "aiohttp" in after.split()
+    assert not {"grpc", "tritonclient", "onnxruntime"} & set(after.split())
+
+
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "serve.backends.triton_grpc", None)
+    with pytest.raises(OctetError, match=r"pip install 'octet\[serve\]'"):
+        make_backend("m", TritonConfig(type="triton", url="h:8001"))
+
+
+def test_a_triton_backend_is_one() -> None:
+    backend: Backend = make_backend("m", TritonConfig(type="triton", url="h:8001", model="other"))
+    assert backend.models == ("m",) and "h:8001" in backend.name

@@ -1,0 +1,275 @@
+"""Pools: who is available, when somebody will be, and members that come and go."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from octet.errors import BackendError, ConfigError, OctetError
+from serve.backends.base import LoadReport
+from serve.config import HttpConfig, PoolConfig
+from serve.routing import Ask, Member, Pool
+from serve.routing import pool as pool_module
+from tests.serve.routing.stand_ins import Server, pool_of, servers
+from tests.serve.routing.virtual_time import run
+
+ASK = Ask(10)
+
+
+def fail(member: Member, times: int = 1) -> None:
+    for _ in range(times):
+        lease = member.lease(1)
+        lease.failed(BackendError("x"))
+        lease.release()
+
+
+def test_members_of_which_nothing_is_known_are_available() -> None:
+    it, _ = pool_of(servers(2))
+    assert it.ready and {it.choose(ASK), it.choose(ASK)} == set(it.members)
+
+
+def test_who_was_tried_is_not_chosen_again() -> None:
+    it, _ = pool_of(servers(3))
+    first, second, _ = it.members
+    assert it.choose(ASK, {first, second}) is it.members[2]
+    assert it.choose(ASK, it.members) is None
+
+
+def test_nobody_is_chosen_who_cannot_serve() -> None:
+    it, clock = pool_of(servers(5), ejection={"failures": 1, "duration_s": 5})
+    unreachable, not_ready, ejected, leaving, well = it.members
+    unreachable.go_out("x", reachable=False)
+    not_ready.go_out("x", reachable=True)
+    fail(ejected)
+    leaving.leave()
+    assert {it.choose(ASK) for _ in range(10)} == {well}
+    well.go_out("x", reachable=False)
+    assert it.choose(ASK) is None and not it.ready
+    clock.now = 5.0
+    assert it.choose(ASK) is ejected and ejected.standing == "trial"
+    ejected.lease(1)
+    assert it.choose(ASK) is None and it.ready  # one trial at a time
+
+
+def test_failures_eject_no_more_than_a_part_of_the_pool() -> None:
+    it, _ = pool_of(servers(4), ejection={"failures": 2, "max_fraction": 0.5})
+    for member in it.members:
+        fail(member, 5)
+    assert [m.standing for m in it.members] == ["ejected", "ejected", "in", "in"]
+    it.members[0].go_out("x", reachable=False)  # no longer counted
+    fail(it.members[2])
+    assert it.members[2].standing == "ejected"
+
+
+def test_one_is_always_allowed_to_be_ejected() -> None:
+    for count in (1, 2):
+        it, _ = pool_of(servers(count), ejection={"failures": 1, "max_fraction": 0.0})
+        for member in it.members:
+            fail(member)
+        assert [m.standing for m in it.members].count("ejected") == 1
+
+
+def test_those_that_can_serve_nobody_are_ejected_however_many_they_are() -> None:
+    it, _ = pool_of(servers(3))
+    for member in it.members:
+        member.lease(1).failed(BackendError("Stub process is not healthy", kind="dead"))
+    assert it.choose(ASK) is None
+
+
+def test_a_member_that_is_being_looked_into_is_better_than_nobody() -> None:
+    it, _ = pool_of(servers(2))
+    first, second = it.members
+    for member in it.members:
+        member.on_doubt = lambda: None
+    first.lease(1).failed(BackendError("x", kind="lost"))
+    assert {it.choose(ASK) for _ in range(5)} == {second}
+    second.go_out("gone", reachable=False)
+    assert it.choose(ASK) is first and it.choose(ASK, (first,)) is None
+    first.go_out("gone", reachable=False)
+    assert it.choose(ASK) is None
+
+
+def test_it_says_when_to_come_back() -> None:
+    it, clock = pool_of(servers(2), ejection={"failures": 1, "duration_s": 8, "max_fraction": 1})
+    first, second = it.members
+    fail(first)
+    second.go_out("x", reachable=False)
+    assert it.retry_after_s() == 0.5  # the next try to reach it
+    clock.now = 6
+    assert it.retry_after_s() == pytest.approx(2)  # until the ejection ends
+    second.max_in_flight = 1
+    second.come_in()
+    second.lease(1)
+    clock.now = 7
+    assert second.standing == "full" and it.retry_after_s() < 1
+    assert Pool.of("empty", []).retry_after_s() == 60
+
+
+def test_a_full_member_has_room_about_when_its_next_request_ends() -> None:
+    it, clock = pool_of(servers(1))
+    (member,) = it.members
+    member.max_in_flight = 4
+    for _ in range(50):
+        lease = member.lease(1)
+        clock.now += 8
+        lease.release()
+    for _ in range(4):
+        member.lease(1)
+    assert it.retry_after_s() == pytest.approx(2)  # four that take 8 s each
+
+
+def test_capacity_is_that_of_who_serves() -> None:
+    it, _ = pool_of(servers(3))
+    assert it.capacity_tokens is None
+    it.members[0].reported(LoadReport(0, 0, 0.0, 1000), 0, 0)
+    assert it.capacity_tokens == 3000  # the others are taken for the same
+    it.members[1].reported(LoadReport(0, 0, 0.0, 2000), 0, 0)
+    it.members[2].reported(LoadReport(0, 0, 0.0, 6000), 0, 0)
+    assert it.capacity_tokens == 9000
+    it.members[2].go_out("x", reachable=False)
+    assert it.capacity_tokens == 3000
+    for member in it.members:
+        member.go_out("x", reachable=False)
+    assert it.capacity_tokens == 9000  # a limit does not vanish with the last of them
+
+
+def test_the_context_is_the_shortest_that_is_known() -> None:
+    backends = [Server("a"), Server("b", context_length=100), Server("c", context_length=50)]
+    assert Pool.of("p", backends).context_length == 50
+    assert Pool.of("p", backends[:1]).context_length is None
+
+
+def test_members_are_named_by_their_configuration_or_numbered() -> None:
+    config = PoolConfig.model_validate(
+        {
+            "precision": "fp8",
+            "backends": [
+                {"type": "vllm", "url": "http://a"},
+                {"type": "vllm", "url": "http://b", "name": "left"},
+                {"type": "openai", "url": "http://c"},
+            ],
+        }
+    )
+    it = Pool.from_config("fast", config, "m")
+    assert [m.name for m in it.members] == ["fast-1", "left", "fast-2"]
+    assert it.precision == "fp8" and it.members[1].config is config.backends[1]
+    assert all(m.backend.models == ("m",) for m in it.members)
+
+
+def test_drained_is_when_no_request_is_in_it() -> None:
+    async def main() -> None:
+        it = Pool.of("p", servers(1))
+        await asyncio.wait_for(it.drained(), 1)
+        it.active += 2
+        waiter = asyncio.create_task(it.drained())
+        it.active -= 1
+        await asyncio.sleep(1)
+        assert not waiter.done()
+        it.active -= 1
+        await waiter
+
+    run(main())
+
+
+def test_starting_fails_with_the_first_that_can_never_work_and_closes_all() -> None:
+    class Broken(Server):
+        async def start(self) -> None:
+            raise OctetError("no such export")
+
+    async def main() -> None:
+        backends = [Server("a"), Broken("b")]
+        with pytest.raises(OctetError, match="no such export"):
+            await Pool.of("p", backends).start()
+        assert all(backend.closed for backend in backends)
+
+    run(main())
+
+
+def test_starting_looks_at_all_at_once_and_waits_for_nobody_who_hangs() -> None:
+    async def main() -> None:
+        backends = servers(4)
+        backends[1].die()
+        backends[2].says_ready = False
+        backends[3].hangs = True
+        loop = asyncio.get_running_loop()
+        it = Pool.of("p", backends, clock=loop.time)
+        await it.start()
+        assert loop.time() <= 2.0
+        assert [m.standing for m in it.members[:3]] == ["in", "unreachable", "not_ready"]
+        assert "refused" in it.members[1].last_error
+        assert it.ready and it.choose(ASK, it.members[3:]) is it.members[0]
+        await it.close()
+        assert all(backend.closed and not backend.connected for backend in backends)
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_one_that_is_removed_gets_nothing_more_and_is_closed_when_its_leases_end() -> None:
+    async def main() -> None:
+        backends = servers(2)
+        it = Pool.of("p", backends, clock=asyncio.get_running_loop().time)
+        await it.start()
+        gone = it.members[0]
+        lease = gone.lease(5)
+        await it.remove(gone)
+        assert it.members == (it.choose(ASK),) and gone.standing == "leaving"
+        await asyncio.sleep(100)
+        assert not backends[0].closed
+        lease.succeeded()
+        lease.release()
+        await asyncio.sleep(0.1)
+        assert backends[0].closed and not backends[1].closed
+        await it.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_closing_does_not_wait_for_those_that_are_leaving() -> None:
+    async def main() -> None:
+        backends = servers(2)
+        it = Pool.of("p", backends)
+        it.members[0].lease(5)
+        await it.remove(it.members[0])
+        await it.close()
+        assert [backend.closed for backend in backends] == [True, True]
+
+    run(main())
+
+
+def test_one_that_is_added_is_looked_at_and_then_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = Server("http://new")
+    monkeypatch.setattr(pool_module, "make_backend", lambda model, config: new)
+
+    async def main() -> None:
+        it = Pool.of("p", servers(1), clock=asyncio.get_running_loop().time)
+        await it.start()
+        await it.remove(it.members[0])
+        member = await it.add(HttpConfig(type="vllm", url="http://new", name="new"))
+        assert new.started and member.standing == "in" and it.choose(ASK) is member
+        with pytest.raises(ConfigError, match="'new' already"):
+            await it.add(HttpConfig(type="vllm", url="http://other", name="new"))
+        assert it.members == (member,)
+        await it.close()
+
+    run(main())
+
+
+def test_a_list_of_the_available_is_made_anew_only_when_something_changed() -> None:
+    """64 members with their breakers would cost a request ten times what choosing costs."""
+    it, clock = pool_of(servers(3), ejection={"failures": 1, "duration_s": 5})
+    it.choose(ASK)
+    assert not it._stale and it._reopens_at == math.inf
+    fail(it.members[0])
+    it.choose(ASK)
+    assert it._reopens_at == clock.now + 5
+
+
+def test_an_embedded_backend_gets_all_its_settings(tmp_path: Path) -> None:
+    config = PoolConfig.model_validate(
+        {"backends": [{"type": "embedded", "path": tmp_path, "context": 64}]}
+    )
+    (member,) = Pool.from_config("p", config, "m").members
+    assert member.backend.models == ("m",) and member.backend.context_length == 64

@@ -222,6 +222,8 @@ class Attempts:
         lease = self.lease = member.lease(self._ask_of.tokens)
         self.member = member
         self.observation.attempt(pool.name, member.name, pool.precision or "")
+        if self.observation.trace is not None:  # each attempt has a span of its own
+            self.call.headers.update(self.observation.headers_out())
         self._waits.append((member.name, time.monotonic()))
         first_token_s = pool.config.timeouts.first_token_s
         if self.streamed:

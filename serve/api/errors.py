@@ -32,16 +32,21 @@ def status_of(error: Exception) -> int:
     """The HTTP status that `error` ends a request with."""
     if isinstance(error, RequestError):
         return error.status
-    if isinstance(error, BackendUnavailable):
+    if _is_unavailable(error):
         return 503
     return 502 if isinstance(error, BackendError) else 500
+
+
+def _is_unavailable(error: Exception) -> bool:
+    """Whether no backend took the request; else one took it, and made a mess of it."""
+    return isinstance(error, BackendUnavailable) and error.kind not in ("failed", "garbled")
 
 
 def code_of(error: Exception) -> str:
     """The code that programs and metrics know `error` by."""
     if isinstance(error, RequestError):
         return error.code or "invalid_request"
-    if isinstance(error, BackendUnavailable):
+    if _is_unavailable(error):
         return "backend_unavailable"
     return "backend_error" if isinstance(error, BackendError) else "internal_error"
 
@@ -63,7 +68,7 @@ def error_bytes(error: Exception) -> bytes:
     param: str | None = None
     if isinstance(error, RequestError):
         message, kind, param, code = str(error), error.kind, error.param, error.code
-    elif isinstance(error, BackendUnavailable):
+    elif _is_unavailable(error):
         message, kind, code = str(error), "service_unavailable_error", "backend_unavailable"
     elif isinstance(error, BackendError):
         message, kind, code = str(error), "backend_error", "backend_error"

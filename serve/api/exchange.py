@@ -6,6 +6,7 @@ away, and cancels this one if it does.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Exchange"]
 
 _log = logging.getLogger(__name__)
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
 class Exchange:
@@ -116,6 +118,8 @@ class Exchange:
         route = entry.routes.resolve(data["model"])
         self.principal.require_model(route)
         observation.routed(route.name, _choices(body))
+        if entry.config.logs.prompts:
+            observation.prompt = str(data.get("messages") or data.get("prompt") or "")
         headers = {"content-type": JSON, **observation.headers_out()}
         call = Call(observation.id, operation.path, raw, data, body, route, headers)
         pools = route.pools()
@@ -139,7 +143,7 @@ class Exchange:
     ) -> None:
         """Sends every piece as it comes; a failure on the way becomes an error event."""
         send, observation, deadlines = self.send, self.observation, attempts.deadlines
-        progressed = attempts.progressed
+        progressed, several = attempts.progressed, observation.choices > 1
         error: Exception | None = None
         try:
             deadlines.within("inter_token", attempts.inter_token_s)
@@ -156,7 +160,7 @@ class Exchange:
                 deadlines.sent()
                 events = _events(piece)
                 self.tokens += events
-                observation.streamed(events)
+                observation.streamed(events, _ended(piece) if several else 0)
                 progressed()
         except asyncio.CancelledError:
             error = self._interruption()
@@ -215,7 +219,7 @@ class Exchange:
         if isinstance(error, BackendError) and error.kind == "timeout" and attempts is not None:
             error = attempts.too_late(str(error))
         if not isinstance(error, OctetError):
-            _log.error("request %s failed", self.observation.id, exc_info=error)
+            _log.error("a request failed", exc_info=error)
         self.observation.refused(code_of(error))
         headers = error_headers(error)
         if isinstance(error, AnsweredFailure):
@@ -227,7 +231,7 @@ class Exchange:
         assert self.attempts is not None
         if isinstance(error, BackendError):
             self.attempts.failed(error)
-        _log.warning("request %s: a stream broke: %s", self.observation.id, error)
+        _log.warning("a stream broke: %s", error)
         self.observation.broken(code_of(error))
         return sse_error(error)
 
@@ -266,6 +270,11 @@ def _choices(body: Any) -> int:
     """Answers that the request will get: prompts times n."""
     prompts = getattr(body, "prompt", None)
     return (getattr(body, "n", None) or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
+
+
+def _ended(piece: bytes) -> int:
+    """Choices that say how they ended."""
+    return len(_FINISHED.findall(piece))
 
 
 def _events(piece: bytes) -> int:

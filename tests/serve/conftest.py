@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from serve.backends.base import Backend
-from serve.config import GatewayConfig
+from serve.config import GatewayConfig, Health, PoolConfig
 from serve.gateway import Gateway
 from serve.routing import Pool
 from serve.server import DrainingServer, bind, serve_gateway
@@ -73,7 +73,9 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
     config = GatewayConfig.model_validate(
         {"models": {name: {"pool": name} for name, _ in pools}, "drain_timeout_s": 0.5} | settings
     )
-    made = {name: Pool.of(name, backends, config.pools.get(name)) for name, backends in pools}
+    # A probe would be one more request than the test sent.
+    quiet = PoolConfig(health=Health(probe_after_s=None))
+    made = {name: Pool.of(name, found, config.pools.get(name, quiet)) for name, found in pools}
     async with serving_gateway(Gateway(config, made)) as served:
         yield served
 

@@ -101,7 +101,8 @@ class FakeTensorRtLlm(FakeTriton):
         if self.counts:
             prompt = wanted.prompt
             read = len(prompt.encode() if isinstance(prompt, str) else prompt)  # a byte a token
-            ids = [token for token in event.token_ids if token != END]
+            # The executor leaves out an end token that ended the answer.
+            ids = [token for token in event.token_ids if wanted.ignore_eos or token != END]
             found["num_output_tokens"] = np.array([[len(ids)]], np.int32)
             found["num_input_tokens"] = np.array([[read]], np.int32)
         return tensors(found)

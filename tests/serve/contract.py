@@ -3,10 +3,12 @@
     for check in CHECKS:
         await check(backend, "def f(x):", token_ids)
 
-`text` and `token_ids` are a prompt of the model, and `token_ids` are those of `text`.
+`text` and `token_ids` are a prompt of the model, and `token_ids` are those of `text`. Backends that
+return log-probabilities owe WITH_LOGPROBS as well, the others WITHOUT_LOGPROBS.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -14,10 +16,21 @@ from typing import Any
 import pytest
 
 from octet.errors import RequestError
+from serve.api.fields import UnsupportedField
 from serve.backends.base import Backend
 from serve.types import Delta, Event, Finished, GenerateRequest
 
-__all__ = ["CHECKS", "ask", "collect"]
+__all__ = [
+    "CHECKS",
+    "WITHOUT_LOGPROBS",
+    "WITH_LOGPROBS",
+    "Check",
+    "ask",
+    "collect",
+    "freed_within",
+]
+
+FREED_S = 0.2  # from the moment when a client goes away until its request no longer runs
 
 
 def ask(backend: Backend, prompt: Any, **fields: Any) -> GenerateRequest:
@@ -82,13 +95,63 @@ async def log_probabilities_are_those_of_the_most_likely_tokens(
         assert position.chosen.token_id in {token.token_id for token in position.top}
 
 
-async def requests_at_once_keep_their_answers(
+async def log_probabilities_are_refused_by_name(
     backend: Backend, text: str, _token_ids: tuple[int, ...]
 ) -> None:
-    prompts = [text + " " * i for i in range(6)]
+    with pytest.raises(UnsupportedField) as refused:
+        await collect(backend, ask(backend, text, logprobs=1))
+    assert refused.value.param == "logprobs" and backend.name in str(refused.value)
+
+
+async def twenty_requests_at_once_keep_their_answers(
+    backend: Backend, text: str, _token_ids: tuple[int, ...]
+) -> None:
+    prompts = [text + " " * i for i in range(20)]
     alone = [(await collect(backend, ask(backend, prompt)))[0] for prompt in prompts]
     together = await asyncio.gather(*(collect(backend, ask(backend, p)) for p in prompts))
     assert [answer for answer, _ in together] == alone
+
+
+async def without_a_limit_it_goes_on_to_an_end(
+    backend: Backend, text: str, token_ids: tuple[int, ...]
+) -> None:
+    """Not to vLLM's default of 16 tokens."""
+    request = ask(backend, text, max_tokens=None, ignore_eos=False, stop=("\n\n\n",))
+    answer, events = await collect(backend, request)
+    end = events[-1]
+    assert isinstance(end, Finished) and "\n\n\n" not in answer
+    assert end.usage.completion_tokens != 16 and end.usage.prompt_tokens == len(token_ids)
+    if end.reason == "length" and backend.context_length is not None:
+        assert sum((end.usage.prompt_tokens, end.usage.completion_tokens)) >= backend.context_length
+
+
+async def a_probe_generates_a_token(
+    backend: Backend, _text: str, _token_ids: tuple[int, ...]
+) -> None:
+    async with asyncio.timeout(30):
+        await backend.probe()
+
+
+async def a_held_connection_lasts(backend: Backend, text: str, _token_ids: tuple[int, ...]) -> None:
+    holding = asyncio.create_task(backend.hold())
+    await collect(backend, ask(backend, text))
+    assert not holding.done()
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    assert holding.cancelled() and await backend.ready()
+
+
+async def a_report_of_load_makes_sense(
+    backend: Backend, text: str, token_ids: tuple[int, ...]
+) -> None:
+    report = await backend.load()
+    if report is None:  # allowed; who must report one is tested by name
+        return
+    assert report.running >= 0 and report.waiting >= 0
+    assert report.kv_usage is None or 0 <= report.kv_usage <= 1
+    assert report.capacity_tokens is None or report.capacity_tokens > len(token_ids)
+    await collect(backend, ask(backend, text))
+    assert await backend.load() is not None
 
 
 async def a_closed_iterator_harms_nobody_else(
@@ -110,14 +173,45 @@ async def a_prompt_beyond_the_context_is_refused(
     assert refused.value.status == 400
 
 
+async def freed_within(
+    backend: Backend, text: str, running: Callable[[], Awaitable[int]]
+) -> tuple[float, float]:
+    """Seconds until `running` (requests in the server) is 0 after a client has gone away.
+
+    The first is of a closed iterator, after its first token; the second of a cancelled task.
+    """
+    taken = []
+    for stop in ("close", "cancel"):
+        stream: Any = backend.generate(ask(backend, text, max_tokens=400))
+        await anext(stream)
+        while not await running():
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(anext(stream)) if stop == "cancel" else None
+        started = time.perf_counter()
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            while await running():
+                await asyncio.sleep(0.005)
+        taken.append(time.perf_counter() - started)
+    return taken[0], taken[1]
+
+
 Check = Callable[[Backend, str, tuple[int, ...]], Awaitable[None]]
 CHECKS: Sequence[Check] = (
     deltas_then_one_finished,
     text_and_token_ids_are_one_prompt,
     a_seed_gives_the_same_sample_again,
     a_stop_string_ends_the_answer_before_it,
-    log_probabilities_are_those_of_the_most_likely_tokens,
-    requests_at_once_keep_their_answers,
+    twenty_requests_at_once_keep_their_answers,
+    without_a_limit_it_goes_on_to_an_end,
     a_closed_iterator_harms_nobody_else,
     a_prompt_beyond_the_context_is_refused,
+    a_probe_generates_a_token,
+    a_held_connection_lasts,
+    a_report_of_load_makes_sense,
 )
+WITH_LOGPROBS: Sequence[Check] = (log_probabilities_are_those_of_the_most_likely_tokens,)
+WITHOUT_LOGPROBS: Sequence[Check] = (log_probabilities_are_refused_by_name,)

@@ -1,9 +1,11 @@
 """Every backend over the fake model: the contract, and what only a fake server lets one see."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,37 @@ from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
 from serve.config import HttpConfig, TritonConfig
-from serve.types import Delta, Event, GenerateRequest
-from tests.fake_servers import FakeOpenAI, FakeTriton
-from tests.fakes import FakeRunner, fake_backend
-from tests.serve.contract import CHECKS, Check, ask, collect
+from serve.types import Delta, Event, Finished, GenerateRequest
+from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTensorRtLlm, FakeTriton
+from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
+from tests.serve.contract import (
+    CHECKS,
+    FREED_S,
+    WITH_LOGPROBS,
+    WITHOUT_LOGPROBS,
+    Check,
+    ask,
+    collect,
+    freed_within,
+)
 
-KINDS = ("embedded", "vllm", "triton")
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+SERVERS: dict[str, Callable[[float], Any]] = {
+    "vllm": FakeOpenAI,
+    **{
+        f"openai {name}": lambda delay_s, name=name: FakeOpenAI(delay_s, flavour=name)
+        for name in FLAVOURS
+    },
+    "triton entry": FakeTriton,
+    "triton vllm": lambda delay_s: FakeTriton(delay_s, token_ids=False),
+    "triton ensemble": FakeTensorRtLlm,
+    "triton ensemble, uncounted": lambda delay_s: FakeTensorRtLlm(delay_s, counts=False),
+    "triton bls": lambda delay_s: FakeTensorRtLlm(delay_s, model="bls"),
+    "triton engine": lambda delay_s: FakeTensorRtLlm(delay_s, model="engine"),
+}
+KINDS = ("embedded", *SERVERS)
+NO_LOGPROBS = tuple(kind for kind in KINDS if kind.startswith(("triton e", "triton b")))[1:]
+TOKEN_IDS = ("embedded", "vllm", "triton entry", "triton vllm")  # log-probabilities name tokens so
+EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @dataclass
@@ -28,52 +54,96 @@ class Subject:
 
     backend: Backend
     engine: Any
-    stop_server: Any = None
+    server: Any = None
+
+    async def running(self) -> int:
+        """Requests that the engine has."""
+        running: int = self.engine.stats.running
+        return running
 
 
-@asynccontextmanager
-async def subject(kind: str, delay_s: float = 0.0) -> AsyncIterator[Subject]:
-    if kind == "embedded":
-        backend: Any = fake_backend(FakeRunner(delay_s=delay_s))
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The byte tokenizer's files, with the id of its end token."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().inner.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    return path
+
+
+@pytest.fixture
+def subject(tokenizer: Path) -> Callable[..., Any]:
+    """`async with subject(kind, delay_s) as it`: a Subject."""
+
+    @asynccontextmanager
+    async def started(kind: str, delay_s: float = 0.0) -> AsyncIterator[Subject]:
+        if kind == "embedded":
+            backend: Any = fake_backend(FakeRunner(delay_s=delay_s))
+            await backend.start()
+            try:
+                yield Subject(backend, backend)
+            finally:
+                await backend.close()
+            return
+        server = SERVERS[kind](delay_s)
+        await server.start()
+        if kind.startswith("triton"):
+            path = {"tokenizer": tokenizer, "metrics_url": server.metrics_url}
+            backend = TritonBackend("fake", TritonConfig(type="triton", url=server.url, **path))
+        else:
+            backend = OpenAiHttpBackend("fake", HttpConfig(type=kind.split()[0], url=server.url))
         await backend.start()
         try:
-            yield Subject(backend, backend)
+            yield Subject(backend, server.engine, server)
         finally:
             await backend.close()
-        return
-    server: Any = FakeOpenAI(delay_s) if kind == "vllm" else FakeTriton(delay_s)
-    await server.start()
-    if kind == "vllm":
-        backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=server.url))
-    else:
-        backend = TritonBackend("fake", TritonConfig(type="triton", url=server.url))
-    await backend.start()
-    try:
-        yield Subject(backend, server.engine, server.stop)
-    finally:
-        await backend.close()
-        await server.stop()
+            await server.stop()
+
+    return started
 
 
 def abc(**fields: Any) -> GenerateRequest:
     return ask(fake_backend(), "abc", **fields)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_contract(kind: str, check: Check) -> None:
+def checks() -> list[Any]:
+    """Each kind of backend with each check that it owes."""
+    return [
+        pytest.param(kind, check, id=f"{kind}-{check.__name__}")
+        for kind in KINDS
+        for check in (*CHECKS, *(WITHOUT_LOGPROBS if kind in NO_LOGPROBS else WITH_LOGPROBS))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "check"), checks())
+async def test_contract(subject: Any, kind: str, check: Check) -> None:
     async with subject(kind) as it:
         await check(it.backend, "abc", (97, 98, 99))
 
 
-async def test_the_answer_is_that_of_the_engine_alone(kind: str) -> None:
+@EACH
+async def test_the_answer_is_that_of_the_engine_alone(subject: Any, kind: str) -> None:
+    settings: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "seed": 1},
+        {"ignore_eos": False, "max_tokens": 100},
+        {"stop": ("x", "yz")},
+    )
     async with subject(kind) as it, subject("embedded") as alone:
-        for fields in ({}, {"temperature": 1.0, "seed": 5}, {"top_k": 3, "seed": 1}):
-            request = abc(**fields)
-            text, _ = await collect(it.backend, request)
-            assert text == (await collect(alone.backend, request))[0]
+        for fields in settings:
+            found, events = await collect(it.backend, abc(**fields))
+            wanted, expected = await collect(alone.backend, abc(**fields))
+            assert found == wanted
+            if kind == "triton ensemble, uncounted":  # counts its text: an end token is none of it
+                continue
+            assert isinstance(events[-1], Finished) and isinstance(expected[-1], Finished)
+            assert events[-1].reason == expected[-1].reason
+            assert events[-1].usage.prompt_tokens == expected[-1].usage.prompt_tokens
 
 
-async def test_log_probabilities(kind: str) -> None:
+@pytest.mark.parametrize("kind", TOKEN_IDS)
+async def test_log_probabilities_are_those_of_the_engine(subject: Any, kind: str) -> None:
     async with subject(kind) as it, subject("embedded") as alone:
         _, events = await collect(it.backend, abc(logprobs=3))
         _, expected = await collect(alone.backend, abc(logprobs=3))
@@ -90,39 +160,51 @@ async def test_log_probabilities(kind: str) -> None:
             assert ids[token.token_id] == pytest.approx(token.logprob)
 
 
-async def test_closing_the_iterator_cancels_the_request(kind: str) -> None:
+@EACH
+async def test_a_client_that_goes_away_frees_the_backend(subject: Any, kind: str) -> None:
     async with subject(kind, delay_s=0.02) as it:
-        stream: Any = it.backend.generate(abc(max_tokens=400))
-        async with aclosing(stream):
-            await anext(stream)
-            assert it.engine.stats.running == 1
-        async with asyncio.timeout(2):
-            while it.engine.stats.running:
-                await asyncio.sleep(0.01)
+        assert max(await freed_within(it.backend, "abc", it.running)) < FREED_S
         assert it.engine.stats.generated_tokens < 100
 
 
-async def test_cancelling_the_task_cancels_the_request(kind: str) -> None:
-    async with subject(kind, delay_s=0.02) as it:
+@EACH
+async def test_a_client_that_goes_before_the_first_token_frees_the_backend(
+    subject: Any, kind: str
+) -> None:
+    async with subject(kind, delay_s=0.05) as it:
         task = asyncio.create_task(collect(it.backend, abc(max_tokens=400)))
         while not it.engine.stats.running:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(FREED_S):
             while it.engine.stats.running:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.005)
+        assert it.engine.stats.generated_tokens < 3
 
 
-async def test_ready_never_raises_and_unavailable_says_who(kind: str) -> None:
+@EACH
+async def test_a_server_that_goes_away_is_seen_at_once(subject: Any, kind: str) -> None:
     async with subject(kind) as it:
         assert await it.backend.ready()
-        if it.stop_server is not None:
-            await it.stop_server()
-            assert not await it.backend.ready()
-            with pytest.raises(BackendUnavailable, match=kind):
-                await collect(it.backend, abc())
+        holding = asyncio.create_task(it.backend.hold())
+        await collect(it.backend, abc())
+        await _stop(it)
+        async with asyncio.timeout(1):
+            await holding
+        assert not await it.backend.ready()
+        assert await it.backend.load() is None or kind == "embedded"
+        with pytest.raises(BackendUnavailable):
+            await it.backend.hold()
+        for call in (it.backend.probe(), collect(it.backend, abc())):
+            with pytest.raises(BackendUnavailable) as failed:
+                await call
+            assert failed.value.kind == ("dead" if kind == "embedded" else "refused")
         await it.backend.close()
         assert not await it.backend.ready()
         with pytest.raises(BackendUnavailable):
             await collect(it.backend, abc())
+
+
+async def _stop(it: Subject) -> None:
+    await (it.server.stop() if it.server is not None else it.backend.close())

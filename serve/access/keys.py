@@ -28,6 +28,7 @@ class Keys:
         self,
         keys: Iterable[KeyConfig] = (),
         *,
+        required: bool = False,
         usage: Usage | None = None,
         before: "Keys | None" = None,
         clock: Callable[[], float] = time.monotonic,
@@ -35,21 +36,23 @@ class Keys:
     ) -> None:
         """Keys that were also in `before`, by name, go on with what they have spent.
 
-        Raises ConfigError for a name or a digest that is there twice.
+        A key is needed if there are any, or if `required`. Raises ConfigError for a name or a
+        digest that is there twice.
         """
         self.usage = usage or Usage(wall=wall)
         self._wall = wall
         self._rates: dict[str, Rates] = {}
-        self._by_digest: dict[str, Principal] = {}
+        self._by_digest: dict[str, tuple[str, Principal]] = {}
         for key in keys:
             if key.name in self._rates:
                 raise ConfigError(f"access.keys: the name '{key.name}' is there twice")
             if key.sha256 in self._by_digest:
-                other = self._by_digest[key.sha256].name
+                other = self._by_digest[key.sha256][1].name
                 raise ConfigError(f"access.keys: '{key.name}' and '{other}' are the same key")
             rates = before._rates.get(key.name) if before else None
             self._rates[key.name] = rates = rates or Rates(clock)
-            self._by_digest[key.sha256] = Principal(key, rates, self.usage)
+            self._by_digest[key.sha256] = key.sha256, Principal(key, rates, self.usage)
+        self.required = required or bool(self._by_digest)
 
     @classmethod
     def from_config(cls, access: Access, before: "Keys | None" = None) -> "Keys":
@@ -58,16 +61,12 @@ class Keys:
         Raises ConfigError for a keys file that cannot be read, and as the constructor does.
         """
         entries = access.keys + (_read(access.keys_file) if access.keys_file else ())
+        required = access.keys_file is not None  # one that is empty must not open the door
         if before is not None and before.usage.path == access.usage_file:
             usage = before.usage
         else:
             usage = Usage(access.usage_file)
-        return cls(entries, usage=usage, before=before)
-
-    @property
-    def required(self) -> bool:
-        """Whether a request needs a key."""
-        return bool(self._by_digest)
+        return cls(entries, required=required, usage=usage, before=before)
 
     def authenticate(self, authorization: bytes | None) -> Principal:
         """Whose key the header `Authorization: Bearer ...` holds.
@@ -75,16 +74,13 @@ class Keys:
         Raises RequestError (401, which goes out with `WWW-Authenticate: Bearer`) if a key is needed
         and there is none, or one that is unknown or has expired.
         """
-        if not self._by_digest:
+        if not self.required:
             return ANONYMOUS
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             raise _unauthorized("no API key was sent: use the header 'Authorization: Bearer KEY'")
         digest = hashlib.sha256(key.strip()).hexdigest()
-        principal = self._by_digest.get(digest)
-        known = (
-            _NOBODY if principal is None or principal.config is None else principal.config.sha256
-        )
+        known, principal = self._by_digest.get(digest, (_NOBODY, None))
         if not hmac.compare_digest(known, digest) or principal is None:
             raise _unauthorized("the API key is not one of this server's")
         if principal.expires is not None and self._wall() >= principal.expires:

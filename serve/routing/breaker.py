@@ -35,7 +35,7 @@ class Breaker:
     ) -> None:
         """`may_open` is asked before failures in a row open it; `changed` is told of each change
         of what it admits."""
-        self._config = config
+        self.config = config
         self._clock = clock
         self._may_open = may_open
         self._changed = changed
@@ -60,7 +60,7 @@ class Breaker:
     def admits(self) -> bool:
         """Whether one more request may begin."""
         state = self.state
-        return state == "closed" or (state == "half_open" and self._trials < self._config.trials)
+        return state == "closed" or (state == "half_open" and self._trials < self.config.trials)
 
     @property
     def reopens_by_itself(self) -> bool:
@@ -98,7 +98,7 @@ class Breaker:
             self._open()
         else:
             self._failures += 1
-            if self._failures >= self._config.failures and self._may_open():
+            if self._failures >= self.config.failures and self._may_open():
                 self._open()
 
     def abandoned(self, epoch: int) -> None:
@@ -129,11 +129,11 @@ class Breaker:
 
     def _open(self) -> None:
         now = self._clock()
-        longest = self._config.max_duration_s
+        longest = self.config.max_duration_s
         if self._state == "closed" and now - self._closed_at >= longest:
             self._level = 0
         self._level += 1
-        self.until = now + min(self._level * self._config.duration_s, longest)
+        self.until = now + min(self._level * self.config.duration_s, longest)
         self._become("open")
 
     def _become(self, state: BreakerState) -> None:

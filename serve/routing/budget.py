@@ -23,14 +23,14 @@ class RetryBudget:
         rng: random.Random | None = None,
     ) -> None:
         """`active` says how many requests the pool has, retries included."""
-        self._config = config
+        self.config = config
         self._active = active
         self._rng = rng or random.Random()
         self.retrying = 0  # requests
 
     def take(self) -> bool:
         """Whether one more retry may begin; it counts until `give_back`."""
-        allowed = max(self._config.min_concurrent, self._config.budget * self._active())
+        allowed = max(self.config.min_concurrent, self.config.budget * self._active())
         if self.retrying + 1 > allowed:
             return False
         self.retrying += 1
@@ -50,5 +50,5 @@ class RetryBudget:
         if retry <= 1:
             return 0.0
         # The exponent is bounded: a float overflows beyond 2**1023.
-        limit = self._config.backoff_s * 2.0 ** min(retry - 2, 64)
-        return self._rng.uniform(0.0, min(limit, self._config.max_backoff_s))
+        limit = self.config.backoff_s * 2.0 ** min(retry - 2, 64)
+        return self._rng.uniform(0.0, min(limit, self.config.max_backoff_s))

@@ -42,8 +42,14 @@ class Watch:
 
     def start(self) -> None:
         self._member.on_doubt = self._doubt.set
-        self._member.breaker.probed = self._config.probe_after_s is not None
+        self.take(self._config)
         self._task = asyncio.create_task(self._run())
+
+    def take(self, config: Health) -> None:
+        """Goes by these settings from now on."""
+        self._config = config
+        self._member.breaker.probed = config.probe_after_s is not None
+        self._member.changed()
 
     async def stop(self) -> None:
         self._member.on_doubt = None
@@ -91,8 +97,9 @@ class Watch:
 
     async def _while_held(self, held: asyncio.Task[str]) -> None:
         """Asks whether it is ready, again and again; sooner if a request lost its connection."""
-        member, config = self._member, self._config
+        member = self._member
         while not held.done():
+            config = self._config
             self._doubt.clear()
             asked_at = self._clock()
             ready = await self._ask_ready(held)
@@ -148,18 +155,18 @@ class Watch:
 
     async def _keep_proving(self) -> None:
         """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""
-        member, breaker, config = self._member, self._member.breaker, self._config
-        if config.probe_after_s is None:
-            return
+        member, breaker = self._member, self._member.breaker
         await self.looked.wait()
         while True:
-            now = self._clock()
+            config, now = self._config, self._clock()
+            if config.probe_after_s is None or not member.ready:
+                # Who is out comes in by a token anyway.
+                await asyncio.sleep(config.reconnect_s)
+                continue
             due_at = member.last_success + config.probe_after_s
             if breaker.state == "open":
                 due_at = breaker.until
-            if not member.ready:
-                await asyncio.sleep(config.reconnect_s)  # comes in by a token anyway
-            elif due_at > now:
+            if due_at > now:
                 await asyncio.sleep(min(due_at - now, config.reconnect_s))
             else:
                 await self._prove()
@@ -213,8 +220,9 @@ class Watch:
 
     async def _keep_reading(self) -> None:
         """Its load, now and then; members are read apart from each other."""
-        member, config = self._member, self._config
+        member = self._member
         while True:
+            config = self._config
             if member.reachable:
                 before = member.outstanding_tokens, member.in_flight
                 with contextlib.suppress(TimeoutError):

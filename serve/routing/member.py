@@ -36,10 +36,13 @@ class Member:
         backend: Backend,
         config: BackendConfig | None = None,
         *,
+        origin: str = "config",
         ejection: Ejection | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`origin` is who brought it: "config", "admin", or the source that found it."""
         self.name = name
+        self.origin = origin
         self.pool = pool
         self.backend = backend
         self.config = config

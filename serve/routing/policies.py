@@ -177,4 +177,4 @@ def make_policy(
         return PowerOfTwo(fresh_s, clock, rng)
     if routing.policy == "prefix":
         return Affinity(lambda ask: ask.prefix, routing.load_factor)
-    return Affinity(lambda ask: ask.session.encode(), routing.load_factor)
+    return Affinity(lambda ask: ask.session.encode(errors="surrogatepass"), routing.load_factor)

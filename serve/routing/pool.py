@@ -1,14 +1,15 @@
 """The backends that stand in for each other, and which of them is asked next."""
 
 import asyncio
+import itertools
 import logging
 import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Self
 
-from octet.errors import ConfigError
 from serve.backends.base import Backend
 from serve.config import BackendConfig, PoolConfig
 from serve.routing.ask import Ask
@@ -16,7 +17,7 @@ from serve.routing.budget import RetryBudget
 from serve.routing.health import Watch
 from serve.routing.make import make_backend
 from serve.routing.member import Member
-from serve.routing.policies import make_policy
+from serve.routing.policies import Policy, make_policy
 
 __all__ = ["Pool"]
 
@@ -36,34 +37,32 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`model` is the public name for which backends are made that are added later."""
+        """`model` is the public name for which backends are made later on."""
         self.name = name
         self.config = config
         self.model = model or name
         self.members: tuple[Member, ...] = ()
         self._clock = clock
         self._rng = rng or random.Random()
-        self._policy = make_policy(
-            config.routing, _FRESH_REPORTS * config.health.load_interval_s, clock, self._rng
-        )
-        self._active = 0
-        self._drained = asyncio.Event()
-        self._drained.set()
-        self.budget = RetryBudget(config.retries, lambda: self._active, rng=self._rng)
+        self._policy = self._make_policy()
+        self.active = 0  # requests that are in it, those that wait for a retry included
+        self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
         self._watches: dict[Member, Watch] = {}
+        self._prepared: set[Member] = set()
         self._leaving: dict[Member, asyncio.Task[None]] = {}
+        self._closed: set[Member] = set()
         self._available: list[Member] = []
         self._stale = True  # `_available` is to be made anew
         self._reopens_at = math.inf  # when a breaker's time passes, by the clock
-        for member in members:
-            self._join(member)
+        self._take(members)
 
     @classmethod
     def from_config(cls, name: str, config: PoolConfig, model: str) -> Self:
         """Raises OctetError if a backend's library or files are missing."""
         pool = cls(name, config, (), model=model)
         for entry in config.backends:
-            pool._join(pool._member(make_backend(model, entry), entry))
+            pool.members = (*pool.members, pool._member(make_backend(model, entry), entry))
+        pool._take(pool.members)
         return pool
 
     @classmethod
@@ -79,26 +78,13 @@ class Pool:
         """A pool of backends that exist already."""
         pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng)
         for backend in backends:
-            pool._join(pool._member(backend, None))
+            pool.members = (*pool.members, pool._member(backend))
+        pool._take(pool.members)
         return pool
 
     @property
     def precision(self) -> str | None:
         return self.config.precision
-
-    @property
-    def active(self) -> int:
-        """The requests that are in it, those that wait for a retry included."""
-        return self._active
-
-    @active.setter
-    def active(self, count: int) -> None:
-        assert count >= 0
-        self._active = count
-        if count == 0:
-            self._drained.set()
-        else:
-            self._drained.clear()
 
     def choose(self, ask: Ask, tried: Collection[Member] = ()) -> Member | None:
         """The member to ask, none of `tried`; None if nobody is available."""
@@ -155,52 +141,82 @@ class Pool:
         await self._watch(self.members)
 
     async def close(self) -> None:
-        """Lets go of every backend; those that were leaving do not finish."""
-        for task in self._leaving.values():
+        """Lets go of every backend; those that are retiring do not finish. Twice is no mistake."""
+        tasks = list(self._leaving.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*map(self._close, [*self.members, *self._leaving]))
+        await asyncio.gather(*map(self._close, [*self.members, *self._leaving, *self._prepared]))
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def add(self, config: BackendConfig) -> Member:
-        """Makes, starts and looks at one more. Raises OctetError if it can never work."""
-        backend = make_backend(self.model, config)
-        member = self._member(backend, config)
+    async def prepare(self, config: BackendConfig, origin: str = "config") -> Member:
+        """One more, made, started and looked at; nothing is given to it before `swap` takes it.
+
+        Raises OctetError if it can never work.
+        """
+        member = self._member(make_backend(self.model, config), config, origin)
+        self._prepared.add(member)
         try:
-            await backend.start()
+            await member.backend.start()
+            await self._watch([member])
         except BaseException:
-            await backend.close()
+            await self.discard(member)
             raise
-        self._join(member)
-        await self._watch((member,))
         return member
 
-    async def remove(self, member: Member) -> None:
-        """Gives it nothing more, and closes it when its leases have ended: not waited for."""
-        member.leave()
-        self.members = tuple(each for each in self.members if each is not member)
-        self._policy.joined(self.members)
-        self._leaving[member] = asyncio.create_task(self._close_when_idle(member))
+    async def discard(self, member: Member) -> None:
+        """Lets go of one that was prepared and is not wanted after all."""
+        self._prepared.discard(member)
+        await self._close(member)
 
-    async def drained(self) -> None:
-        """Returns when no request is in it."""
-        await self._drained.wait()
+    def swap(self, config: PoolConfig, members: Sequence[Member]) -> None:
+        """In one step: new settings, and these members.
 
-    def _member(self, backend: Backend, config: BackendConfig | None) -> Member:
-        taken = {member.name for member in self.members}
+        Those that stay keep their state. Those that are missing are given nothing more, and are
+        closed when their last lease ends.
+        """
+        before, self.config = self.config, config
+        if (before.routing, before.health) != (config.routing, config.health):
+            self._policy = self._make_policy()
+        self.budget.config = config.retries
+        for member in self.members:
+            if member not in members:
+                member.leave()
+                self._leaving[member] = asyncio.create_task(self._close_when_idle(member))
+        for member in members:
+            member.breaker.config = config.ejection
+            if member in self._watches:
+                self._watches[member].take(config.health)
+        self._prepared.difference_update(members)
+        self._take(members)
+
+    @property
+    def retiring(self) -> tuple[Member, ...]:
+        """Those that are no members any more and finish what they have."""
+        return tuple(self._leaving)
+
+    def _member(
+        self, backend: Backend, config: BackendConfig | None = None, origin: str = "config"
+    ) -> Member:
+        taken = {member.name for member in (*self.members, *self._leaving, *self._prepared)}
+        numbers = (f"{self.name}-{number}" for number in itertools.count(1))
         name = config.name if config else None
-        if name in taken:
-            raise ConfigError(f"pool '{self.name}' has a backend named '{name}' already")
-        numbers = (f"{self.name}-{number}" for number in range(1, len(taken) + 2))
         name = name or next(free for free in numbers if free not in taken)
+        ejection = self.config.ejection
         return Member(
-            name, self.name, backend, config, ejection=self.config.ejection, clock=self._clock
+            name, self.name, backend, config, origin=origin, ejection=ejection, clock=self._clock
         )
 
-    def _join(self, member: Member) -> None:
-        member.changed = self._changed
-        member.may_eject = lambda: self._may_eject(member)
-        self.members = (*self.members, member)
+    def _take(self, members: Sequence[Member]) -> None:
+        for member in members:
+            member.changed = self._changed
+            member.may_eject = partial(self._may_eject, member)
+        self.members = tuple(members)
         self._policy.joined(self.members)
         self._changed()
+
+    def _make_policy(self) -> Policy:
+        fresh_s = _FRESH_REPORTS * self.config.health.load_interval_s
+        return make_policy(self.config.routing, fresh_s, self._clock, self._rng)
 
     def _changed(self) -> None:
         self._stale = True
@@ -247,8 +263,12 @@ class Pool:
         await member.idle.wait()
         await self._close(member)
         del self._leaving[member]
+        self._closed.discard(member)
 
     async def _close(self, member: Member) -> None:
+        if member in self._closed:
+            return
+        self._closed.add(member)
         watch = self._watches.pop(member, None)
         if watch is not None:
             await watch.stop()

@@ -35,9 +35,14 @@ class Server:
         self.probe_s = 0.0  # how long a token takes
         self.report: LoadReport | None = None
         self.probes = 0
-        self.started = self.closed = False
+        self.started = False
+        self.closes = 0
         self._ended = asyncio.Event()
         self.connected = 0  # held connections
+
+    @property
+    def closed(self) -> bool:
+        return self.closes > 0
 
     def die(self) -> None:
         self.alive = False
@@ -51,7 +56,7 @@ class Server:
         self.started = True
 
     async def close(self) -> None:
-        self.closed = True
+        self.closes += 1
 
     async def hold(self) -> None:
         if not self.alive:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octet.errors import BackendError, ConfigError, OctetError
+from octet.errors import BackendError, OctetError
 from serve.backends.base import LoadReport
 from serve.config import HttpConfig, PoolConfig
 from serve.routing import Ask, Member, Pool
@@ -157,21 +157,6 @@ def test_members_are_named_by_their_configuration_or_numbered() -> None:
     assert all(m.backend.models == ("m",) for m in it.members)
 
 
-def test_drained_is_when_no_request_is_in_it() -> None:
-    async def main() -> None:
-        it = Pool.of("p", servers(1))
-        await asyncio.wait_for(it.drained(), 1)
-        it.active += 2
-        waiter = asyncio.create_task(it.drained())
-        it.active -= 1
-        await asyncio.sleep(1)
-        assert not waiter.done()
-        it.active -= 1
-        await waiter
-
-    run(main())
-
-
 def test_starting_fails_with_the_first_that_can_never_work_and_closes_all() -> None:
     class Broken(Server):
         async def start(self) -> None:
@@ -206,52 +191,121 @@ def test_starting_looks_at_all_at_once_and_waits_for_nobody_who_hangs() -> None:
     run(main())
 
 
-def test_one_that_is_removed_gets_nothing_more_and_is_closed_when_its_leases_end() -> None:
+def test_one_that_is_left_out_finishes_what_it_has_and_is_closed() -> None:
     async def main() -> None:
         backends = servers(2)
         it = Pool.of("p", backends, clock=asyncio.get_running_loop().time)
         await it.start()
-        gone = it.members[0]
-        lease = gone.lease(5)
-        await it.remove(gone)
-        assert it.members == (it.choose(ASK),) and gone.standing == "leaving"
+        gone, stays = it.members
+        lease, kept = gone.lease(5), stays.lease(7)
+        it.swap(it.config, [stays])
+        assert it.members == (it.choose(ASK),) == (stays,) and it.retiring == (gone,)
+        assert gone.standing == "leaving" and stays.outstanding_tokens == 7
         await asyncio.sleep(100)
         assert not backends[0].closed
         lease.succeeded()
         lease.release()
         await asyncio.sleep(0.1)
-        assert backends[0].closed and not backends[1].closed
+        assert backends[0].closed and not backends[1].closed and it.retiring == ()
+        kept.release()
         await it.close()
         assert len(asyncio.all_tasks()) == 1
 
     run(main())
 
 
-def test_closing_does_not_wait_for_those_that_are_leaving() -> None:
+def test_closing_does_not_wait_for_those_that_are_retiring() -> None:
     async def main() -> None:
         backends = servers(2)
         it = Pool.of("p", backends)
         it.members[0].lease(5)
-        await it.remove(it.members[0])
+        it.swap(it.config, it.members[1:])
         await it.close()
-        assert [backend.closed for backend in backends] == [True, True]
+        await it.close()
+        assert [backend.closes for backend in backends] == [1, 1]
+        assert len(asyncio.all_tasks()) == 1
 
     run(main())
 
 
-def test_one_that_is_added_is_looked_at_and_then_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = Server("http://new")
-    monkeypatch.setattr(pool_module, "make_backend", lambda model, config: new)
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Server]:
+    """What `make_backend` makes, by its URL."""
+    made: dict[str, Server] = {}
 
+    def make(model: str, config: HttpConfig) -> Server:
+        return made.setdefault(config.url, Server(config.url))
+
+    monkeypatch.setattr(pool_module, "make_backend", make)
+    return made
+
+
+def test_one_that_is_prepared_is_looked_at_and_gets_nothing_before_it_is_taken(
+    made: dict[str, Server],
+) -> None:
     async def main() -> None:
         it = Pool.of("p", servers(1), clock=asyncio.get_running_loop().time)
         await it.start()
-        await it.remove(it.members[0])
-        member = await it.add(HttpConfig(type="vllm", url="http://new", name="new"))
-        assert new.started and member.standing == "in" and it.choose(ASK) is member
-        with pytest.raises(ConfigError, match="'new' already"):
-            await it.add(HttpConfig(type="vllm", url="http://other", name="new"))
-        assert it.members == (member,)
+        entries = [HttpConfig(type="vllm", url=f"http://{name}") for name in "ab"]
+        new = await asyncio.gather(*(it.prepare(entry, "admin") for entry in entries))
+        assert [(m.name, m.origin, m.standing) for m in new] == [
+            ("p-2", "admin", "in"),
+            ("p-3", "admin", "in"),
+        ]
+        assert [it.choose(ASK) for _ in range(3)] == [*it.members] * 3
+        it.swap(it.config, [*it.members, new[1]])
+        assert {it.choose(ASK) for _ in range(3)} == {it.members[0], new[1]}
+        await it.discard(new[0])
+        assert made["http://a"].closed and not made["http://b"].closed
+        made["http://b"].die()
+        await asyncio.sleep(0.01)
+        assert new[1].standing == "unreachable"  # it is watched like any other
+        await it.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_one_that_can_never_work_is_closed_again(made: dict[str, Server]) -> None:
+    class Broken(Server):
+        async def start(self) -> None:
+            raise OctetError("no such export")
+
+    made["http://a"] = Broken()
+
+    async def main() -> None:
+        it = Pool.of("p", servers(1))
+        with pytest.raises(OctetError, match="no such export"):
+            await it.prepare(HttpConfig(type="vllm", url="http://a"))
+        assert made["http://a"].closed and len(it.members) == 1
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_new_settings_count_from_now_on_and_state_stays() -> None:
+    async def main() -> None:
+        backends = servers(3)
+        settings = {"ejection": {"failures": 9}, "health": {"probe_after_s": None}}
+        config = PoolConfig.model_validate(settings)
+        it = Pool.of("p", backends, config, clock=asyncio.get_running_loop().time)
+        await it.start()
+        lease = it.members[0].lease(100)
+        settings = {
+            "ejection": {"failures": 1},
+            "routing": {"policy": "session"},
+            "retries": {"min_concurrent": 0},
+            "health": {"probe_after_s": 10},
+        }
+        it.swap(PoolConfig.model_validate(settings), it.members)
+        assert it.members[0].outstanding_tokens == 100
+        assert len({it.choose(Ask(1, session="alice")) for _ in range(9)}) == 1
+        assert not it.budget.take()
+        fail(it.members[1])
+        assert it.members[1].standing == "ejected"
+        await asyncio.sleep(1)
+        assert backends[2].probes == 1
+        lease.release()
         await it.close()
 
     run(main())

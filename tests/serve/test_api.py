@@ -224,7 +224,8 @@ async def test_health_ready_and_metrics(embedded: Served) -> None:
     async with embedded.session.get("/ready") as response:
         assert response.status == 200
         ready = await response.json()
-    assert ready["models"] == {"fake": [{"backend": "embedded", "ready": True}]}
+    (backend,) = ready["models"]["fake"]
+    assert (backend["backend"], backend["ready"]) == ("fake-1", True)
     await embedded.post("/v1/completions", {**GREEDY, "prompt": "abc", "max_tokens": 4})
     await embedded.events("/v1/completions", {**GREEDY, "prompt": "abc", "max_tokens": 4})
     await embedded.idle()
@@ -232,9 +233,10 @@ async def test_health_ready_and_metrics(embedded: Served) -> None:
         text = await response.text()
     labels = 'endpoint="/v1/completions",model="fake",status="200"'
     assert f"octet_requests_total{{{labels}}} 2.0" in text
-    assert 'octet_tokens_total{model="fake",type="input"} 6.0' in text
-    assert 'octet_tokens_total{model="fake",type="output"} 8.0' in text
-    assert 'time_to_first_token_seconds_count{gen_ai_request_model="fake"} 1.0' in text
+    for kind, count in (("input", 6), ("output", 8)):
+        labels = 'backend="fake-1",counted="backend",key="anonymous",model="fake",precision=""'
+        assert f'octet_tokens_total{{{labels},type="{kind}"}} {count}.0' in text
+    assert "time_to_first_token_seconds_count{" in text
     assert 'octet_requests_in_flight{endpoint="/v1/completions"} 0.0' in text
 
 

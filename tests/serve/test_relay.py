@@ -1,6 +1,8 @@
 """Relayed streams, cut into pieces anyhow: whole events go out, and the same bytes in the end."""
 
 import itertools
+import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,29 +10,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octet.errors import BackendError, BackendUnavailable
-from serve.api.relay import open_relay
+from octet.errors import BackendError, RequestError
+from serve.api.answer import Answer
+from serve.api.call import Call
+from serve.api.relay import AnsweredFailure, open_relay
 from serve.backends.base import Relay
 
-STREAM = (
+USAGE = b'{"prompt_tokens":3,"completion_tokens":2}'
+FIRST = (
     b'data: {"model":"served","choices":[{"text":"a"}]}\n\n'
     b": ping\n\n"
     b'data: {"model": "served","choices":[{"text":"\\"model\\":\\"served\\" data: [DONE]"}]}\n\n'
-    b'data: {"model":"served","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
-    b"data: [DONE]\n\n"
+    b'data: {"model":"served","choices":[{"text":"\\"usage\\":{} \\"error\\""}]}\n\n'
 )
+COUNT = b'data: {"model":"served","choices":[],"usage":' + USAGE + b"}\n\n"
+DONE = b"data: [DONE]\n\n"
+STREAM = FIRST + COUNT + DONE
+WHOLE = b'{"model":"served","choices":[{"text":"a"}],"usage":' + USAGE + b"}"
+COUNTED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Upstream:
     """A backend whose answer is these pieces."""
 
-    def __init__(self, pieces: list[bytes], served_name: str = "served") -> None:
+    name = "vllm http://10.0.0.1:8000"
+
+    def __init__(
+        self,
+        pieces: list[bytes],
+        served_name: str = "served",
+        *,
+        status: int = 200,
+        kind: str = "text/event-stream",
+    ) -> None:
         self.pieces = pieces
         self.served_name = served_name
+        self.status = status
+        self.kind = kind
         self.closed = False
+        self.body = b""
 
-    async def relay(self, _path: str, _body: bytes, _headers: Any) -> Relay:
-        return Relay(200, {"content-type": "text/event-stream"}, self._body())
+    async def relay(self, _path: str, body: bytes, _headers: Any) -> Relay:
+        self.body = body
+        return Relay(self.status, {"content-type": self.kind}, self._body())
 
     async def _body(self) -> AsyncIterator[bytes]:
         try:
@@ -40,8 +62,19 @@ class Upstream:
             self.closed = True
 
 
-async def relayed(upstream: Upstream, alias: str = "served") -> tuple[list[bytes], Any]:
-    answer = await open_relay(upstream, "/v1/completions", b"{}", {"model": alias}, request_id="r")
+def call(alias: str = "served", **fields: Any) -> Call:
+    data = {"model": alias, **fields}
+    route: Any = None
+    return Call("r", "/v1/completions", json.dumps(data).encode(), data, None, route)
+
+
+async def opened(upstream: Upstream, alias: str = "served", **fields: Any) -> Answer:
+    backend: Any = upstream
+    return await open_relay(backend, call(alias, **fields))
+
+
+async def relayed(upstream: Upstream, alias: str = "served", **fields: Any) -> tuple[Any, Any]:
+    answer = await opened(upstream, alias, **(fields or COUNTED))
     assert answer.rest is not None
     return [answer.first, *[piece async for piece in answer.rest]], answer.tally
 
@@ -63,7 +96,27 @@ async def test_the_bytes_are_the_same_however_they_arrive(end: bytes, at: list[i
     assert b"".join(pieces) == stream
     assert all(piece.endswith(end * 2) for piece in pieces)
     assert (tally.prompt_tokens, tally.completion_tokens) == (3, 2)
-    assert upstream.closed
+    assert tally.failed is None and upstream.closed
+
+
+@given(CUTS)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_usage_that_the_client_did_not_ask_for_is_read_and_taken_out(
+    end: bytes, at: list[int]
+) -> None:
+    upstream = Upstream(cut(STREAM.replace(b"\n", end), at))
+    pieces, tally = await relayed(upstream, stream=True)
+    assert json.loads(upstream.body)["stream_options"] == {"include_usage": True}
+    assert b"".join(pieces) == (FIRST + DONE).replace(b"\n", end)
+    assert (tally.prompt_tokens, tally.completion_tokens) == (3, 2)
+
+
+async def test_a_null_usage_in_each_event_is_taken_out_too() -> None:
+    events = FIRST.replace(b'"choices":[{', b'"usage": null,"choices":[{')
+    pieces, tally = await relayed(Upstream([events, COUNT, DONE]), stream=True)
+    assert b"".join(pieces) == FIRST + DONE and tally.completion_tokens == 2
+    pieces, _ = await relayed(Upstream([events, COUNT, DONE]))
+    assert b"".join(pieces) == events + COUNT + DONE  # the client asked for it
 
 
 @given(CUTS)
@@ -75,15 +128,15 @@ async def test_an_alias_is_written_however_they_arrive(at: list[int]) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 10])
-async def test_nothing_whole_is_a_failure_before_the_first_byte(length: int) -> None:
-    with pytest.raises(BackendUnavailable, match="DONE"):
+async def test_nothing_whole_is_a_failure_before_the_first_token(length: int) -> None:
+    with pytest.raises(BackendError, match="DONE") as failed:
         await relayed(Upstream([STREAM[:length]] if length else []))
+    assert failed.value.kind == "garbled"
 
 
 async def test_an_end_without_done_is_a_failure() -> None:
-    events = STREAM.split(b"data: [DONE]\n")[0]
-    with pytest.raises(BackendError, match="ended without"):
-        await relayed(Upstream([events]))
+    with pytest.raises(BackendError, match="ended its stream without"):
+        await relayed(Upstream([FIRST]))
 
 
 async def test_a_last_event_without_its_blank_line_is_passed_on() -> None:
@@ -93,9 +146,94 @@ async def test_a_last_event_without_its_blank_line_is_passed_on() -> None:
 
 async def test_closing_the_answer_closes_the_upstream() -> None:
     upstream = Upstream([STREAM[:60], STREAM[60:]])
-    answer = await open_relay(
-        upstream, "/v1/completions", b"{}", {"model": "served"}, request_id="r"
-    )
+    answer = await opened(upstream, **COUNTED)
     assert answer.rest is not None and not upstream.closed
     await answer.rest.aclose()
     assert upstream.closed
+
+
+async def test_a_long_event_in_small_pieces_takes_time_in_proportion() -> None:
+    """Looked through from its beginning with every piece, 4 MB would take minutes."""
+    event = b'data: {"choices":[{"text":"' + b"x" * (4 << 20) + b'"}]}\n\n'
+    pieces = [event[i : i + 256] for i in range(0, len(event), 256)]
+    started = time.perf_counter()
+    found, _ = await relayed(Upstream([*pieces, DONE]))
+    assert b"".join(found) == event + DONE
+    assert time.perf_counter() - started < 2
+
+
+async def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
+    pieces = [b"data: " + b"x" * (1 << 20)] * 9
+    upstream = Upstream([FIRST, *pieces])
+    with pytest.raises(BackendError, match="an event of more than") as failed:
+        await relayed(upstream)
+    assert failed.value.kind == "garbled" and upstream.closed
+
+
+GARBAGE = {
+    "binary": [b"\x00\xff\x1f\x8b" * 50 + b"\n\n"],
+    "html": [b"<html>\n\n</html>\n\n"],
+    "no JSON": [b"data: {half\n\n"],
+    "no object": [b"data: 17\n\n"],
+    "comments": [b": ping\n\n"] * 3,
+}
+
+
+@pytest.mark.parametrize("pieces", GARBAGE.values(), ids=GARBAGE)
+async def test_garbage_instead_of_events_is_a_failure_of_the_backend(pieces: list[bytes]) -> None:
+    upstream = Upstream(pieces)
+    with pytest.raises(BackendError) as failed:
+        await opened(upstream, **COUNTED)
+    assert failed.value.kind == "garbled" and upstream.closed
+
+
+async def test_garbage_after_the_first_event_is_a_failure_too() -> None:
+    answer = await opened(Upstream([FIRST, b"<html>oops</html>\n\n"]), **COUNTED)
+    assert answer.rest is not None and answer.first == FIRST
+    with pytest.raises(BackendError, match="no event"):
+        _ = [piece async for piece in answer.rest]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_error_inside_a_200_is_a_failure_of_the_backend(stream: bool) -> None:
+    error = b'{"error":{"message":"CUDA error","code":500}}'
+    pieces = [b"data: " + error + b"\n\n", DONE] if stream else [error]
+    upstream = Upstream(pieces, kind="text/event-stream" if stream else "application/json")
+    with pytest.raises(BackendError, match="CUDA error") as failed:
+        await opened(upstream, stream=stream)
+    assert failed.value.kind == "failed" and upstream.closed
+
+
+async def test_a_first_event_that_blames_the_request_is_the_requests_error() -> None:
+    error = b'data: {"error":{"message":"too long","code":400,"param":"prompt"}}\n\n'
+    with pytest.raises(RequestError, match="too long") as refused:
+        await opened(Upstream([error, DONE]), stream=True)
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+async def test_an_error_event_later_on_is_passed_on_and_noted() -> None:
+    error = b'data: {"error":{"message":"engine died","code":500}}\n\n'
+    pieces, tally = await relayed(Upstream([FIRST, error, DONE]))
+    assert b"".join(pieces) == FIRST + error + DONE
+    assert "engine died" in tally.failed
+
+
+async def test_a_whole_answer_is_counted_whatever_its_size() -> None:
+    large = WHOLE.replace(b'"a"', b'"' + b"x" * 100_000 + b'"')
+    for body in (WHOLE, large):
+        answer = await opened(Upstream([body[:20], body[20:]], kind="application/json"), alias="b")
+        assert answer.first == body.replace(b"served", b"b")
+        assert (answer.tally.prompt_tokens, answer.tally.completion_tokens) == (3, 2)
+        for broken in (body[:-10], b"<html>" + body):
+            with pytest.raises(BackendError, match="no JSON"):
+                await opened(Upstream([broken], kind="application/json"))
+
+
+async def test_a_failure_in_words_keeps_them() -> None:
+    body = b'{"error":{"message":"queue full"}}'
+    with pytest.raises(AnsweredFailure) as failed:
+        await opened(Upstream([body], status=503, kind="application/json"))
+    assert (failed.value.kind, failed.value.answer.status) == ("overloaded", 503)
+    assert failed.value.answer.first == body
+    answer = await opened(Upstream([body], status=422, kind="application/json"))
+    assert (answer.status, answer.first, answer.rest) == (422, body, None)

@@ -54,13 +54,19 @@ def report(
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*map(_cell, row.values()))
     console.print(table)
     result = json.dumps({"benchmark": title, "conditions": dict(card), "results": rows}, indent=1)
     print(result)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(result + "\n")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _cpu_model() -> str:

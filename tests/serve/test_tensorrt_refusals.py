@@ -15,7 +15,7 @@ from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
 from serve.config import EmbeddedConfig
 from serve.onnx_runner import OnnxRunner
-from serve.pool import make_backend
+from serve.routing import make_backend
 from serve.runner import load_runner
 from serve.server import _settings
 from serve.tensorrt import gpu as gpu_module

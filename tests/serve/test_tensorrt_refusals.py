@@ -140,9 +140,10 @@ class TestRefusals:
 class TestServing:
     def test_octet_serve_takes_an_engine(self, engines: Callable[[str], Path]) -> None:
         engine = engines("e5m2")
-        ((name, model),) = _settings(engine, None).models.items()
+        ((name, pool),) = _settings(engine, None).all_pools.items()
         assert name == json.loads((engine / MANIFEST_FILE).read_text())["model"]["name"]
-        assert model.pool[0].path == engine  # type: ignore[union-attr]
+        (backend,) = pool.backends
+        assert isinstance(backend, EmbeddedConfig) and backend.path == engine
 
     def test_octet_serve_takes_no_calibration(self, engine_calibration: Path) -> None:
         with pytest.raises(ConfigError, match="is a calibration; what is served here is"):

@@ -137,7 +137,9 @@ class EmbeddedBackend:
         await self._stopped.wait()
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return self._require_started().tokenizer.chat_prompt(messages)
+        started = self._require_started()
+        started.require_fitting(sum(len(m["content"]) for m in messages), "messages")
+        return started.tokenizer.chat_prompt(messages)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         started = self._require_started()
@@ -186,10 +188,31 @@ class Loaded:
             raise RequestError(f"{field}: the embedded engine has no such field", param=field)
         return self.checked(request, await self._prompt_ids(request))
 
+    def require_fitting(self, characters: int, param: str) -> None:
+        """Raises RequestError for a text that no tokens could bring into the context.
+
+        Said before it is tokenized: a megabyte takes a second, and hundreds of megabytes of memory.
+        """
+        most = self.engine.context * self.tokenizer.longest_token
+        if characters > most:
+            raise RequestError(
+                f"the prompt has {characters} characters; this model's context of"
+                f" {self.engine.context} tokens holds {most} at most",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     def checked(self, request: GenerateRequest, prompt: Sequence[int]) -> Generation:
         """`request` with its prompt as token ids. Raises RequestError for what cannot be run."""
         if not prompt:
             raise RequestError("the prompt is empty: it has no token", param="prompt")
+        if len(prompt) >= self.engine.context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; this model's context of"
+                f" {self.engine.context} must hold it and at least one more",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         wrong = next((t for t in prompt if not 0 <= t < self.spec.vocab_size), None)
         if wrong is not None:
             raise RequestError(
@@ -197,11 +220,12 @@ class Loaded:
                 f" {self.spec.vocab_size - 1}",
                 param="prompt",
             )
-        if len(prompt) >= self.engine.context:
+        if request.max_tokens is not None and request.max_tokens > self.engine.context:
+            # As vLLM: what the prompt leaves of the context is a limit, more than all a mistake.
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; this model's context of"
-                f" {self.engine.context} must hold it and at least one more",
-                param="prompt",
+                f"max_tokens of {request.max_tokens} is more than this model's context of"
+                f" {self.engine.context}",
+                param="max_tokens",
                 code="context_length_exceeded",
             )
         return Generation(
@@ -216,6 +240,7 @@ class Loaded:
         prompt = request.prompt
         if not isinstance(prompt, str):
             return prompt
+        self.require_fitting(len(prompt), "prompt")
         if len(prompt) < _LONG_TEXT:
             return self.tokenizer.encode(prompt)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)

@@ -15,7 +15,7 @@ __all__ = ["hold_open", "keep_alive"]
 
 GONE_AFTER_S = 3
 # A server that closes idle connections has let this one live for a while.
-_IDLE_S = 1.0
+IDLE_S = 1.0
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -43,7 +43,7 @@ async def hold_open(name: str, host: str, port: int, *, tls: bool, timeout_s: fl
             ended_in_order = await _until_its_end(reader)
         finally:
             writer.transport.abort()
-        if not ended_in_order or loop.time() - opened < _IDLE_S:
+        if not ended_in_order or loop.time() - opened < IDLE_S:
             return
         try:
             reader, writer = await _open(name, host, port, tls, timeout_s)

@@ -1,57 +1,73 @@
-"""vLLM behind the gateway: bytes pass through, and whatever goes wrong is said."""
+"""A server of OpenAI's protocol as a backend: bytes pass through, each failure has its kind."""
 
 import asyncio
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
-from openai import APIError, AsyncOpenAI
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
+from serve.backends import openai_http
+from serve.backends.openai_errors import retry_after
 from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import HttpConfig
-from serve.types import GenerateRequest
-from tests.fake_servers import FakeOpenAI, running
-from tests.fakes import fake_backend
-from tests.serve.conftest import Served, serving
+from serve.types import Finished
+from tests.fake_servers import FLAVOURS, FakeOpenAI, running
+from tests.serve.conftest import serving
+from tests.serve.openai_clients import asked, dead_url, listening, relay_to, started
 
 BODY = {"model": "fake", "prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+CHAT = {k: v for k, v in BODY.items() if k != "prompt"} | {
+    "messages": [{"role": "user", "content": "hi"}]
+}
+TOOL = {"type": "function", "function": {"name": "sum_up", "parameters": {"é": [1, 1e-7]}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "ü", "schema": {"type": "object"}}}
+JSON = {"content-type": "application/json"}
 
 
-def relay_to(url: str, **settings: Any) -> OpenAiHttpBackend:
-    return OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=url, **settings))
+async def body_of(backend: OpenAiHttpBackend, prompt: str) -> bytes:
+    body = json.dumps(BODY | {"prompt": prompt, "stream": True}).encode()
+    relay = await backend.relay("/v1/completions", body, JSON)
+    return b"".join([piece async for piece in relay.body])
 
 
-def dead_url() -> str:
-    """A URL of this machine where nobody listens."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
-
-
-async def answer(url: str, body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+async def answer(url: str, path: str, body: dict[str, Any]) -> bytes:
     async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
         assert response.status == 200
         return await response.read()
 
 
-CHAT = {k: v for k, v in BODY.items() if k != "prompt"} | {
-    "messages": [{"role": "user", "content": "hi"}]
-}
+# What passes through
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)]
-)
-async def test_bytes_pass_through_unchanged(path: str, body: dict[str, Any], stream: bool) -> None:
-    body = body | {"stream": stream}
-    async with running(FakeOpenAI()) as vllm:
-        async with serving(("fake", [relay_to(vllm.url)])) as served:
-            assert await answer(served.url, body, path) == await answer(vllm.url, body, path)
-        assert vllm.requests[0] == vllm.requests[1]
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_bytes_pass_through_unchanged(flavour: str) -> None:
+    """Of whole answers and of streams: comments, ids, CRLF, unknown members, tools and formats."""
+    kind = "vllm" if flavour == "vllm" else "openai"
+    usage = {"stream_options": {"include_usage": True}}
+    bodies = [
+        ("/v1/completions", BODY),
+        ("/v1/completions", BODY | {"logprobs": 2}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}),
+        ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "min_p": 0.1}),
+    ]
+    async with (
+        running(FakeOpenAI(flavour=flavour)) as server,
+        serving(("fake", [relay_to(server.url, type=kind)])) as served,
+    ):
+        for path, body in bodies:
+            for asking in (body, body | {"stream": True} | usage):
+                relayed = await answer(served.url, path, asking)
+                assert relayed == await answer(server.url, path, asking)
+                assert server.requests[-1] == server.requests[-2]
+                if "tools" in body:
+                    assert b"sum_up" in relayed and b"tool_calls" in relayed
+                if "response_format" in body:
+                    assert b"json_schema" in relayed
 
 
 async def test_an_alias_is_replaced_both_ways() -> None:
@@ -60,188 +76,187 @@ async def test_an_alias_is_replaced_both_ways() -> None:
         async with serving(("public", [backend])) as served:
             for stream in (False, True):
                 body = BODY | {"model": "public", "stream": stream, "prompt": '"model":"served"'}
-                direct = await answer(vllm.url, body | {"model": "served"})
-                relayed = await answer(served.url, body)
+                relayed = await answer(served.url, "/v1/completions", body)
                 assert vllm.requests[-1]["model"] == "served"
                 assert b'"served"' not in relayed and b'"public"' in relayed
-                assert len(relayed.split(b"\n\n")) == len(direct.split(b"\n\n"))
 
 
-async def test_unknown_fields_and_the_request_id_reach_vllm() -> None:
-    extra = {"guided_regex": "a+", "made_up": [1], "presence_penalty": 0.5}
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        headers = {"X-Request-Id": "mine"}
-        async with served.session.post(
-            "/v1/completions", json=BODY | extra, headers=headers
-        ) as response:
-            assert response.status == 200
-        assert vllm.requests[0] == BODY | extra
-        assert vllm.headers[0]["x-request-id"] == "mine"
-
-
-async def test_bad_requests_are_refused_before_vllm_sees_them() -> None:
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 0})
-        assert (status, vllm.requests) == (400, [])
-
-
-async def test_errors_keep_their_status_and_body() -> None:
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        status, error = await served.post("/v1/completions", BODY | {"prompt": "x" * 600})
-        assert status == 400 and error["error"]["type"] == "BadRequestError"
-        async with served.session.post(
-            "/v1/completions", json=BODY | {"prompt": "!busy", "stream": True}
-        ) as response:
-            assert response.status == 503 and response.headers["Retry-After"] == "7"
-            assert (await response.json())["error"]["message"] == "queue full"
-        status, error = await served.post("/v1/completions", BODY | {"prompt": "!html"})
-        assert status == 502 and "Bad Gateway" in error["error"]["message"]
-
-
-@pytest.mark.parametrize("fault", ["!hangup", "!empty"])
-async def test_a_failure_before_the_first_byte_goes_to_the_next_backend(fault: str) -> None:
-    async with running(FakeOpenAI()) as broken, running(FakeOpenAI()) as sound:
-
-        async def healthy(request: Any, body: Any) -> Any:
-            return await FakeOpenAI._answer(sound, request, body | {"prompt": "abc"})
-
-        sound._answer = healthy
-        pool = [relay_to(broken.url), relay_to(sound.url)]
-        async with serving(("fake", pool)) as served:
-            body = BODY | {"prompt": f"{fault} abc", "stream": True}
-            events = await served.events("/v1/completions", body)
-            assert events[-1] == "[DONE]" and len(events) > 2
-            assert broken.requests and sound.requests
-            labels = {"model": "fake", "backend": pool[0].name}
-            assert await served.metric("octet_backend_failovers_total", **labels) == 1
-
-
-async def test_a_dead_backend_costs_no_request() -> None:
+async def test_the_headers_given_are_sent_and_the_key_but_no_cookie() -> None:
     async with running(FakeOpenAI()) as vllm:
-        pool = [relay_to(dead_url()), relay_to(vllm.url)]
-        async with serving(("fake", pool)) as served:
-            for _ in range(4):
-                status, _ = await served.post("/v1/completions", BODY)
-                assert status == 200
-            async with served.session.get("/ready") as response:
-                assert response.status == 200
-                ready = [entry["ready"] for entry in (await response.json())["models"]["fake"]]
-                assert ready == [False, True]
-
-
-async def test_no_backend_at_all_is_a_503() -> None:
-    async with serving(("fake", [relay_to(dead_url()), relay_to(dead_url())])) as served:
-        async with served.session.post("/v1/completions", json=BODY) as response:
-            assert response.status == 503 and response.headers["Retry-After"]
-            assert (await response.json())["error"]["code"] == "backend_unavailable"
-        async with served.session.get("/ready") as response:
-            assert response.status == 503
-
-
-@pytest.mark.parametrize("fault", ["!die", "!truncate"])
-async def test_a_stream_cut_short_ends_in_an_error_event(fault: str) -> None:
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        events = await served.events("/v1/completions", BODY | {"prompt": f"{fault} abc"})
-        *chunks, last = map(json.loads, events)  # each of them is whole
-        assert chunks and last["error"]["code"] == "backend_error"
-        assert ("vllm" if fault == "!die" else "[DONE]") in last["error"]["message"]
-        assert await served.metric("octet_broken_streams_total", model="fake") == 1
-        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
-            with pytest.raises(APIError):
-                stream = await client.completions.create(
-                    model="fake", prompt=f"{fault} abc", stream=True, max_tokens=12
+        async with started(vllm.url, api_key="secret") as backend:
+            headers = JSON | {"x-request-id": "mine", "traceparent": "00-1-2-01"}
+            for _ in range(2):
+                relay = await backend.relay(
+                    "/v1/embeddings", b'{"input": "a", "model": "x"}', headers
                 )
-                _ = [chunk async for chunk in stream]
-
-
-async def disconnect(served: Served, body: dict[str, Any], events: int) -> None:
-    """Reads so many events of a stream, then closes the connection."""
-    async with served.session.post("/v1/completions", json=body | {"stream": True}) as response:
-        for _ in range(events):
-            await response.content.readuntil(b"\n\n")
-        response.close()
-
-
-@pytest.mark.parametrize("events", [0, 2])
-async def test_a_client_that_goes_away_stops_vllm(events: int) -> None:
-    async with (
-        running(FakeOpenAI(delay_s=0.02)) as vllm,
-        serving(("fake", [relay_to(vllm.url)])) as served,
-    ):
-        body = BODY | {"max_tokens": 400, "prompt": "!wait" if events == 0 else "abc"}
-        task = asyncio.create_task(disconnect(served, body, events))
-        while not vllm.running:
-            await asyncio.sleep(0.01)
-        if events == 0:  # no byte has come, so the client's own request is what ends
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(2):
-            while vllm.running or vllm.engine.stats.running:
-                await asyncio.sleep(0.01)
-        await served.idle()
-        assert vllm.cancelled == 1
-        endpoint = "/v1/completions"
-        assert await served.metric("octet_client_disconnects_total", endpoint=endpoint) == 1
-        labels = {"endpoint": endpoint, "model": "fake", "status": "499"}
-        assert await served.metric("octet_requests_total", **labels) == 1
-
-
-async def test_connections_are_kept_and_reused() -> None:
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        for stream in (False, True, False, True):
-            await answer(served.url, BODY | {"stream": stream})
-        backend: Any = served.gateway.pools["fake"].backends[0]
-        (kept,) = backend._session.connector._conns.values()
-        assert len(kept) == 1
-
-
-async def test_usage_is_counted_where_the_stream_has_it() -> None:
-    async with running(FakeOpenAI()) as vllm, serving(("fake", [relay_to(vllm.url)])) as served:
-        await served.events("/v1/completions", BODY | {"stream_options": {"include_usage": True}})
-        assert await served.metric("octet_tokens_total", model="fake", type="output") == 12
-        await served.events("/v1/completions", BODY)
-        assert await served.metric("octet_tokens_total", model="fake", type="output") == 12
-        assert await served.metric("octet_uncounted_streams_total", model="fake") == 1
-
-
-async def test_a_field_goes_to_the_backend_of_a_pool_that_takes_it() -> None:
-    async with running(FakeOpenAI()) as vllm:
-        pool = [fake_backend(), relay_to(vllm.url)]
-        async with serving(("fake", pool)) as served:
-            for _ in range(3):
-                status, _ = await served.post("/v1/completions", BODY | {"min_p": 0.1})
-                assert status == 200
-            assert len(vllm.requests) == 3
+                assert relay.status == 200 and [p async for p in relay.body]
+            _ = [e async for e in backend.generate(asked(headers={"traceparent": "00-3-4-01"}))]
+        assert all(sent["authorization"] == "Bearer secret" for sent in vllm.headers)
+        assert vllm.headers[1].items() >= headers.items()
+        assert set(vllm.headers[1]) - set(headers) == {
+            *("accept", "accept-encoding", "authorization", "content-length", "host")
+        }
+        assert vllm.headers[2]["traceparent"] == "00-3-4-01"
 
 
 async def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="VLLM_KEY is not set"):
         relay_to("http://127.0.0.1:1", api_key_env="VLLM_KEY")
     monkeypatch.setenv("VLLM_KEY", "secret")
-    async with running(FakeOpenAI()) as vllm:
-        backend = relay_to(vllm.url, api_key_env="VLLM_KEY")
-        async with serving(("fake", [backend])) as served:
-            await answer(served.url, BODY)
+    async with (
+        running(FakeOpenAI()) as vllm,
+        started(vllm.url, api_key_env="VLLM_KEY") as backend,
+    ):
+        await body_of(backend, "abc")
         assert vllm.headers[0]["authorization"] == "Bearer secret"
 
 
+async def test_a_redirect_is_an_answer_and_not_followed() -> None:
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 302 Found\r\nlocation: http://10.0.0.1/\r\ncontent-length: 0\r\n"
+            b"connection: close\r\n\r\n"
+        )
+        writer.close()
+
+    async with listening(redirect) as url, started(url) as backend:
+        relay = await backend.relay("/v1/completions", b"{}", JSON)
+        assert (relay.status, [piece async for piece in relay.body]) == (302, [])
+        with pytest.raises(BackendUnavailable) as failed:
+            _ = [event async for event in backend.generate(asked())]
+        assert failed.value.kind == "garbled"
+
+
+async def test_connections_are_kept_and_reused_by_any_number_at_once() -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        for _ in range(3):
+            await body_of(backend, "abc")
+        assert backend._session is not None
+        (kept,) = backend._session.connector._conns.values()  # type: ignore[union-attr]
+        assert len(kept) == 1
+        await asyncio.gather(*(body_of(backend, "abc") for _ in range(150)))  # aiohttp allows 100
+
+
+async def test_a_slow_reader_is_felt_upstream() -> None:
+    """What the server may send ahead is bounded: by the kernel's buffers, and by READ_BUFFER."""
+    sent = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        with suppress(OSError):
+            while sent < 256 << 20:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+                sent += 65536
+
+    async with listening(flood) as url, started(url) as backend:
+        relay = await backend.relay("/v1/completions", b"{}", JSON)
+        first = await anext(aiter(relay.body))
+        before = -1
+        while before != sent:  # until the flood has come to rest
+            before = sent
+            await asyncio.sleep(0.05)
+        assert len(first) <= 2 * openai_http.READ_BUFFER + 65536 and sent < 32 << 20
+        await relay.body.aclose()  # type: ignore[attr-defined]
+
+
+# How it fails
+
+
 @pytest.mark.parametrize(
-    ("prompt", "error"),
+    ("prompt", "error", "kind"),
     [
-        ("x" * 600, RequestError),
-        ("!busy", BackendUnavailable),
-        ("!html", BackendUnavailable),
-        ("!hangup", BackendUnavailable),
-        ("!die", BackendError),
+        ("!busy", BackendUnavailable, "overloaded"),
+        ("!limit", BackendUnavailable, "overloaded"),
+        ("!error", BackendUnavailable, "failed"),
+        ("!dead", BackendUnavailable, "dead"),
+        ("!key", BackendUnavailable, "failed"),
+        ("!html", BackendUnavailable, "failed"),
+        ("!hangup", BackendUnavailable, "lost"),
+        ("!reset", BackendUnavailable, "lost"),
+        ("!nothttp", BackendUnavailable, "garbled"),
+        ("!empty", BackendUnavailable, "lost"),
+        ("!die", BackendError, "lost"),
+        ("!midreset", BackendError, "lost"),
+        ("!garbage", BackendError, "garbled"),
+        ("!inside", BackendError, "failed"),
     ],
 )
-async def test_generate_raises_what_went_wrong(prompt: str, error: type[Exception]) -> None:
-    async with running(FakeOpenAI()) as vllm:
-        backend = relay_to(vllm.url)
-        await backend.start()
-        request = GenerateRequest(
-            request_id="r", model="fake", prompt=prompt, max_tokens=9, ignore_eos=True
+async def test_each_failure_has_its_kind(prompt: str, error: type[Exception], kind: str) -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(BackendError) as failed:
+            _ = [event async for event in backend.generate(asked(prompt))]
+        assert type(failed.value) is error and failed.value.kind == kind
+        assert backend.name in str(failed.value)
+        assert len(vllm.requests) == 1, "it tried again by itself"
+        assert failed.value.retry_after_s == {"!busy": 7, "!limit": 3}.get(prompt)
+        assert isinstance((await answered(backend))[-1], Finished)  # the next request is fine
+
+
+async def answered(backend: OpenAiHttpBackend) -> list[Any]:
+    return [event async for event in backend.generate(asked())]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [("!hangup", "lost"), ("!reset", "lost"), ("!nothttp", "garbled")],
+)
+async def test_a_relay_without_an_answer(prompt: str, kind: str) -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(BackendUnavailable) as failed:
+            await body_of(backend, prompt)
+        assert failed.value.kind == kind and len(vllm.requests) == 1
+
+
+@pytest.mark.parametrize("prompt", ["!empty", "!die", "!midreset"])
+async def test_a_relay_whose_body_breaks_off_is_lost(prompt: str) -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(BackendError) as failed:
+            await body_of(backend, prompt)
+        assert failed.value.kind == "lost"
+
+
+@pytest.mark.parametrize("prompt", ["!busy", "!error", "!html", "x" * 600])
+async def test_a_relay_hands_on_every_status(prompt: str) -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        relay = await backend.relay(
+            "/v1/completions", json.dumps(BODY | {"prompt": prompt}).encode(), JSON
         )
-        with pytest.raises(error):
-            _ = [event async for event in backend.generate(request)]
-        await backend.close()
+        assert relay.status in (400, 500, 502, 503)
+        assert b"".join([piece async for piece in relay.body])
+
+
+async def test_a_refusal_keeps_its_status_and_field() -> None:
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(RequestError, match="512") as refused:
+            _ = [event async for event in backend.generate(asked("x" * 600))]
+        assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+async def test_a_server_that_is_not_there_or_does_not_answer_is_refused() -> None:
+    with socket.socket() as full:  # whose queue of connections is full: the next one hangs
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(address)
+        for url in (dead_url(), f"http://127.0.0.1:{address[1]}"):
+            async with started(url, connect_timeout_s=0.2) as backend:
+                for call in (body_of(backend, "abc"), backend.probe(), backend.hold()):
+                    with pytest.raises(BackendUnavailable) as failed:
+                        await call
+                    assert failed.value.kind == "refused"
+                assert not await backend.ready() and await backend.load() is None
+        for client in waiting:
+            client.close()
+
+
+def test_when_to_come_back() -> None:
+    assert retry_after("7") == 7 and retry_after(None) is None and retry_after("soon") is None
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert retry_after("Fri, 01 Jan 2100 00:00:00 GMT") > 1e9  # type: ignore[operator]

@@ -1,0 +1,162 @@
+"""What a server of OpenAI's protocol says of itself, and how its end is seen."""
+
+import asyncio
+import socket
+from dataclasses import replace
+
+import pytest
+
+from octet.errors import BackendError, BackendUnavailable
+from serve.backends import held, openai_http
+from tests.fake_servers import FLAVOURS, FakeOpenAI, running
+from tests.serve.openai_clients import asked, listening, started
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+async def test_the_load_is_read_from_each_server_that_tells(flavour: str) -> None:
+    kind = "vllm" if flavour == "vllm" else "openai"
+    async with (
+        running(FakeOpenAI(0.02, flavour=flavour)) as server,
+        started(server.url, type=kind) as backend,
+    ):
+        stream = backend.generate(asked(max_tokens=200))
+        _ = [await anext(stream) for _ in range(3)]
+        report = await backend.load()
+        await stream.aclose()
+        if flavour in ("dynamo", "sse-starlette"):
+            assert report is None
+            return
+        assert report is not None and (report.running, report.waiting) == (1, 0)
+        assert report.kv_usage is not None and 3 / 8192 <= report.kv_usage < 20 / 8192
+        assert report.capacity_tokens == (None if flavour == "trtllm-serve" else 16 * 512)
+
+
+async def test_engines_of_one_server_are_added_up() -> None:
+    page = (
+        'vllm:num_requests_running{engine="0",model_name="a}b \\" c"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 4.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 1e+01\n'
+        'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
+        'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25\n'
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="None"} 1.0\n'
+        "vllm:num_requests_running nonsense\n"
+    )
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        vllm.flavour = replace(vllm.flavour, metrics=page)
+        report = await backend.load()
+        assert report is not None and (report.running, report.waiting) == (7, 10)
+        assert (report.kv_usage, report.capacity_tokens) == (0.375, 1600)
+
+
+async def test_without_metrics_vllm_tells_its_load_if_it_tracks_it() -> None:
+    vllm = FakeOpenAI(0.02)
+    vllm.log_stats, vllm.load_tracking = False, True
+    async with running(vllm), started(vllm.url) as backend:
+        stream = backend.generate(asked(max_tokens=200))
+        await anext(stream)
+        report = await backend.load()
+        await stream.aclose()
+        assert report is not None and (report.running, report.capacity_tokens) == (1, None)
+
+
+async def test_a_server_that_tells_nothing_is_asked_again_only_after_it_was_away() -> None:
+    vllm = FakeOpenAI()
+    vllm.log_stats = False
+    async with running(vllm), started(vllm.url) as backend:
+        assert await backend.ready() and await backend.load() is None
+        assert backend._load_from == ()
+        vllm.healthy = False
+        assert not await backend.ready() and backend._load_from != ()
+
+
+async def test_the_context_is_known_once_it_is_ready() -> None:
+    for flavour, kind, length in (("vllm", "vllm", 512), ("dynamo", "openai", None)):
+        async with (
+            running(FakeOpenAI(flavour=flavour)) as server,
+            started(server.url, type=kind) as backend,
+        ):
+            assert backend.context_length is None
+            assert await backend.ready() and backend.context_length == length
+            server.healthy = False
+            assert not await backend.ready() and backend.context_length is None
+
+
+async def test_a_probe_is_one_token_of_a_completion_or_of_a_chat() -> None:
+    for chat_only in (False, True):
+        async with running(FakeOpenAI(chat_only=chat_only)) as server:
+            async with started(server.url, type="openai") as backend:
+                await backend.probe()
+                await backend.probe()
+            assert [r["max_tokens"] for r in server.requests] == [1, 1]
+            assert all(("messages" in r) == chat_only for r in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("!busy", "overloaded"), ("!dead", "dead"), ("!error", "failed"), ("!hangup", "lost")],
+)
+async def test_a_probe_says_what_is_wrong(
+    fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_http, "_PROBES", (("/v1/completions", {"prompt": fault}),))
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(BackendError) as failed:
+            await backend.probe()
+        assert failed.value.kind == kind
+
+
+async def test_a_probe_that_is_refused_is_the_servers_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_http, "_PROBES", (("/v1/completions", {"prompt": "x" * 600}),))
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        with pytest.raises(BackendUnavailable, match="refuses to generate a token"):
+            await backend.probe()
+
+
+async def test_a_server_that_closes_idle_connections_is_held_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held, "IDLE_S", 0.03)
+    connections = 0
+
+    async def idle(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async with started("http://127.0.0.1:1") as backend:
+        async with listening(idle) as url:
+            backend._urls.clear()
+            backend._config = backend._config.model_copy(update={"url": url})
+            holding = asyncio.create_task(backend.hold())
+            while connections < 3:
+                assert not holding.done()
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(1):  # nobody listens any more
+            await holding
+
+
+async def test_a_server_that_closes_every_connection_is_not_asked_in_a_loop() -> None:
+    connections = 0
+
+    async def close(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    async with listening(close) as url, started(url) as backend:
+        await backend.hold()
+        assert connections == 1
+
+
+async def test_sockets_notice_a_host_that_vanishes() -> None:
+    """That a probe is sent each second is seen here; that a host vanishes would take one."""
+    taken = openai_http._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1)))
+    with taken:
+        options = [taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
+            options.append(taken.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)))
+        assert options == [1, 1, 1, held.GONE_AFTER_S - 1]

@@ -76,6 +76,11 @@ class Tokenizer:
         return PrefixDetokenizer(self.decode, context)
 
     @cached_property
+    def longest_token(self) -> int:
+        """In bytes, so no token stands for more characters."""
+        return max(map(len, self._spelled), default=1)
+
+    @cached_property
     def _added(self) -> dict[int, Any]:
         return dict(self.inner.get_added_tokens_decoder())
 

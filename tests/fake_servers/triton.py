@@ -18,6 +18,7 @@ from tests.fake_servers.base import FakeServer, asked, fault_of
 
 __all__ = ["FakeTriton", "tensors"]
 
+CONTEXT = 512  # tokens, of the fake engine
 _CONTENTS = {
     "BYTES": "bytes_contents",
     "BOOL": "bool_contents",
@@ -139,7 +140,9 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         if failure := await _failure(fault):
             yield pb.ModelStreamInferResponse(error_message=failure)
             return
-        wanted = asked(body | {"model": "fake"}, self.engine)
+        limit = body.get("max_tokens") or CONTEXT  # past the context there is nothing: no mistake
+        body |= {"model": "fake", "max_tokens": min(limit, CONTEXT)}
+        wanted = asked(body, self.engine)
         count = 0
         try:
             async for event in self.engine.generate(wanted):

@@ -185,7 +185,7 @@ async def test_length_is_the_reason_at_the_limit(max_tokens: int) -> None:
 
 async def test_length_is_the_reason_at_the_end_of_the_context() -> None:
     async with running(FakeRunner(context=100)) as backend:
-        for limit in (None, 1000):
+        for limit in (None, 100):
             _, ids, last = await collect(backend, ask("x" * 90, max_tokens=limit, ignore_eos=True))
             assert last.reason == "length" and len(ids) == 10
 
@@ -431,3 +431,27 @@ async def test_sizes_that_the_model_does_not_have_are_refused_at_start() -> None
 
 def test_the_byte_tokenizer_is_the_identity() -> None:
     assert byte_tokenizer().encode("é€") == list("é€".encode())
+
+
+async def test_an_answer_longer_than_the_context_is_a_mistake_one_that_leaves_no_room_is_not() -> (
+    None
+):
+    async with running(FakeRunner(context=32)) as backend:
+        _, _, end = await collect(backend, ask("a" * 20, max_tokens=32, ignore_eos=True))
+        assert end.usage.completion_tokens == 12 and end.reason == "length"
+        with pytest.raises(RequestError, match="max_tokens of 33") as refused:
+            await collect(backend, ask("a", max_tokens=33))
+    assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
+
+
+async def test_a_text_that_no_tokens_could_hold_is_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = len("<|end|>")
+    async with running(FakeRunner(context=32)) as backend:
+        monkeypatch.setattr("serve.tokenizer.Tokenizer.encode", None)  # would be called to tell
+        for size, encodes in ((32 * longest + 1, False), (32 * longest, True)):
+            with pytest.raises(TypeError if encodes else RequestError):
+                await collect(backend, ask("a" * size, max_tokens=1))
+            with pytest.raises(TypeError if encodes else RequestError):
+                backend.chat_prompt([{"role": "user", "content": "a" * size}])

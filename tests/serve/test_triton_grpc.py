@@ -1,16 +1,26 @@
-"""Triton behind the gateway: its errors told apart, its model asked only for what it has."""
+"""Triton as a backend: its errors told apart, its model asked only for what it has."""
 
 import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+from serve.api.fields import UnsupportedField
+from serve.backends import triton_grpc
+from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
 from serve.config import TritonConfig
+from serve.types import Finished, GenerateRequest
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend
-from tests.serve.conftest import Served, serving
+from tests.serve.conftest import serving
 
 BODY = {"model": "fake", "prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 CHAT = {
@@ -21,10 +31,28 @@ CHAT = {
 }
 
 
-def to(url: str, tokenizer: Path | None = None, model: str | None = None) -> TritonBackend:
-    return TritonBackend(
-        "fake", TritonConfig(type="triton", url=url, tokenizer=tokenizer, model=model)
-    )
+def to(url: str, **settings: Any) -> TritonBackend:
+    return TritonBackend("fake", TritonConfig(**{"type": "triton", "url": url} | settings))
+
+
+@asynccontextmanager
+async def started(server: FakeTriton, **settings: Any) -> AsyncIterator[TritonBackend]:
+    backend = to(server.url, **settings)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+def asked(prompt: Any = "abc", **fields: Any) -> GenerateRequest:
+    defaults = {"request_id": "r", "model": "fake", "temperature": 0.0, "max_tokens": 9}
+    settings = defaults | {"ignore_eos": True} | fields
+    return GenerateRequest(prompt=prompt, **settings)
+
+
+async def events_of(backend: TritonBackend, request: GenerateRequest) -> list[Any]:
+    return [event async for event in backend.generate(request)]
 
 
 @pytest.fixture
@@ -37,7 +65,7 @@ def tokenizer(tmp_path: Path) -> Path:
 async def test_answers_are_those_of_the_embedded_engine(tokenizer: Path) -> None:
     async with (
         running(FakeTriton()) as triton,
-        serving(("fake", [to(triton.url, tokenizer)])) as served,
+        serving(("fake", [to(triton.url, tokenizer=tokenizer)])) as served,
         serving(("fake", [fake_backend()])) as alone,
     ):
         for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
@@ -52,123 +80,239 @@ async def test_answers_are_those_of_the_embedded_engine(tokenizer: Path) -> None
         assert events[-1] == "[DONE]" and len(events) > 5
 
 
+async def test_a_refusal_reaches_the_client_with_its_field() -> None:
+    async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
+        status, answer = await served.post("/v1/completions", BODY | {"prompt": "x" * 600})
+        error = answer["error"]
+        found = (status, error["param"], error["code"])
+        assert found == (400, "prompt", "context_length_exceeded")
+
+
 async def test_the_model_is_asked_only_for_what_it_lists(tokenizer: Path) -> None:
     """The vLLM backend's own interface: text in, and here no log-probabilities."""
     async with (
         running(FakeTriton(token_ids=False, logprobs=False)) as triton,
-        serving(("fake", [to(triton.url, tokenizer)])) as served,
+        started(triton, tokenizer=tokenizer) as backend,
     ):
-        status, text = await served.post("/v1/completions", BODY)
-        _, ids = await served.post("/v1/completions", BODY | {"prompt": [97, 98, 99]})
-        assert status == 200 and text["choices"] == ids["choices"]
+        by_text = await events_of(backend, asked())
+        assert by_text == await events_of(backend, asked((97, 98, 99)))
         assert all("text_input" in request["inputs"] for request in triton.requests)
-        status, error = await served.post("/v1/completions", BODY | {"logprobs": 1})
-        assert status == 400 and error["error"]["param"] == "logprobs"
-        status, error = await served.post("/v1/completions", BODY | {"prompt": [0xC3]})
-        assert status == 400 and "no text has exactly these" in error["error"]["message"]
+        with pytest.raises(UnsupportedField) as refused:
+            await events_of(backend, asked(logprobs=1))
+        assert refused.value.param == "logprobs"
+        with pytest.raises(RequestError, match="no text has exactly these"):
+            await events_of(backend, asked((0xC3,)))
 
 
 async def test_without_a_tokenizer_chat_and_token_ids_are_refused() -> None:
-    async with (
-        running(FakeTriton(token_ids=False)) as triton,
-        serving(("fake", [to(triton.url)])) as served,
-    ):
-        status, error = await served.post("/v1/chat/completions", CHAT)
-        assert status == 400 and "chat template" in error["error"]["message"]
-        status, error = await served.post("/v1/completions", BODY | {"prompt": [97]})
-        assert status == 400 and "give the backend a tokenizer" in error["error"]["message"]
+    async with running(FakeTriton(token_ids=False)) as triton, started(triton) as backend:
+        with pytest.raises(RequestError, match="chat template"):
+            backend.chat_prompt(CHAT["messages"])  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="give the backend a tokenizer"):
+            await events_of(backend, asked((97,)))
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"min_p": 0.2}, {"made_up": 1}])
-async def test_what_triton_cannot_do_is_refused(fields: dict[str, Any]) -> None:
+async def test_what_no_model_of_triton_does_is_refused_by_name() -> None:
     async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
-        status, error = await served.post("/v1/completions", BODY | fields)
-        assert status == 400 and error["error"]["param"] == next(iter(fields))
+        for fields in ({"echo": True}, {"min_p": 0.2}, {"made_up": 1}):
+            status, error = await served.post("/v1/completions", BODY | fields)
+            assert status == 400 and error["error"]["param"] == next(iter(fields))
 
 
-async def test_sampling_fields_arrive(tokenizer: Path) -> None:
-    fields = {"top_p": 0.5, "top_k": 4, "seed": 9, "stop": ["\n"]}
+@pytest.mark.parametrize("token_ids", [True, False])
+async def test_sampling_and_metadata_arrive(token_ids: bool, tokenizer: Path) -> None:
+    fields = {"top_p": 0.5, "top_k": 4, "seed": 9}
     async with (
-        running(FakeTriton()) as triton,
-        serving(("fake", [to(triton.url, tokenizer)])) as served,
+        running(FakeTriton(token_ids=token_ids)) as triton,
+        started(triton, tokenizer=tokenizer) as backend,
     ):
-        await served.post("/v1/completions", BODY | fields)
-        await served.post("/v1/chat/completions", CHAT | {"max_tokens": None})
+        headers = {"x-request-id": "mine", "traceparent": "00-1-2-01"}
+        await events_of(backend, asked(stop=("\n",), headers=headers, **fields))
+        await events_of(backend, asked(max_tokens=None, ignore_eos=False))
     first, second = triton.requests
-    assert first.items() >= (fields | {"temperature": 0, "max_tokens": 12}).items()
-    assert second["max_tokens"] is None  # not vLLM's 16
+    assert first.items() >= (fields | {"stop": ["\n"], "max_tokens": 9}).items()
+    # Our entry takes null for no limit. vLLM's backend would make 16 of it.
+    assert second["max_tokens"] is None if token_ids else second["max_tokens"] > 100_000
+    assert triton.metadata[0].items() >= headers.items()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "status", "message"),
+    ("prompt", "error", "kind"),
     [
-        ("!stub", 503, "is not healthy"),
-        ("!internal", 502, "the model raised"),
-        ("x" * 600, 400, "512"),
+        ("!stub", BackendUnavailable, "dead"),
+        ("!internal", BackendUnavailable, "failed"),
+        ("!full", BackendUnavailable, "overloaded"),
+        ("!die", BackendError, "failed"),
+        ("!endless", BackendError, "garbled"),
     ],
 )
-async def test_errors_before_the_first_token(prompt: str, status: int, message: str) -> None:
-    async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
-        for stream in (False, True):
-            got, error = await served.post(
-                "/v1/completions", BODY | {"prompt": prompt, "stream": stream}
-            )
-            assert got == status and message in error["error"]["message"]
+async def test_each_failure_has_its_kind(prompt: str, error: type[Exception], kind: str) -> None:
+    async with running(FakeTriton()) as triton, started(triton) as backend:
+        with pytest.raises(BackendError) as failed:
+            await events_of(backend, asked(prompt))
+        assert type(failed.value) is error and failed.value.kind == kind
+        assert isinstance((await events_of(backend, asked()))[-1], Finished)
 
 
-async def test_a_refusal_keeps_its_field_and_code() -> None:
-    async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
-        _, answer = await served.post("/v1/completions", BODY | {"prompt": "x" * 600})
-        assert answer["error"]["param"] == "prompt"
-        assert answer["error"]["code"] == "context_length_exceeded"
+async def test_an_unknown_model_or_server_is_refused() -> None:
+    async with running(FakeTriton()) as triton, started(triton, model="nope") as backend:
+        for call in (backend.probe(), events_of(backend, asked())):
+            with pytest.raises(BackendUnavailable, match="unknown model") as failed:
+                await call
+            assert failed.value.kind == "refused"
+        assert not await backend.ready()
+    async with started(triton) as backend:  # which is stopped
+        for call in (backend.probe(), events_of(backend, asked()), backend.hold()):
+            with pytest.raises(BackendUnavailable, match=r"triton 127\.0\.0\.1") as failed:
+                await call
+            assert failed.value.kind == "refused"
 
 
-async def test_a_dead_model_process_gives_way_to_the_next_backend() -> None:
-    async with running(FakeTriton()) as triton:
-        pool = [to(triton.url), fake_backend()]
-        async with serving(("fake", pool)) as served:
-            status, _ = await served.post("/v1/completions", BODY | {"prompt": "!stub abc"})
-            assert status == 200
+async def test_a_model_with_another_interface_is_named() -> None:
+    triton = FakeTriton()
+    triton.inputs = {"image": "FP32"}
+    async with running(triton), started(triton) as backend:
+        with pytest.raises(BackendUnavailable, match="takes image: neither"):
+            await events_of(backend, asked())
 
 
-async def test_a_failure_in_the_middle_is_an_error_event() -> None:
-    async with running(FakeTriton()) as triton, serving(("fake", [to(triton.url)])) as served:
-        *chunks, last = await served.events("/v1/completions", BODY | {"prompt": "!die"})
-        assert chunks and "the model raised" in last
+async def test_calls_to_a_host_that_vanished_end_when_it_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fake is there all the time: only the held connection says that its host is gone."""
+    seen = asyncio.Event()
 
+    async def held(*_: Any, **__: Any) -> None:
+        await seen.wait()
 
-async def test_an_unknown_model_or_server_is_unavailable() -> None:
-    async with (
-        running(FakeTriton()) as triton,
-        serving(("fake", [to(triton.url, model="nope")])) as served,
-    ):
-        status, error = await served.post("/v1/completions", BODY)
-        assert status == 503 and "unknown model" in error["error"]["message"]
-        async with served.session.get("/ready") as response:
-            assert response.status == 503
-    async with serving(("fake", [to("127.0.0.1:9")])) as served:
-        status, error = await served.post("/v1/completions", BODY)
-        assert status == 503 and "triton 127.0.0.1:9" in error["error"]["message"]
-
-
-@pytest.mark.parametrize("prompt", ["abc", "!wait"])
-async def test_a_client_that_goes_away_stops_the_model(prompt: str) -> None:
-    async with (
-        running(FakeTriton(delay_s=0.02)) as triton,
-        serving(("fake", [to(triton.url)])) as served,
-    ):
-        task = asyncio.create_task(stream(served, prompt))
+    monkeypatch.setattr(triton_grpc, "hold_open", held)
+    async with running(FakeTriton()) as triton, started(triton) as backend:
+        waiting = asyncio.create_task(events_of(backend, asked("!wait")))
+        holding = asyncio.create_task(backend.hold())
         while not triton.requests:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(2):
-            while triton.running or triton.engine.stats.running:
-                await asyncio.sleep(0.01)
-        await served.idle()
+        seen.set()
+        await holding
+        with pytest.raises(BackendUnavailable, match="host is gone") as failed:
+            await waiting
+        assert failed.value.kind == "lost"
 
 
-async def stream(served: Served, prompt: str) -> None:
-    body = BODY | {"prompt": prompt, "max_tokens": 400}
-    await served.events("/v1/completions", body)
+async def test_a_server_that_comes_back_is_asked_again_within_two_seconds() -> None:
+    triton = FakeTriton()
+    async with running(triton):
+        port = int(triton.url.rpartition(":")[2])
+    async with started(triton) as backend:
+        for _ in range(5):  # gRPC waits longer after each failure
+            assert not await backend.ready()
+            await asyncio.sleep(0.1)
+        triton = FakeTriton()
+        await triton.start(port)
+        try:
+            async with asyncio.timeout(2):
+                while not await backend.ready():
+                    await asyncio.sleep(0.02)
+            assert await events_of(backend, asked())
+        finally:
+            await triton.stop()
+
+
+async def test_the_load_is_read_where_the_metrics_are() -> None:
+    pages = {
+        'nv_inference_pending_request_count{model="fake",version="1"} 4\n'
+        'nv_inference_pending_request_count{model="other",version="1"} 9\n': (0, 4, None, None),
+        "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n": (2, 1, None, None),
+        'nv_trt_llm_request_metrics{model="t",request_type="scheduled",version="1"} 3\n'
+        'nv_trt_llm_request_metrics{model="t",request_type="waiting",version="1"} 5\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="t"} 0.5\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="t"} 100\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="t"} 64\n': (
+            *(3, 5, 0.5, 6400),
+        ),
+    }
+    async with running(FakeTriton()) as triton:
+        async with started(triton, metrics_url=triton.metrics_url) as backend:
+            assert await backend.load() is None  # an empty page
+            for page, (running_now, waiting, usage, capacity) in pages.items():
+                triton.metrics = page
+                report = await backend.load()
+                assert report is not None
+                assert (report.running, report.waiting) == (running_now, waiting)
+                assert (report.kv_usage, report.capacity_tokens) == (usage, capacity)
+        async with started(triton) as backend:
+            assert await backend.load() is None
+    async with started(triton, metrics_url=triton.metrics_url) as backend:
+        assert await backend.load() is None  # nobody is there
+
+
+LENGTH = (
+    "Error generating stream: The decoder prompt (length 600) is longer than the maximum model "
+    "length of 512. Make sure that `max_model_len` is no smaller than the number of text tokens."
+)
+
+
+@pytest.mark.parametrize(
+    ("details", "param"),
+    [
+        (LENGTH, "prompt"),
+        (
+            "Error generating stream: The decoder prompt (length 512) plus the number of requested "
+            "output tokens (at least 1) is longer than the maximum model length of 512.",
+            "prompt",
+        ),
+        (
+            "Error generating stream: This model's maximum context length is 512 tokens. However, "
+            "your prompt contains at least 513 input tokens",
+            "prompt",
+        ),
+        ("Error generating stream: The decoder prompt cannot be empty", "prompt"),
+        ("Error generating stream: Token id 99999 is out of vocabulary", "prompt"),
+        (
+            "Error generating stream: Requested sample logprobs of 50, which is greater than max "
+            "allowed: 20",
+            "logprobs",
+        ),
+        (
+            "Error generating stream: 'NoneType' object has no attribute 'lora_name'",
+            "sampling_parameters",
+        ),
+        (
+            "Executor failed process requestId 1 due to the following error: Encountered an error "
+            "when fetching new request: Prompt length (600) exceeds maximum input length (512).",
+            "prompt",
+        ),
+        (json.dumps({"message": "m", "param": "top_p", "code": "c"}), "top_p"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", value[:60]),
+)
+def test_plain_refusals_that_are_the_clients_are_400s(details: str, param: str) -> None:
+    error = error_of("triton", None, details)
+    assert isinstance(error, RequestError) and (error.status, error.param) == (400, param)
+    if param == "prompt" and "length" in details:
+        assert error.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind"),
+    [
+        (None, "Stub process 'm_0_0' is not healthy.", "dead"),
+        (None, "Model is unavailable due to unhealthy vLLM engine", "dead"),
+        (None, "Error generating stream: EngineCore encountered an issue.", "dead"),
+        (None, "Request for unknown model: 'm' is not found", "refused"),
+        (None, "Exceeds maximum queue size", "overloaded"),
+        (None, "1024 requests are waiting for the embedded engine; try again later", "overloaded"),
+        (None, "Request timeout expired", "timeout"),
+        (None, "CUDA error: an illegal memory access was encountered", "failed"),
+        ("UNAVAILABLE", "failed to connect to all addresses; last error: refused", "refused"),
+        ("UNAVAILABLE", "recvmsg:Connection reset by peer", "lost"),
+        ("UNAVAILABLE", "Socket closed", "lost"),
+        ("CANCELLED", "CANCELLED", "lost"),
+        ("RESOURCE_EXHAUSTED", "too many", "overloaded"),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", "timeout"),
+        ("NOT_FOUND", "no such model", "refused"),
+        ("INTERNAL", "something", "failed"),
+    ],
+)
+def test_kinds_of_what_triton_writes(code: str | None, details: str, kind: FailureKind) -> None:
+    error = error_of("triton", grpc.StatusCode[code] if code else None, details)
+    assert isinstance(error, BackendError) and error.kind == kind

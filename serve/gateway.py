@@ -42,7 +42,7 @@ class Gateway:
         self.draining = False
         self.changing = asyncio.Lock()  # held by whoever changes the members of pools
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
-        self._earlier: dict[Epoch, asyncio.Task[None]] = {}  # of before the last reloads
+        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # of before the last reloads
         self.discoveries = self._discover()
         self._drain_until = 0.0
 
@@ -66,7 +66,7 @@ class Gateway:
     @property
     def running(self) -> int:
         """Requests being answered."""
-        return self.epoch.running + sum(epoch.running for epoch in self._earlier)
+        return self.epoch.running + sum(epoch.running for epoch in self.earlier)
 
     def enter(self) -> Entry:
         """Counts a request until it leaves. Raises RequestError (503) once draining has begun."""
@@ -110,7 +110,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Lets go of everything, at most 10 s for each pool; safe to call twice."""
-        tasks = [*self.background, *self._earlier.values()]
+        tasks = [*self.background, *self.earlier.values()]
         for task in tasks:
             task.cancel()  # those of earlier epochs then close their pools at once
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,15 +144,15 @@ class Gateway:
             discovery.stop()
         self.discoveries = self._discover()
         # Pools out of use may still be waited for by requests of this epoch and of earlier ones.
-        epochs = [*self._earlier, before]
-        self._earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))
+        epochs = [*self.earlier, before]
+        self.earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))
 
     async def _finish(self, epoch: Epoch, epochs: list[Epoch], pools: list[Pool]) -> None:
         try:
             await all_of(earlier.ended() for earlier in epochs)
         finally:
             await all_of(map(_closed, pools))
-            del self._earlier[epoch]
+            del self.earlier[epoch]
 
     def _discover(self) -> list[Discovery]:
         return [

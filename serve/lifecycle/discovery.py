@@ -133,13 +133,18 @@ class Discovery:
 
 async def _at_addresses(source: DnsDiscovery) -> list[BackendConfig]:
     """A backend at each address of the name, in a fixed order."""
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(source.dns, source.port, type=socket.SOCK_STREAM)
+        hosts = await addresses_of(source.dns, source.port)
     except OSError as error:
         raise ConfigError(f"dns {source.dns}: {error.strerror or error}") from None
-    hosts = sorted({str(address[4][0]) for address in found})
-    return [at_address(source, host) for host in hosts]
+    return [at_address(source, host) for host in sorted(hosts)]
+
+
+async def addresses_of(name: str, port: int) -> set[str]:
+    """All of them, IPv4 and IPv6. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return {str(address[4][0]) for address in found}
 
 
 def _state(path: Path) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class Change:
     async def _discard(self) -> None:
         await asyncio.gather(
             *(pool.close() for pool in self._fresh.values()),
-            *(member.backend.close() for c in self._changes.values() for member in c.come),
+            *(c.pool.discard(member) for c in self._changes.values() for member in c.come),
             return_exceptions=True,
         )
 

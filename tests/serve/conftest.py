@@ -1,6 +1,7 @@
 """The gateway on a real loopback socket, and clients for it."""
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,8 +34,9 @@ class Served:
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and JSON of the answer."""
-        sent = {"data": body} if isinstance(body, str | bytes) else {"json": body}
-        async with self.session.post(path, **sent) as response:
+        data = body if isinstance(body, str | bytes) else json.dumps(body)
+        headers = {"content-type": "application/json"}
+        async with self.session.post(path, data=data, headers=headers) as response:
             return response.status, await response.json()
 
     async def events(self, path: str, body: dict[str, Any]) -> list[str]:
@@ -99,6 +101,14 @@ async def serving_gateway(gateway: Gateway) -> AsyncIterator[Served]:
             servers[0].handle_exit(signal.SIGTERM, None)
         await task
         listener.close()
+
+
+def configured(path: Path, text: str) -> Gateway:
+    """The gateway of a configuration that is written to `path`."""
+    path.write_text(text)
+    gateway = Gateway.from_config(GatewayConfig.load(path))
+    gateway.path = path
+    return gateway
 
 
 @pytest.fixture

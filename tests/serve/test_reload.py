@@ -1,0 +1,248 @@
+"""A new configuration while requests run: whole or not at all, and nothing is lost."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from octet.errors import OctetError
+from serve.lifecycle.reload import reload_from
+from tests.fake_servers import FakeOpenAI, running
+from tests.serve.conftest import Served, configured, serving_gateway
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 20, "ignore_eos": True}
+QUIET = "health: {probe_after_s: null, interval_s: 60, load_interval_s: 60}"
+
+
+@pytest.fixture
+async def upstreams() -> AsyncIterator[list[FakeOpenAI]]:
+    """Three servers of the model `fake`, 5 ms a token."""
+    async with AsyncExitStack() as stack:
+        servers = [FakeOpenAI(delay_s=0.005) for _ in range(3)]
+        yield [await stack.enter_async_context(running(server)) for server in servers]
+
+
+def pool(*servers: FakeOpenAI, more: str = "") -> str:
+    backends = ", ".join(f"{{type: vllm, url: '{s.url}', model: fake}}" for s in servers)
+    return f"{{backends: [{backends}], {QUIET}, {more}}}"
+
+
+def one_pool(*servers: FakeOpenAI, more: str = "") -> str:
+    return f"models: {{m: {{pool: p}}}}\npools: {{p: {pool(*servers, more=more)}}}\n"
+
+
+async def reload(served: Served, text: str) -> dict[str, Any]:
+    path = served.gateway.path
+    assert path is not None
+    path.write_text(text)
+    return await reload_from(served.gateway, path)
+
+
+async def streaming(
+    served: Served, server: FakeOpenAI, body: dict[str, Any]
+) -> "asyncio.Task[Any]":
+    """A streamed request that `server` is answering."""
+    before = len(server.requests)
+    task = asyncio.create_task(served.events("/v1/completions", body))
+    async with asyncio.timeout(5):
+        while len(server.requests) == before:
+            await asyncio.sleep(0.005)
+    return task
+
+
+async def test_what_is_unchanged_stays_and_the_rest_comes_and_goes(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    first, second, third = upstreams
+    gateway = configured(tmp_path / "octet.yaml", one_pool(first, second))
+    async with serving_gateway(gateway) as served:
+        kept, leaving = gateway.pools["p"].members
+        report = await reload(served, one_pool(third, first, more="routing: {policy: prefix}"))
+        new, still = gateway.pools["p"].members
+        assert still is kept and still.name == "p-1"
+        assert new.backend.name == f"vllm {third.url}" and leaving.standing == "leaving"
+        assert gateway.pools["p"].config.routing.policy == "prefix"
+        counts = [report[f"backends_{what}"] for what in ("added", "removed", "kept")]
+        assert counts == [1, 1, 1] and report["needs_restart"] == []
+        for _ in range(4):
+            assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
+        assert not second.requests
+        report = await reload(served, one_pool(third, first, more="routing: {policy: prefix}"))
+        assert gateway.pools["p"].members == (new, still)
+        assert report["backends_added"] == report["backends_removed"] == 0
+
+
+async def test_one_that_leaves_finishes_and_is_closed(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    first, second, _ = upstreams
+    gateway = configured(tmp_path / "octet.yaml", one_pool(first))
+    async with serving_gateway(gateway) as served:
+        (leaving,) = gateway.pools["p"].members
+        answer = await streaming(served, first, BODY)
+        await reload(served, one_pool(second))
+        assert gateway.pools["p"].retiring == (leaving,)
+        assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
+        assert len(second.requests) == 1
+        assert (await answer)[-1] == "[DONE]"
+        async with asyncio.timeout(5):
+            while gateway.pools["p"].retiring:
+                await asyncio.sleep(0.01)
+        assert not await leaving.backend.ready()
+
+
+async def test_a_pool_that_is_gone_serves_who_waits_for_it(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    first, second, _ = upstreams
+    one_at_a_time = "admission: {max_tokens: 1}"
+    gateway = configured(tmp_path / "octet.yaml", one_pool(first, more=one_at_a_time))
+    async with serving_gateway(gateway) as served:
+        answer = await streaming(served, first, BODY)
+        waiting = asyncio.create_task(served.post("/v1/completions", BODY | {"max_tokens": 2}))
+        async with asyncio.timeout(5):
+            while gateway.admission.status()["pools"]["p"]["queued_requests"] != 1:
+                await asyncio.sleep(0.005)
+        other = f"models: {{n: {{pool: q}}}}\npools: {{q: {pool(second)}}}\n"
+        report = await reload(served, other)
+        assert (report["pools_added"], report["pools_removed"]) == (["q"], ["p"])
+        status, error = await served.post("/v1/completions", BODY)
+        assert (status, error["error"]["code"]) == (404, "model_not_found")
+        assert gateway.running == 2
+        assert (await answer)[-1] == "[DONE]"
+        assert (await waiting)[0] == 200
+        await served.idle()
+        assert (await served.post("/v1/completions", BODY | {"model": "n"}))[0] == 200
+        assert len(first.requests) == 2 and len(second.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("models: {m: {pool: nowhere}}", "unknown pool 'nowhere'"),
+        ("models: [", "line 1"),
+        ("{good}pools: 1", "the key 'pools' is repeated"),
+        # The first of its backends can work; the other has no files.
+        ("models: {m: {pool: [{type: vllm, url: 'URL'}, {type: embedded, path: none}]}}", "none"),
+        ("models: {m: {pool: p}}\npools: {p: {backends: [{type: embedded, path: none}]}}", "none"),
+        ("models: {m: {pool: [{type: vllm, url: 'URL', api_key_env: NO_SUCH}]}}", "NO_SUCH"),
+    ],
+)
+async def test_nothing_changes_if_anything_is_wrong(
+    tmp_path: Path, upstreams: list[FakeOpenAI], text: str, reason: str
+) -> None:
+    good = one_pool(upstreams[0])
+    gateway = configured(tmp_path / "octet.yaml", good)
+    async with serving_gateway(gateway) as served:
+        before = gateway.config, gateway.pools, gateway.pools["p"].members, gateway.epoch
+        with pytest.raises(OctetError, match=re.escape(reason)):
+            await reload(served, text.replace("{good}", good).replace("URL", upstreams[1].url))
+        after = gateway.config, gateway.pools, gateway.pools["p"].members, gateway.epoch
+        assert all(old is new for old, new in zip(before, after, strict=True))
+        assert not gateway.pools["p"].retiring
+        assert await served.metric("octet_reloads_total", outcome="failed") == 1
+        status = gateway.status()
+        assert status["last_reload"]["outcome"] == "failed"
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
+async def test_what_takes_a_restart_is_said_and_stays(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    async with serving_gateway(gateway) as served:
+        more = "listen: {port: 1}\nadmin: {port: 2}\nlogs: {format: json}\nlimits: {max_n: 1}\n"
+        report = await reload(served, one_pool(upstreams[0]) + more)
+        assert report["needs_restart"] == ["listen", "admin.port", "logs"]
+        assert gateway.config.listen.port == 8000 and gateway.config.admin.port is None
+        status, error = await served.post("/v1/completions", BODY | {"n": 2})
+        assert status == 400 and "n" in error["error"]["message"]
+
+
+async def test_keys_and_aliases_come_and_go(tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    digest = hashlib.sha256(b"sk-new").hexdigest()
+    async with serving_gateway(gateway) as served:
+        key = f"access: {{keys: [{{name: k, sha256: {digest}}}]}}\n"
+        await reload(
+            served, one_pool(upstreams[0]).replace("pool: p", "pool: p, aliases: [a]") + key
+        )
+        body = BODY | {"model": "a", "max_tokens": 1}
+        assert (await served.post("/v1/completions", body))[0] == 401
+        headers = {"authorization": "Bearer sk-new"}
+        async with served.session.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+        await reload(served, one_pool(upstreams[0]))
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
+async def test_reloads_under_load_lose_nothing(tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
+    """300 streams, 24 at a time, while servers, settings and whole pools change beneath them."""
+    first, second, third = upstreams
+    texts = [
+        one_pool(first, second),
+        one_pool(second, third, more="routing: {policy: round_robin}"),
+        f"models: {{m: {{pool: q}}}}\npools: {{q: {pool(third, first)}}}\n",
+        f"models: {{m: {{pool: {pool(first)}}}}}\n",
+        one_pool(third, second, first, more="admission: {max_tokens: 100}"),
+    ]
+    gateway = configured(tmp_path / "octet.yaml", texts[0])
+    async with serving_gateway(gateway) as served:
+        body = BODY | {"max_tokens": 8}
+        at_a_time = asyncio.Semaphore(24)
+
+        async def ask() -> None:
+            async with at_a_time:
+                events = await served.events("/v1/completions", body)
+                assert events[-1] == "[DONE]"
+                assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+        load = asyncio.gather(*(ask() for _ in range(300)))
+        reloads = 0
+        while not load.done():
+            reloads += 1
+            await reload(served, texts[reloads % len(texts)])
+        await load
+        assert reloads >= 10
+        assert min(len(server.requests) for server in upstreams) > 20
+        await served.idle()
+        assert gateway.running == 0
+        async with asyncio.timeout(5):  # no connection is left to a server out of use
+            while any(pool.retiring for pool in gateway.pools.values()) or gateway.earlier:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_hangup_reloads(tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
+    from tests.serve.test_server import octet_serve
+
+    path = tmp_path / "octet.yaml"
+    path.write_text(one_pool(upstreams[0]))
+    with octet_serve(path) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+
+        async def until(word: str) -> str:
+            async with asyncio.timeout(15):
+                while word not in (line := await asyncio.to_thread(next, lines)):
+                    pass
+            return line
+
+        url = (await until("serving m on")).split()[-1]
+        async with aiohttp.ClientSession(url) as session:
+            path.write_text("models: {m: {pool: nowhere}}")
+            os.kill(process.pid, signal.SIGHUP)
+            assert "nothing has changed" in await until("not reloaded")
+            path.write_text(one_pool(upstreams[1]).replace("{m:", "{other:"))
+            os.kill(process.pid, signal.SIGHUP)
+            assert "backends_added 1" in await until("reloaded ")
+            async with session.get("/v1/models") as response:
+                assert [m["id"] for m in (await response.json())["data"]] == ["other"]

@@ -153,8 +153,8 @@ class Attempts:
         now = time.monotonic()
         queued_s = self._queued_s if self._queued_at is None else now - self._queued_at
         parts = [f"{queued_s:.2f} s queued"]
-        ends = [asked for _, asked in self._waits[1:]] + [now]
-        for (name, asked), end in zip(self._waits, ends, strict=True):
+        ends = [*(asked for _, asked in self._waits), now]
+        for (name, asked), end in zip(self._waits, ends[1:], strict=True):
             parts.append(f"{end - asked:.2f} s waiting for {name}")
         return ", ".join(parts)
 

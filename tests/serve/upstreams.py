@@ -1,6 +1,6 @@
-"""Upstreams on raw sockets that misbehave: each request is answered by a script of bytes.
+"""Upstreams that misbehave: on raw sockets by a script of bytes, or as a `Backend` of their own.
 
-    async with scripted(reply(STREAM, b"data: {...}"), RESET) as upstream: ...
+    async with scripted(reset(), send(STREAM_HEAD, chunk(), DONE)) as upstream: ...
 """
 
 import asyncio
@@ -9,12 +9,17 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
+
+from serve.backends.base import Relay
 
 __all__ = [
+    "CHUNKED_HEAD",
     "DONE",
     "JSON_HEAD",
     "STREAM_HEAD",
     "Script",
+    "Scripted",
     "Upstream",
     "chunk",
     "forever",
@@ -26,6 +31,7 @@ __all__ = [
 ]
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+CHUNKED_HEAD = STREAM_HEAD.replace(b"connection: close", b"transfer-encoding: chunked")
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -106,6 +112,12 @@ class Upstream:
         self.running = 0  # POSTs that have not ended
         self.bodies: list[bytes] = []
 
+    async def freed(self) -> None:
+        """Returns once the gateway has let go of every request; fails after a second."""
+        async with asyncio.timeout(1):
+            while self.running:
+                await asyncio.sleep(0.005)
+
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -162,3 +174,54 @@ async def scripted(*scripts: Script) -> AsyncIterator[Upstream]:
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Scripted:
+    """A relaying backend without a socket: each request gets the next outcome, the last for ever.
+
+    An outcome is an error to raise, the body of an answer, or the pieces of a stream (in which an
+    error is raised, and None waits for ever).
+    """
+
+    accepts_extra = True
+    context_length = tokenizer = None
+    models = ("fake",)
+    served_name = "fake"
+
+    def __init__(self, *outcomes: Exception | bytes | list[Any], address: str = "10.0.0.1:80"):
+        self.name = f"vllm http://{address}"
+        self.outcomes = outcomes
+        self.asked = 0
+        self.running = 0
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    async def load(self) -> None: ...
+    async def probe(self) -> None: ...
+
+    async def hold(self) -> None:
+        await asyncio.Event().wait()
+
+    async def ready(self) -> bool:
+        return True
+
+    async def relay(self, _path: str, _body: bytes, _headers: Any) -> Relay:
+        outcome = self.outcomes[min(self.asked, len(self.outcomes) - 1)]
+        self.asked += 1
+        if isinstance(outcome, Exception):
+            raise outcome
+        streamed = isinstance(outcome, list)
+        kind = "text/event-stream" if streamed else "application/json"
+        return Relay(200, {"content-type": kind}, self._body(outcome if streamed else [outcome]))
+
+    async def _body(self, pieces: list[Any]) -> AsyncIterator[bytes]:
+        self.running += 1
+        try:
+            for piece in pieces:
+                if piece is None:
+                    await asyncio.Event().wait()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+        finally:
+            self.running -= 1

@@ -1,0 +1,210 @@
+"""What backends and clients do wrong, on real sockets: seen, survived, and nothing left behind."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.config import HttpConfig
+from tests.serve.conftest import Served, serving
+from tests.serve.test_attempts import assert_nothing_is_held, pools
+from tests.serve.upstreams import (
+    CHUNKED_HEAD,
+    DONE,
+    JSON_HEAD,
+    STREAM_HEAD,
+    Script,
+    chunk,
+    forever,
+    reset,
+    scripted,
+    send,
+    slowly,
+    whole,
+)
+
+BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
+SOUND = send(STREAM_HEAD, chunk("a"), chunk("b"), DONE)
+ERROR = b'{"error": {"message": "CUDA error", "type": "InternalServerError", "code": 500}}'
+
+
+def relay_to(url: str) -> OpenAiHttpBackend:
+    return OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=url))
+
+
+def status_line(status: str, body: bytes, *fields: bytes) -> bytes:
+    head = [b"HTTP/1.1 " + status.encode(), b"content-type: application/json", *fields]
+    return b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body])
+
+
+def garbled_head() -> Script:
+    return send(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+
+
+FIRST_TOKEN_S = 0.2
+# What a backend does with its first request, and what it is called.
+BEFORE_THE_FIRST_TOKEN = {
+    "reset at once": (reset(), "lost"),
+    "reset after the headers": (reset(CHUNKED_HEAD), "lost"),
+    "closed at once": (send(), "lost"),
+    "never answers": (forever(), "timeout"),
+    "headers and no more": (forever(STREAM_HEAD), "timeout"),
+    "a byte at a time": (slowly(STREAM_HEAD, chunk(), 0.05), "timeout"),
+    "no HTTP": (garbled_head(), "garbled"),
+    "binary": (send(STREAM_HEAD, b"\x00\xff" * 100 + b"\n\n"), "garbled"),
+    "half an event": (send(STREAM_HEAD, chunk()[:-10]), "garbled"),
+    "an empty stream": (send(STREAM_HEAD), "garbled"),
+    "a 500": (send(status_line("500 Oops", ERROR)), "failed"),
+    "a 503": (send(status_line("503 Busy", ERROR, b"retry-after: 3")), "overloaded"),
+    "an error inside a 200": (send(STREAM_HEAD, b"data: " + ERROR + b"\n\n", DONE), "failed"),
+    "a 200 that is one error": (send(status_line("200 OK", ERROR)), "failed"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), BEFORE_THE_FIRST_TOKEN.values(), ids=BEFORE_THE_FIRST_TOKEN
+)
+async def test_before_the_first_token_the_client_sees_nothing(fault: Script, kind: str) -> None:
+    settings = pools(
+        timeouts={"first_token_s": FIRST_TOKEN_S}, routing={"policy": "round_robin"}
+    )
+    async with scripted(fault) as broken, scripted(SOUND) as sound:
+        backends: list[Any] = [relay_to(broken.url), relay_to(sound.url)]
+        async with serving(("fake", backends), pools=settings) as served:
+            for _ in range(2):
+                events = await served.events("/v1/completions", BODY)
+                assert events[-1] == "[DONE]" and len(events) == 3
+            assert (broken.asked, sound.asked) == (1, 2)
+            assert await served.metric("octet_retries_total", pool="fake", reason=kind) == 1
+            await broken.freed()
+            assert_nothing_is_held(served.gateway.pools["fake"])
+
+
+# What it does after its first token, and the code of the error event.
+AFTER_THE_FIRST_TOKEN = {
+    "reset": (reset(STREAM_HEAD, chunk()), "backend_error"),
+    "closed": (send(STREAM_HEAD, chunk()), "backend_error"),
+    "half an event": (send(STREAM_HEAD, chunk(), chunk()[:-10]), "backend_error"),
+    "silence": (forever(STREAM_HEAD, chunk()), "deadline_exceeded"),
+    "a byte at a time": (slowly(STREAM_HEAD + chunk(), chunk(), 0.05), "deadline_exceeded"),
+    "binary": (send(STREAM_HEAD, chunk(), b"\x00\xff" * 100 + b"\n\n"), "backend_error"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), AFTER_THE_FIRST_TOKEN.values(), ids=AFTER_THE_FIRST_TOKEN
+)
+async def test_after_the_first_token_the_stream_ends_in_an_error_event(
+    fault: Script, code: str
+) -> None:
+    settings = pools(timeouts={"inter_token_s": 0.2})
+    async with scripted(fault) as broken:
+        async with serving(("fake", [relay_to(broken.url)]), pools=settings) as served:
+            *events, last = await served.events("/v1/completions", BODY)
+            assert [json.loads(event)["choices"][0]["text"] for event in events] == ["x"]
+            assert json.loads(last)["error"]["code"] == code
+            assert "127.0.0.1" not in last
+            assert await served.metric("octet_broken_streams_total", model="fake") == 1
+            assert broken.asked == 1
+            await broken.freed()
+            assert_nothing_is_held(served.gateway.pools["fake"])
+
+
+WHOLE = {
+    "reset half-way": reset(JSON_HEAD, whole()[:20]),
+    "cut half-way": send(status_line("200 OK", whole())[:-5]),
+    "no JSON": send(status_line("200 OK", b"<html>Welcome</html>")),
+    "an error inside a 200": send(status_line("200 OK", ERROR)),
+    "a 500": send(status_line("500 Oops", ERROR)),
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE.values(), ids=WHOLE)
+async def test_a_whole_answer_is_asked_for_again(fault: Script) -> None:
+    async with scripted(fault, send(status_line("200 OK", whole()))) as upstream:
+        async with serving(("fake", [relay_to(upstream.url)])) as served:
+            status, answer = await served.post("/v1/completions", BODY)
+            assert (status, answer) == (200, json.loads(whole()))
+            assert upstream.asked == 2
+            assert_nothing_is_held(served.gateway.pools["fake"])
+
+
+async def test_a_refused_connection_costs_no_request() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    async with scripted(SOUND) as sound:
+        backends: list[Any] = [relay_to(dead), relay_to(sound.url)]
+        async with serving(("fake", backends)) as served:
+            for _ in range(4):
+                assert (await served.events("/v1/completions", BODY))[-1] == "[DONE]"
+            assert sound.asked == 4
+
+
+async def test_what_a_backend_says_of_its_failure_reaches_the_client_without_its_address() -> None:
+    async with scripted(send()) as upstream:
+        host = upstream.url.removeprefix("http://")
+        said = json.dumps({"error": {"message": f"no GPU at {upstream.url} ({host})"}}).encode()
+        upstream.scripts = [send(status_line("500 Oops", said))]
+        async with serving(("fake", [relay_to(upstream.url)])) as served:
+            status, answer = await served.post("/v1/completions", BODY)
+            assert status == 500
+            assert answer["error"]["message"] == "no GPU at fake-1 (fake-1)"
+
+
+async def test_an_error_event_of_the_backend_reaches_the_client_and_is_counted() -> None:
+    event = b"data: " + ERROR + b"\n\n"
+    async with scripted(send(STREAM_HEAD, chunk(), event, DONE)) as upstream:
+        async with serving(("fake", [relay_to(upstream.url)])) as served:
+            events = await served.events("/v1/completions", BODY)
+            assert json.loads(events[1])["error"]["message"] == "CUDA error"
+            assert await served.metric("octet_broken_streams_total", model="fake") == 1
+            (member,) = served.gateway.pools["fake"].members
+            assert "CUDA error" in member.last_error
+
+
+async def slow_reader(served: Served) -> socket.socket:
+    """A client that asks for a stream and then reads nothing of it."""
+    loop = asyncio.get_running_loop()
+    client = socket.socket()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    port = int(served.url.rpartition(":")[2])
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    body = json.dumps(BODY | {"stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    await loop.sock_sendall(client, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+async def test_a_slow_reader_holds_up_its_backend_and_nobody_else() -> None:
+    piece = chunk("x" * 20_000)
+    written = 0
+
+    async def flood(writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.write(STREAM_HEAD)
+        while written < 2000 * len(piece):  # 40 MB
+            writer.write(piece)
+            await writer.drain()
+            written += len(piece)
+
+    async with scripted(flood, SOUND) as upstream:
+        async with serving(("fake", [relay_to(upstream.url)])) as served:
+            client = await slow_reader(served)
+            before = -1
+            async with asyncio.timeout(5):
+                while written > before or written == 0:  # until everything on the way is full
+                    before = written
+                    await asyncio.sleep(0.1)
+            # What is on the way lies in the sockets' buffers and in a few of ours.
+            assert written < 20 * 2**20, "the gateway keeps what its client does not take"
+            for _ in range(5):
+                assert (await served.events("/v1/completions", BODY))[-1] == "[DONE]"
+            client.close()
+            await served.idle()
+            await upstream.freed()
+            assert_nothing_is_held(served.gateway.pools["fake"])

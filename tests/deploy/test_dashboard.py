@@ -1,0 +1,168 @@
+"""Grafana's dashboard: each query is PromQL over metrics and labels that exist.
+
+No Grafana runs here: how it looks is not checked.
+"""
+
+import json
+import re
+from typing import Any
+
+import promql_parser as promql
+import pytest
+
+from octet.errors import BackendError
+from serve.backends.base import LoadReport
+from serve.telemetry.families import Counter, Gauge, Histogram
+from tests.deploy.conftest import DEPLOY
+from tests.serve.telemetry.gateways import busy_gateway
+
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/octet.json").read_text())
+# Of vLLM's and Triton's documentation, as far as the dashboard shows them.
+OTHERS = {
+    "vllm:num_requests_running": {"model_name", "engine"},
+    "vllm:num_requests_waiting": {"model_name", "engine"},
+    "vllm:kv_cache_usage_perc": {"model_name", "engine"},
+    "nv_inference_request_success": {"model", "version"},
+    "nv_inference_request_failure": {"model", "version", "reason"},
+}
+TARGET = {"job", "instance"}  # Prometheus adds them to everything
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def queries() -> list[tuple[str, str]]:
+    """Title and query, with Grafana's own variables filled in."""
+    found = [(panel["title"], target) for panel in panels() for target in panel["targets"]]
+    return [(title, target["expr"].replace("$__rate_interval", "1m")) for title, target in found]
+
+
+def samples() -> dict[str, set[str]]:
+    """Our metrics by the names that Prometheus stores, with their labels."""
+    gateway = busy_gateway(max_tokens=100)
+    (member,) = gateway.pools["main"].members
+    member.report = LoadReport(running=1, waiting=0, kv_usage=0.1, capacity_tokens=1000)
+    member.lease(1).failed(BackendError("by hand", kind="dead"))
+    gateway.admission.rejections["main", "queue_full"] += 1
+    gateway.admission.gates["main"] = gateway.admission._gate(gateway.pools["main"])
+    found = {
+        sample.name: set(sample.labels)
+        for family in gateway.metrics.registry.collect()
+        for sample in family.samples
+    }
+    for metric in vars(gateway.metrics).values():
+        if isinstance(metric, Counter):
+            found[f"{metric.name}_total"] = set(metric.label_names)
+        elif isinstance(metric, Gauge):
+            found[metric.name] = set(metric.label_names)
+        elif isinstance(metric, Histogram):
+            found[f"{metric.name}_bucket"] = {*metric.label_names, "le"}
+    return found | OTHERS
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, set[str]]:
+    return samples()
+
+
+def selectors(query: str) -> list[promql.VectorSelector]:
+    found: list[promql.VectorSelector] = []
+
+    def visit(node: promql.Expr) -> bool:
+        if isinstance(node, promql.VectorSelector):
+            found.append(node)
+        elif isinstance(node, promql.MatrixSelector):
+            found.append(node.vector_selector)
+        return True
+
+    promql.walk(promql.parse(query), pre_visit=visit)
+    return found
+
+
+@pytest.mark.parametrize(("title", "query"), queries())
+def test_queries_are_about_metrics_that_exist(
+    known: dict[str, set[str]], title: str, query: str
+) -> None:
+    found = selectors(query)
+    assert found
+    labels: set[str] = set()
+    for selector in found:
+        assert selector.name in known, query
+        labels |= known[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in known[selector.name] | TARGET, (query, matcher.name)
+    for group in re.findall(r"\bby \(([^)]*)\)", query):
+        assert {label.strip() for label in group.split(",")} <= labels | TARGET, query
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_legends_name_labels_that_the_query_keeps(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        grouped = re.findall(r"\bby \(([^)]*)\)", target["expr"])
+        kept = {label.strip() for group in grouped for label in group.split(",")}
+        assert shown <= kept or not grouped, target["expr"]
+
+
+def test_ratios_keep_the_same_labels_on_both_sides() -> None:
+    """Else Prometheus finds no pairs, and shows nothing."""
+    for _, query in queries():
+        parsed = promql.parse(query)
+        if isinstance(parsed, promql.BinaryExpr):
+            for side in (parsed.lhs, parsed.rhs):
+                assert isinstance(side, promql.AggregateExpr), query
+                assert side.modifier is None, query
+
+
+def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, set[str]]) -> None:
+    shown = {selector.name for _, query in queries() for selector in selectors(query)}
+    ours = {name for name in known if name.startswith(("octet_", "gen_ai_"))}
+    hidden = {name for name in ours - shown if not name.endswith(("_sum", "_count"))}
+    assert hidden == {
+        "octet_backend_breaker_transitions_total",  # the state itself is shown
+        "octet_backend_running",
+        "octet_build_info",
+        "octet_pool_ready",
+        "octet_reloads_total",
+        "octet_shadow_requests_total",
+        "octet_uncounted_streams_total",  # the estimated tokens are
+    }
+
+
+def test_ids_are_unique_and_panels_do_not_overlap() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        own = {(x, y) for x in range(at["x"], at["x"] + at["w"])
+               for y in range(at["y"], at["y"] + at["h"])}  # fmt: skip
+        assert not own & cells, panel["title"]
+        cells |= own
+
+
+def test_queries_of_a_panel_have_names_of_their_own() -> None:
+    for panel in panels():
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names)
+
+
+def test_variables(known: dict[str, set[str]]) -> None:
+    """Each one used is declared, over a metric and a label that exist."""
+    declared = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"])))
+    assert used - {"__rate_interval"} == set(declared)
+    for name in ("model", "pool"):
+        query = declared[name]["query"]["query"]
+        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+        assert match and match[2] in known[match[1]], query
+
+
+def test_the_data_source_is_the_provisioned_one() -> None:
+    (variable,) = [v for v in DASHBOARD["templating"]["list"] if v["type"] == "datasource"]
+    assert variable["current"]["value"] == "prometheus"
+    assert {panel["datasource"]["uid"] for panel in panels()} == {"${datasource}"}
+    provisioned = (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    assert "uid: prometheus" in provisioned

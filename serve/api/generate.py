@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -55,8 +55,9 @@ def requests_of(
     body: CompletionRequest | ChatRequest,
     prompts: Sequence[str | tuple[int, ...]],
     request_id: str,
+    headers: Mapping[str, str] | None = None,
 ) -> list[GenerateRequest]:
-    """One request a choice, prompt by prompt."""
+    """One request a choice, prompt by prompt; `headers` go with each."""
     n = body.n or 1
     return [
         GenerateRequest(
@@ -73,6 +74,7 @@ def requests_of(
             logprobs=body.alternatives,
             echo=bool(getattr(body, "echo", None)),
             ignore_eos=bool(body.ignore_eos),
+            headers=headers or {},
         )
         for index in range(len(prompts) * n)
     ]

@@ -39,7 +39,7 @@ class Completions:
             return await open_relay(backend, call)
         body: CompletionRequest = call.body
         refuse_unsupported(_extra(body), type(body).model_fields, "completion", backend.name)
-        requests = requests_of(body, body.prompt, call.id)
+        requests = requests_of(body, body.prompt, call.id, call.headers)
         return await open_generate(backend, CompletionDialect(), body, requests)
 
 
@@ -59,7 +59,7 @@ class Chats:
             return await open_relay(backend, call)
         body: ChatRequest = call.body
         refuse_unsupported(_extra(body), type(body).model_fields, "chat", backend.name)
-        requests = requests_of(body, await _prompts(body, backend), call.id)
+        requests = requests_of(body, await _prompts(body, backend), call.id, call.headers)
         return await open_generate(backend, ChatDialect(), body, requests)
 
 

@@ -4,12 +4,8 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
-from octet.errors import ConfigError, RequestError
+from octet.errors import RequestError
 from serve.access.principal import ANONYMOUS, Principal
 from serve.access.rates import Rates
 from serve.access.usage import Usage
@@ -18,7 +14,6 @@ from serve.config import Access, KeyConfig
 __all__ = ["ANONYMOUS", "Keys", "Principal"]
 
 _NOBODY = "0" * 64  # what a key that nobody has is compared with
-_ENTRIES = TypeAdapter(tuple[KeyConfig, ...])
 
 
 class Keys:
@@ -36,19 +31,14 @@ class Keys:
     ) -> None:
         """Keys that were also in `before`, by name, go on with what they have spent.
 
-        A key is needed if there are any, or if `required`. Raises ConfigError for a name or a
-        digest that is there twice.
+        Names and digests are there once each: the configuration sees to that. A key is needed if
+        there are any, or if `required`.
         """
         self.usage = usage or Usage(wall=wall)
         self._wall = wall
         self._rates: dict[str, Rates] = {}
         self._by_digest: dict[str, tuple[str, Principal]] = {}
         for key in keys:
-            if key.name in self._rates:
-                raise ConfigError(f"access.keys: the name '{key.name}' is there twice")
-            if key.sha256 in self._by_digest:
-                other = self._by_digest[key.sha256][1].name
-                raise ConfigError(f"access.keys: '{key.name}' and '{other}' are the same key")
             rates = before._rates.get(key.name) if before else None
             self._rates[key.name] = rates = rates or Rates(clock)
             self._by_digest[key.sha256] = key.sha256, Principal(key, rates, self.usage)
@@ -56,17 +46,12 @@ class Keys:
 
     @classmethod
     def from_config(cls, access: Access, before: "Keys | None" = None) -> "Keys":
-        """The keys of the configuration and of its keys file; `before` at a reload.
-
-        Raises ConfigError for a keys file that cannot be read, and as the constructor does.
-        """
-        entries = access.keys + (_read(access.keys_file) if access.keys_file else ())
+        """The keys of a loaded configuration; `before`, at a reload, is not changed."""
+        usage = before.usage if before else None
+        if usage is None or usage.path != access.usage_file:
+            usage = Usage(access.usage_file, before=usage)
         required = access.keys_file is not None  # one that is empty must not open the door
-        if before is not None and before.usage.path == access.usage_file:
-            usage = before.usage
-        else:
-            usage = Usage(access.usage_file)
-        return cls(entries, required=required, usage=usage, before=before)
+        return cls(access.keys, required=required, usage=usage, before=before)
 
     def authenticate(self, authorization: bytes | None) -> Principal:
         """Whose key the header `Authorization: Bearer ...` holds.
@@ -94,20 +79,3 @@ class Keys:
 
 def _unauthorized(message: str) -> RequestError:
     return RequestError(message, status=401, code="invalid_api_key", kind="authentication_error")
-
-
-def _read(path: Path) -> tuple[KeyConfig, ...]:
-    """The YAML list in `path`. Raises ConfigError with one line."""
-    try:
-        data = yaml.safe_load(path.read_text())
-        return _ENTRIES.validate_python(data or ())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"keys file {path}: {reason}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"keys file {path}: {' '.join(str(error).split())}") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "top level"
-        message = first["msg"].replace("Input should", "should")
-        raise ConfigError(f"keys file {path}: {where}: {message}") from None

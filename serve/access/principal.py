@@ -1,7 +1,6 @@
 """Who asks, and what they may."""
 
 from collections.abc import Sequence
-from datetime import UTC
 from typing import Protocol
 
 from octet.errors import RequestError
@@ -39,7 +38,8 @@ class Principal:
         self.name = config.name if config else "anonymous"
         self.priority = config.priority if config else 0
         self.weight = config.weight if config else 1.0
-        self.expires = _expiry(config)
+        # Seconds since 1970.
+        self.expires = config.expires.timestamp() if config and config.expires else None
         # A key without limits is not counted: nothing would ask for the figures.
         self._rates = rates if config and _is_limited(config) else None
         self._usage = usage
@@ -79,13 +79,6 @@ def _is_limited(key: KeyConfig) -> bool:
         *(key.tokens_per_day, key.max_in_flight),
     )
     return any(limit is not None for limit in limits)
-
-
-def _expiry(key: KeyConfig | None) -> float | None:
-    """Seconds since 1970; a time without a zone is UTC."""
-    if key is None or key.expires is None:
-        return None
-    return (key.expires if key.expires.tzinfo else key.expires.replace(tzinfo=UTC)).timestamp()
 
 
 ANONYMOUS = Principal()

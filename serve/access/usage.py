@@ -30,8 +30,17 @@ class _Document(BaseModel):
 class Usage:
     """Tokens by key name. `wall` gives seconds since 1970, whose days begin at midnight UTC."""
 
-    def __init__(self, path: Path | None = None, wall: Callable[[], float] = time.time) -> None:
-        """Reads `path` if it is there. A file that cannot be used is said, and set aside."""
+    def __init__(
+        self,
+        path: Path | None = None,
+        wall: Callable[[], float] = time.time,
+        *,
+        before: "Usage | None" = None,
+    ) -> None:
+        """Reads `path` if it is there. A file that cannot be used is said, and set aside.
+
+        What `before` knows of today counts too: another file does not give a quota twice.
+        """
         self.path = path
         self._wall = wall
         self._day = self._today()
@@ -40,6 +49,9 @@ class Usage:
         self._next_write = wall() + WRITE_EVERY_S
         if path is not None and path.exists():
             self._read(path)
+        for key, tokens in before._tokens.items() if before and before._day == self._day else ():
+            self._tokens[key] = max(tokens, self._tokens.get(key, 0))
+            self._unwritten = True
 
     def spent(self, key: str) -> int:
         """Tokens of `key` since midnight UTC."""

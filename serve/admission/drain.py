@@ -18,61 +18,59 @@ class DrainRate:
     really leaves, so that a backend that stands still shows.
     """
 
-    __slots__ = ("_at", "_rate", "_since", "_stayed", "_tokens", "_weight")
+    __slots__ = ("_at", "_rate", "_since", "_stayed", "_tokens")
 
     def __init__(self) -> None:
         self._stayed = 0.0  # token seconds of requests that ended, decayed
         self._tokens = 0.0  # and their tokens
-        self._rate = 0.0  # decayed sum; divided by its weight it is tokens per second
-        self._weight = 0.0
-        self._at = 0.0  # when they were last decayed
         self._since: float | None = None  # when the queue formed
+        self._rate: float | None = None  # tokens per second at `_at`; None: none has ever left
+        self._at = 0.0
 
     @property
-    def stay_s(self) -> float | None:
-        """The mean time that a token is in flight; None before any has left."""
-        return self._stayed / self._tokens if self._tokens else None
+    def stay_s(self) -> float:
+        """The mean time that a token is in flight; 0 before any has left."""
+        return self._stayed / self._tokens if self._tokens else 0.0
 
     def queued(self, in_flight: int, now: float) -> None:
         """A queue has formed while `in_flight` tokens were under way."""
         self._at = self._since = now
         self._rate = self._by_stay(in_flight)
-        self._weight = 1.0 if self._rate else 0.0
 
     def emptied(self) -> None:
         """Nothing waits any more."""
         self._since = None
 
-    def left(self, tokens: int, stay_s: float, now: float) -> None:
-        """A request of `tokens` has ended after `stay_s`."""
+    def left(self, tokens: int, stay_s: float, in_flight: int, now: float) -> None:
+        """A request of `tokens`, one of `in_flight` in all, has ended after `stay_s`."""
         self._stayed = KEPT * self._stayed + tokens * stay_s
         self._tokens = KEPT * self._tokens + tokens
-        if self._since is not None:
-            self._decay(now)
-            self._rate += tokens / self._span_s
+        if self._since is None:
+            return
+        if self._rate is None:
+            self._rate = self._by_stay(in_flight)
+        else:
+            self._rate = self._decayed(self._rate, now) + tokens / self._span_s
+        self._at = now
 
     def wait_s(self, tokens: int, in_flight: int, now: float) -> float:
         """Seconds until `tokens` have left; at least 1, at most ten minutes."""
         if self._since is None:
-            rate, idle_s = self._by_stay(in_flight), 1.0
+            rate = self._by_stay(in_flight)
         else:
-            self._decay(now)
-            rate = self._rate / self._weight if self._weight else 0.0
-            idle_s = now - self._since
-        # If nothing has left yet, it will probably take as long again as it has taken.
-        wait_s = tokens / rate if rate else idle_s
+            rate = self._rate if self._rate is None else self._decayed(self._rate, now)
+        if rate is not None:
+            wait_s = tokens / rate if rate else math.inf
+        else:  # nothing has left yet: it will probably take as long again
+            wait_s = now - self._since if self._since is not None else 0.0
         return min(max(wait_s, 1.0), LONGEST_WAIT_S)
 
-    def _by_stay(self, in_flight: int) -> float:
-        """Tokens per second by Little's law; 0 if no stay is known."""
-        return in_flight / max(self.stay_s, 1e-3) if self.stay_s is not None else 0.0
+    def _by_stay(self, in_flight: int) -> float | None:
+        return in_flight / max(self.stay_s, 1e-3) if self._tokens else None
+
+    def _decayed(self, rate: float, now: float) -> float:
+        return rate * math.exp(-(now - self._at) / self._span_s)
 
     @property
     def _span_s(self) -> float:
-        return max(SHORTEST_S, STAYS * (self.stay_s or 0.0))
-
-    def _decay(self, now: float) -> None:
-        kept = math.exp(-(now - self._at) / self._span_s)
-        self._rate *= kept
-        self._weight = self._weight * kept + (1.0 - kept)
-        self._at = now
+        return max(SHORTEST_S, STAYS * self.stay_s)

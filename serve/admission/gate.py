@@ -85,9 +85,9 @@ class Gate:
 
     def leave(self, tokens: int, stay_s: float) -> None:
         """A request that was in has ended, after `stay_s`."""
+        self.drain.left(tokens, stay_s, self.tokens, self._clock())
         self.tokens -= tokens
         self.requests -= 1
-        self.drain.left(tokens, stay_s, self._clock())
         if self.queue:
             self._let_in()
 

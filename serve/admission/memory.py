@@ -26,7 +26,7 @@ class Memory:
         """`limit` in bytes; None takes 80 % of the cgroup's, if it has one."""
         self._clock = clock
         self._statm = root / "proc/self/statm"
-        self._page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+        self.page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
         if limit is None and (most := cgroup_limit(root)) is not None:
             limit = int(most * PART_OF_CGROUP)
         self.limit = limit
@@ -46,7 +46,7 @@ class Memory:
     def _read(self) -> None:
         try:
             # proc(5): size, resident, shared, ... in pages
-            self.used = int(self._statm.read_bytes().split()[1]) * self._page
+            self.used = int(self._statm.read_bytes().split()[1]) * self.page_bytes
         except (OSError, ValueError, IndexError):
             self.used = 0  # not Linux
 
@@ -63,7 +63,7 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
         return None
     limits: list[int] = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "none", "")
         if not controllers:
             limits += _along(root / "sys/fs/cgroup", path, "memory.max")
         elif "memory" in controllers.split(","):

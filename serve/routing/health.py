@@ -110,7 +110,8 @@ class Watch:
             elif ready is None and self._busy_since(asked_at - config.interval_s):
                 member.come_in()  # it only was too busy to say so
             else:
-                self._go_out("it says that it is not ready", reachable=True)
+                silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
+                self._go_out("it is not ready" if ready is False else silent, reachable=True)
             self.looked.set()
             pause_s = config.interval_s if member.ready else config.reconnect_s
             with contextlib.suppress(TimeoutError):

@@ -104,6 +104,7 @@ def test_one_that_loads_its_model_is_not_asked_before_it_is_ready() -> None:
         server.restart()
         await asyncio.sleep(20)
         assert member.standing == "not_ready" and server.probes == 1
+        assert member.last_error == "it is not ready"
         server.says_ready = True
         assert await until("in", member, 2.0) < 0.6
 
@@ -226,6 +227,7 @@ def test_one_that_answers_nothing_is_out_unless_it_is_known_to_work() -> None:
             member.lease(1).progressed()
             assert member.standing == "in"
         assert await until("not_ready", member, 15) > 5
+        assert "does not say within 2 s" in member.last_error
         server.hangs = False
         await until("in", member, 3)
 

@@ -92,11 +92,14 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
 def install(app: FastAPI) -> None:
     """Makes every failure of `app` an error object, unknown paths and defects included."""
 
-    async def ours(_request: Request, error: Exception) -> Response:
+    async def ours(request: Request, error: Exception) -> Response:
+        _count(request, error)
         return error_response(error)
 
     async def http(request: Request, error: Any) -> Response:
-        return error_response(_from_http(request, error), dict(error.headers or {}))
+        refusal = _from_http(request, error)
+        _count(request, refusal)
+        return error_response(refusal, dict(error.headers or {}))
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -105,6 +108,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, ours)
+
+
+def _count(request: Request, error: Exception) -> None:
+    observation = request.scope.get("octet")  # none on the port of the administration
+    if observation is not None:
+        observation.refused(code_of(error))
 
 
 def _from_http(request: Request, error: HTTPException) -> RequestError:

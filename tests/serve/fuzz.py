@@ -34,7 +34,7 @@ class Report:
 
     def judge(self, case: Case, received: bytes | None) -> None:
         self.count += 1
-        answers = list(_answers(received or b""))
+        answers = [(status, body) for status, _, body in responses(received or b"")]
         self.statuses.update(str(status) for status, _ in answers)
         if not answers:
             self.statuses["hung up" if received is not None else "no end"] += 1
@@ -67,22 +67,22 @@ def _problem(case: Case, received: bytes | None, answers: list[tuple[int, bytes]
     return None
 
 
-def _answers(received: bytes) -> Iterator[tuple[int, bytes]]:
-    """Status and body of each response; the last one's body may be cut."""
+def responses(received: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Status, head and body of each response; the last one's body may be cut."""
     while match := STATUS.match(received):
         head, _, rest = received.partition(b"\r\n\r\n")
-        status, head = int(match[1]), head.lower()
+        status, low = int(match[1]), head.lower()
         if status < 200:
             received = rest
             continue
-        length = re.search(rb"\r\ncontent-length: (\d+)", head)
-        if b"\r\ntransfer-encoding: chunked" in head:
+        length = re.search(rb"\r\ncontent-length: (\d+)", low)
+        if b"\r\ntransfer-encoding: chunked" in low:
             body, received = _dechunked(rest)
         elif length:
             body, received = rest[: int(length[1])], rest[int(length[1]) :]
         else:
             body, received = rest, b""
-        yield status, body
+        yield status, head, body
 
 
 def _dechunked(rest: bytes) -> tuple[bytes, bytes]:
@@ -167,9 +167,9 @@ async def _still_serves(host: str, port: int, report: Report) -> None:
     for number, path in enumerate(("/v1/completions", "/v1/chat/completions", "/tokenize")):
         body = json.dumps({"model": "fake"} | BODIES[path]).encode()
         case = Case(-1 - number, "after", request(path, body), True)
-        answers = list(_answers(await exchange(host, port, case) or b""))
-        if [status for status, _ in answers] != [200]:
-            report.failures.append(f"afterwards {path} answers {answers}")
+        received = await exchange(host, port, case) or b""
+        if [status for status, _, _ in responses(received)] != [200]:
+            report.failures.append(f"afterwards {path} answers {received!r}")
     case = Case(-9, "after", request("/metrics", b"", [], b"GET"), True)
     metrics = (await exchange(host, port, case) or b"").decode()
     for line in metrics.splitlines():

@@ -14,6 +14,7 @@ from tests.serve.conftest import Served, serving
 
 COMPLETION = {"model": "fake", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+JSON_TYPE = {"content-type": "application/json"}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [  # fields, param, a part of the message
@@ -37,7 +38,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [  # fields, param, a part of the 
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"model": None}, "model", "valid string"),
     ({"model": "nope"}, "model", "does not exist"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "not supported by embedded"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "not supported by fake-1"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"temprature": 0.5}, "temprature", "did you mean 'temperature'?"),
     ({"xyzzy": 1}, "xyzzy", "unknown field 'xyzzy'"),
@@ -171,7 +172,8 @@ async def test_a_body_over_the_limit_is_refused_however_it_comes() -> None:
                 yield large[start : start + 10_000]
 
         for data in (large, pieces()):  # with a Content-Length, and chunked
-            async with served.session.post("/v1/completions", data=data) as response:
+            sent = served.session.post("/v1/completions", data=data, headers=JSON_TYPE)
+            async with sent as response:
                 assert response.status == 413
                 error = check(413, await response.json())
                 assert "1000 bytes" in error["message"]

@@ -1,13 +1,13 @@
 """Who is asked, how often, and what the client is told when nobody answers."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.routing import Pool
 from tests.fakes import fake_backend
-from tests.serve.conftest import Served, serving
+from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
@@ -36,19 +36,10 @@ def pools(**settings: Any) -> dict[str, Any]:
     return {"fake": quiet | settings}
 
 
-async def ask(served: Served, stream: bool = False) -> tuple[int, str]:
+async def ask(served: Client, stream: bool = False) -> tuple[int, str]:
     """Status and text of the answer."""
-    async with served.session.post("/v1/completions", json=BODY | {"stream": stream}) as response:
-        return response.status, await response.text()
-
-
-def assert_nothing_is_held(*found: Pool) -> None:
-    for pool in found:
-        assert pool.active == 0 and pool.budget.retrying == 0
-        for member in pool.members:
-            assert (member.in_flight, member.outstanding_tokens) == (0, 0)
-            backend: Any = member.backend
-            assert not getattr(backend, "running", 0)
+    reply = await served.request("/v1/completions", BODY | {"stream": stream})
+    return reply.status, reply.body.decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -58,57 +49,53 @@ async def test_a_lost_connection_costs_neither_the_client_nor_the_budget(
 ) -> None:
     broken, sound = Scripted(failure()), Scripted(STREAM if stream else whole())
     settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
-    async with serving(("fake", [broken, sound]), pools=settings) as served:
+    async with in_process(("fake", [broken, sound]), pools=settings) as served:
         for _ in range(4):
             status, text = await ask(served, stream)
             assert status == 200 and ("[DONE]" if stream else '"x"') in text
         assert broken.asked and sound.asked == 4
-        pool = served.gateway.pools["fake"]
         reason = failure().kind
-        retried = await served.metric("octet_retries_total", pool="fake", reason=reason)
+        retried = served.metric("octet_retries_total", pool="fake", reason=reason)
         assert retried == broken.asked
-        assert_nothing_is_held(pool)
 
 
 async def test_the_only_backend_is_asked_again_over_a_new_connection() -> None:
     once = Scripted(lost(), whole())
-    async with serving(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
+    async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
         assert (await ask(served))[0] == 200
         assert once.asked == 2
 
 
 async def test_a_whole_answer_that_is_lost_half_way_is_asked_for_again() -> None:
     once = Scripted([b'{"choices":', lost()], whole())
-    async with serving(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
+    async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
         status, text = await ask(served)
         assert (status, text) == (200, whole().decode())
 
 
 async def test_one_redispatch_a_request_and_then_the_budget_counts() -> None:
     backend = Scripted(lost())
-    async with serving(("fake", [backend]), pools=pools(retries=NO_BUDGET)) as served:
+    async with in_process(("fake", [backend]), pools=pools(retries=NO_BUDGET)) as served:
         status, text = await ask(served)
         assert (status, backend.asked) == (502, 2)
         assert "fake-1" in text and "10.0.0.1" not in text
-        assert await served.metric("octet_retries_exhausted_total", pool="fake") == 1
-        assert_nothing_is_held(served.gateway.pools["fake"])
+        assert served.metric("octet_retries_exhausted_total", pool="fake") == 1
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 async def test_failures_are_retried_as_often_as_is_allowed(attempts: int) -> None:
     backends = [Scripted(failed()) for _ in range(4)]
     settings = pools(retries={"attempts": attempts})
-    async with serving(("fake", backends), pools=settings) as served:
+    async with in_process(("fake", backends), pools=settings) as served:
         status, text = await ask(served)
         assert status == 502 and "CUDA error" in text and "10.0.0.1" not in text
         assert sum(backend.asked for backend in backends) == attempts
         assert max(backend.asked for backend in backends) == 1
-        assert_nothing_is_held(served.gateway.pools["fake"])
 
 
 async def test_retries_are_no_more_than_the_budget() -> None:
     backends = [Scripted(failed()), Scripted(failed())]
-    async with serving(("fake", backends), pools=pools(retries=NO_BUDGET)) as served:
+    async with in_process(("fake", backends), pools=pools(retries=NO_BUDGET)) as served:
         assert (await ask(served))[0] == 502
         assert backends[0].asked + backends[1].asked == 1
 
@@ -116,18 +103,16 @@ async def test_retries_are_no_more_than_the_budget() -> None:
 async def test_a_refused_request_is_not_tried_elsewhere() -> None:
     error = RequestError("the prompt is too long", code="context_length_exceeded")
     backends = [Scripted(error), Scripted(error)]
-    async with serving(("fake", backends)) as served:
+    async with in_process(("fake", backends)) as served:
         status, text = await ask(served)
         assert status == 400 and "context_length_exceeded" in text
         assert backends[0].asked + backends[1].asked == 1
-        assert_nothing_is_held(served.gateway.pools["fake"])
 
 
 async def test_when_all_are_overloaded_the_client_learns_when_to_come_again() -> None:
-    async with serving(("fake", [Scripted(busy(7.2)), Scripted(busy(7.2))])) as served:
-        async with served.session.post("/v1/completions", json=BODY) as response:
-            assert response.status == 503 and response.headers["Retry-After"] == "8"
-        assert_nothing_is_held(served.gateway.pools["fake"])
+    async with in_process(("fake", [Scripted(busy(7.2)), Scripted(busy(7.2))])) as served:
+        reply = await served.request("/v1/completions", BODY)
+        assert reply.status == 503 and reply.headers["retry-after"] == "8"
 
 
 MODELS = {"m": {"pool": "fp8", "fallback": ["bf16"]}}
@@ -138,41 +123,37 @@ MODELS = {"m": {"pool": "fp8", "fallback": ["bf16"]}}
 async def test_another_pool_answers_when_the_first_cannot(failure: Any, stream: bool) -> None:
     broken, sound = Scripted(failure()), Scripted(STREAM if stream else whole())
     settings = {name: pools(precision=name)["fake"] for name in ("fp8", "bf16")}
-    async with serving(
+    async with in_process(
         ("fp8", [broken]), ("bf16", [sound]), models=MODELS, pools=settings
     ) as served:
         body = BODY | {"model": "m", "stream": stream}
-        async with served.session.post("/v1/completions", json=body) as response:
-            assert response.status == 200
-            assert (b"[DONE]" in await response.read()) == stream
+        reply = await served.request("/v1/completions", body)
+        assert reply.status == 200 and (b"[DONE]" in reply.body) == stream
         labels = {"key": "anonymous", "model": "m", "backend": "bf16-1", "precision": "bf16"}
         counted = {"type": "output", "counted": "estimated" if stream else "backend"}
-        assert await served.metric("octet_tokens_total", **labels, **counted) >= 1
-        assert_nothing_is_held(*served.gateway.pools.values())
-        assert all(not gate.tokens for gate in served.gateway.admission.gates.values())
+        assert served.metric("octet_tokens_total", **labels, **counted) >= 1
 
 
 async def test_a_full_pool_passes_on_to_the_next() -> None:
     busy_one, sound = Scripted([chunk(), None]), Scripted(whole())
     full = {"admission": {"max_tokens": 8, "max_queue": 0}}
-    async with serving(
+    async with in_process(
         ("fp8", [busy_one]), ("bf16", [sound]), models=MODELS, pools={"fp8": full}
     ) as served:
-        body = BODY | {"model": "m"}
-        request = served.session.post("/v1/completions", json=body | {"stream": True})
-        async with request as response:
-            await response.content.readuntil(b"\n\n")
-            status, _ = await served.post("/v1/completions", body)
-            assert (status, sound.asked) == (200, 1)
-            response.close()
-        await served.idle()
-        assert_nothing_is_held(*served.gateway.pools.values())
-        assert all(not gate.tokens for gate in served.gateway.admission.gates.values())
+        body, gone = BODY | {"model": "m"}, asyncio.Event()
+        request = served.request("/v1/completions", body | {"stream": True}, gone=gone)
+        first = asyncio.create_task(request)
+        while not busy_one.running:
+            await asyncio.sleep(0)
+        status, _ = await served.post("/v1/completions", body)
+        assert (status, sound.asked) == (200, 1)
+        gone.set()
+        await first
 
 
 async def test_a_field_that_one_pool_cannot_take_goes_to_one_that_can() -> None:
     relaying = Scripted(whole())
-    async with serving(("fp8", [fake_backend()]), ("bf16", [relaying]), models=MODELS) as served:
+    async with in_process(("fp8", [fake_backend()]), ("bf16", [relaying]), models=MODELS) as served:
         body = BODY | {"model": "m", "min_p": 0.5}
         status, _ = await served.post("/v1/completions", body)
         assert (status, relaying.asked) == (200, 1)
@@ -181,9 +162,8 @@ async def test_a_field_that_one_pool_cannot_take_goes_to_one_that_can() -> None:
 async def test_nobody_available_is_a_503_that_names_the_pool() -> None:
     backend = Scripted(failed())
     settings = pools(ejection={"failures": 1, "duration_s": 30}, retries=NO_BUDGET)
-    async with serving(("fake", [backend]), pools=settings) as served:
+    async with in_process(("fake", [backend]), pools=settings) as served:
         await ask(served)
-        async with served.session.post("/v1/completions", json=BODY) as response:
-            assert response.status == 503
-            assert 1 <= int(response.headers["Retry-After"]) <= 45
-            assert "pool 'fake'" in await response.text()
+        reply = await served.request("/v1/completions", BODY)
+        assert reply.status == 503 and b"pool 'fake'" in reply.body
+        assert 1 <= int(reply.headers["retry-after"]) <= 45

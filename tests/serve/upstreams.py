@@ -1,6 +1,6 @@
 """Upstreams that misbehave: on raw sockets by a script of bytes, or as a `Backend` of their own.
 
-    async with scripted(reset(), send(STREAM_HEAD, chunk(), DONE)) as upstream: ...
+async with scripted(reset(), send(STREAM_HEAD, chunk(), DONE)) as upstream: ...
 """
 
 import asyncio
@@ -165,7 +165,7 @@ async def scripted(*scripts: Script) -> AsyncIterator[Upstream]:
         task.add_done_callback(tasks.discard)
         await upstream.handle(reader, writer)
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
     upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield upstream

@@ -1,0 +1,99 @@
+"""Copies of requests for a pool on trial: seen there, counted, and never felt by the client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from octet.errors import BackendUnavailable
+from serve.config import Shadow
+from tests.serve.in_process import Client, in_process
+from tests.serve.upstreams import DONE, Scripted, chunk, whole
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 4}
+STREAM = [chunk("a"), DONE]
+
+
+@asynccontextmanager
+async def shadowed(shadow: Scripted, **settings: Any) -> AsyncIterator[Client]:
+    """A model whose main pool answers at once, with a copy of each request for `shadow`."""
+    models = {"m": {"pool": "main", "shadow": {"pool": "trial", **settings}}}
+    async with in_process(("main", [Scripted(whole())]), ("trial", [shadow]), models=models) as one:
+        yield one
+
+
+async def outcomes(served: Client) -> dict[str, float]:
+    """How the copies ended, once none is under way."""
+    while served.gateway.background:
+        await asyncio.sleep(0)
+    found = {
+        name: served.metric("octet_shadow_requests_total", pool="trial", outcome=name)
+        for name in ("ok", "refused", "failed", "timeout", "unavailable", "skipped", "cancelled")
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("outcome", [whole(), STREAM], ids=["whole", "streamed"])
+async def test_a_copy_is_answered_beside_the_request(outcome: Any) -> None:
+    trial = Scripted(outcome)
+    async with shadowed(trial) as served:
+        for _ in range(3):
+            assert (await served.post("/v1/completions", BODY))[0] == 200
+            assert await outcomes(served)
+        assert (await outcomes(served), trial.asked) == ({"ok": 3}, 3)
+        labels = {"key": "anonymous", "model": "m", "precision": "", "counted": "backend"}
+        # The copies' tokens are nobody's.
+        assert served.metric("octet_tokens_total", **labels, backend="main-1", type="output") == 3
+        assert served.metric("octet_tokens_total", **labels, backend="trial-1", type="output") == 0
+
+
+async def test_a_part_of_the_requests_is_copied() -> None:
+    trial = Scripted(whole())
+    async with shadowed(trial, fraction=0.3, max_in_flight=1000) as served:
+        for _ in range(300):
+            await served.post("/v1/completions", BODY)
+        await outcomes(served)
+        assert 40 < trial.asked < 160
+
+
+@pytest.mark.parametrize(
+    ("outcome", "name"),
+    [
+        (BackendUnavailable("no", kind="failed"), "failed"),
+        ([chunk(), BackendUnavailable("cut", kind="lost")], "failed"),
+        (RuntimeError("a defect"), "failed"),
+    ],
+    ids=["failed", "cut", "defect"],
+)
+async def test_what_a_copy_does_wrong_is_its_own_affair(outcome: Any, name: str) -> None:
+    async with shadowed(Scripted(outcome)) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        assert await outcomes(served) == {name: 1}
+
+
+async def test_copies_are_bounded_and_delay_nobody() -> None:
+    silent = Scripted([None])
+    async with shadowed(silent, max_in_flight=2) as served:
+        async with asyncio.timeout(2):
+            for _ in range(5):
+                assert (await served.post("/v1/completions", BODY))[0] == 200
+                await asyncio.sleep(0)
+        assert (silent.asked, len(served.gateway.background)) == (2, 2)
+        served.gateway.drain(1.0)
+        assert await outcomes(served) == {"skipped": 3, "cancelled": 2}
+        assert silent.running == 0
+
+
+async def test_a_copy_has_a_deadline_too() -> None:
+    quick = {"timeouts": {"total_s": 0.05}, "health": {"probe_after_s": None}}
+    models = {"m": {"pool": "main", "shadow": Shadow(pool="trial").model_dump()}}
+    async with in_process(
+        ("main", [Scripted(whole())]),
+        ("trial", [Scripted([None])]),
+        models=models,
+        pools={"trial": quick, "main": {"health": {"probe_after_s": None}}},
+    ) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        assert await outcomes(served) == {"timeout": 1}

@@ -86,10 +86,10 @@ class Breaker:
         if self._state == "half_open":
             self._become("closed")
 
-    def failed(self, epoch: int, kind: FailureKind) -> None:
-        """`overloaded` is no failure: a server that says so is well and busy."""
+    def failed(self, epoch: int, kind: FailureKind) -> bool:
+        """Whether that opened it. `overloaded` is no failure: the server is well, and busy."""
         if epoch != self.epoch or self._state == "open":
-            return
+            return False
         if kind == "overloaded":
             self.abandoned(epoch)
         elif kind == "dead":
@@ -100,6 +100,7 @@ class Breaker:
             self._failures += 1
             if self._failures >= self.config.failures and self._may_open():
                 self._open()
+        return self.state == "open"
 
     def abandoned(self, epoch: int) -> None:
         """The request ended without saying anything of the server: its client went away."""

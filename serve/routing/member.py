@@ -1,6 +1,7 @@
 """One backend of a pool: what is known of it, and what it has been given to do."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from serve.config import BackendConfig, Ejection
 from serve.routing.breaker import Breaker
 
 __all__ = ["Lease", "Member", "Standing"]
+
+_log = logging.getLogger(__name__)
 
 # Whether a member is asked; the first that applies:
 #   leaving      it was removed, and finishes what it has
@@ -143,6 +146,15 @@ class Member:
             self.changed()
             self.on_doubt()
 
+    def failed(self, error: BackendError, epoch: int) -> None:
+        """It failed a request that began in that epoch of its breaker."""
+        self.last_error = str(error)
+        opened = self.breaker.failed(epoch, error.kind)
+        if opened:
+            _log.warning("%s/%s is ejected: %s", self.pool, self.name, error)
+        if error.kind in ("refused", "lost"):
+            self.doubt(str(error))
+
     def leave(self) -> None:
         """No request is given to it any more; `idle` is set when the last one has ended."""
         self.leaving = True
@@ -208,10 +220,7 @@ class Lease:
         """Not for a request that the backend refused as its client's mistake."""
         if self._undecided:
             self._undecided = False
-            self.member.last_error = str(error)
-            self.member.breaker.failed(self._epoch, error.kind)
-            if error.kind in ("refused", "lost"):
-                self.member.doubt(str(error))
+            self.member.failed(error, self._epoch)
 
     def release(self) -> None:
         """Always, and as often as one likes."""

@@ -50,7 +50,7 @@ class Pool:
         self._watches: dict[Member, Watch] = {}
         self._prepared: set[Member] = set()
         self._leaving: dict[Member, asyncio.Task[None]] = {}
-        self._closed: set[Member] = set()
+        self._closing: dict[Member, asyncio.Task[None]] = {}
         self._available: list[Member] = []
         self._stale = True  # `_available` is to be made anew
         self._reopens_at = math.inf  # when a breaker's time passes, by the clock
@@ -167,6 +167,7 @@ class Pool:
         """Lets go of one that was prepared and is not wanted after all."""
         self._prepared.discard(member)
         await self._close(member)
+        del self._closing[member]
 
     def swap(self, config: PoolConfig, members: Sequence[Member]) -> None:
         """In one step: new settings, and these members.
@@ -228,7 +229,7 @@ class Pool:
         self._stale = False
 
     def _may_eject(self, candidate: Member) -> bool:
-        others = (m for m in self.members if m is not candidate and m.reachable)
+        others = (m for m in self.members if m is not candidate and m.reachable and m.ready)
         ejected = sum(member.breaker.counted for member in others)
         allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))
         return ejected < allowed
@@ -262,13 +263,15 @@ class Pool:
     async def _close_when_idle(self, member: Member) -> None:
         await member.idle.wait()
         await self._close(member)
-        del self._leaving[member]
-        self._closed.discard(member)
+        del self._leaving[member], self._closing[member]
 
     async def _close(self, member: Member) -> None:
-        if member in self._closed:
-            return
-        self._closed.add(member)
+        """Once, whoever asks for it and goes away meanwhile."""
+        if member not in self._closing:
+            self._closing[member] = asyncio.create_task(self._let_go(member))
+        await asyncio.shield(self._closing[member])
+
+    async def _let_go(self, member: Member) -> None:
         watch = self._watches.pop(member, None)
         if watch is not None:
             await watch.stop()

@@ -189,3 +189,12 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_an_ejection_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    it, _ = member()
+    for _ in range(9):
+        it.lease(1).failed(BackendError("500: out of luck"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "p/a is ejected: 500: out of luck"
+    ]

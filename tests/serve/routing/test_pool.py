@@ -228,6 +228,25 @@ def test_closing_does_not_wait_for_those_that_are_retiring() -> None:
     run(main())
 
 
+def test_closing_amid_the_closing_of_one_that_retires_closes_it_once() -> None:
+    class Slow(Server):
+        async def close(self) -> None:
+            await asyncio.sleep(1)
+            await super().close()
+
+    async def main() -> None:
+        backend = Slow()
+        it = Pool.of("p", [backend], clock=asyncio.get_running_loop().time)
+        await it.start()
+        it.swap(it.config, [])
+        await asyncio.sleep(0.5)
+        await it.close()
+        assert backend.closes == 1 and not backend.connected
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Server]:
     """What `make_backend` makes, by its URL."""

@@ -76,10 +76,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._chunk = 0  # bytes that just arrived
         self._arrived = 0  # bytes of the current message; its first, with others before, left out
         self._bodyless = 0  # bytes without any of the body in them, in its phase: trailers
+        self._muted = False  # while a parser is told what another one has read
         self._most_header_bytes = 0
         self._turned_away_at: float | None = None
         self._unwanted = False  # over the limit of connections: refused when it asks
         self._pending = 0  # bytes that waited to be sent, at the last sweep
+        self._drained = False  # since then, below the mark at which the application may go on
         self._stalled_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -109,11 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._chunk = len(data)
         self._arrived = self._chunk if self._phase == _IDLE else self._arrived + self._chunk
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # No other protocol is spoken here: the request is answered in this one, as RFC 9110,
-            # section 7.8, allows. What follows it cannot be told apart, so it is the last.
-            self.cycle.keep_alive = False
+            self._parse(data)
         except httptools.HttpParserError:
             if self._turned_away_at is None:
                 self._refuse(400, "malformed_http", "this is not HTTP/1.1")
@@ -127,21 +125,58 @@ class GuardedProtocol(HttpToolsProtocol):
         if endless > self._most_header_bytes:
             self._refuse_headers()
 
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade()
+            if rest := data[upgrade.args[0] :]:
+                self._parse(rest)
+
+    def _ignore_upgrade(self) -> None:
+        """Goes on with a request that asks for another protocol, in this one.
+
+        RFC 9110, section 7.8, allows that, and Java's client asks for HTTP/2 with each first
+        request. But httptools takes what follows the headers for the other protocol, and the
+        request for complete: a new parser is told of a body as long as this one's, and reads it.
+        """
+        self.parser = httptools.HttpRequestParser(self)
+        fields = (b"content-length", b"transfer-encoding")
+        framing = [b"%s: %s\r\n" % field for field in self.headers if field[0] in fields]
+        if not framing:
+            return
+        begun = self.url, self.headers
+        self._muted = True
+        self.url, self.headers = b"", []
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self.url, self.headers = begun
+        self._muted = False
+
     def on_message_begin(self) -> None:
+        if self._muted:
+            return
         super().on_message_begin()
         self._phase = _HEADERS
         self._timed = _IDLE
+        self._since = None
         self._bodyless = 0
 
     def on_headers_complete(self) -> None:
+        if self._muted:  # its message was called complete at the end of its headers
+            self._phase = _BODY
+            self.cycle.more_body = True
+            self.cycle.message_event.clear()
+            return
         # A cheap bound first: both may have other messages or a part of the body in them.
         if self._arrived + self._chunk > self._most_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._most_header_bytes:
                 self._refuse_headers()
                 raise httptools.HttpParserError  # nothing of this message is read any more
-        self._phase = _BODY
+        if self.parser.get_http_version() not in ("1.1", "1.0"):  # 0.9 has no headers
+            raise httptools.HttpParserError
         super().on_headers_complete()
+        self._phase = _BODY
 
     def on_body(self, body: bytes) -> None:
         self._bodyless = -self._chunk
@@ -156,6 +191,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._turned_away_at is not None:  # what the client sent after this request was refused
             self.transport.close()
         super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        self._drained = True
+        super().resume_writing()
 
     def shutdown(self) -> None:
         if self._turned_away_at is not None and not self._is_answering():
@@ -175,8 +214,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def _check_reader(self, limits: Limits, now: float) -> None:
         """Cuts a client that has taken nothing of what waits for it."""
         pending = self.transport.get_write_buffer_size()
-        if not pending or pending < self._pending or not self._pending:
+        # While the application is held back, what waits can only shrink; when it goes on, much
+        # was taken. A slow one that is never held back fills the buffer in the end.
+        if self._drained or pending < self._pending or not self._pending:
             self._stalled_at = now
+            self._drained = False
         elif now - self._stalled_at > limits.write_timeout_s:
             self.guard.count("client_stalled")
             self.transport.abort()

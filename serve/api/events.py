@@ -24,7 +24,6 @@ Rewrite = Callable[[bytes], bytes]
 _ENDS = (b"\n\n", b"\r\n\r\n")
 # What a line of a stream may begin with; an empty one may be left over from the event before.
 _BEGINNINGS = (b"data:", b":", b"event:", b"id:", b"retry:", b"\n", b"\r\n")
-_EVENT = re.compile(rb".*?(?:\r?\n){2}|.+\Z", re.DOTALL)
 _NO_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
 
 
@@ -125,15 +124,17 @@ class EventReader:
         It comes in an event of its own before [DONE], and with every event where that was asked
         for. Some servers write `null` into the others.
         """
-        kept = []
-        for event in _EVENT.findall(events):
-            chunk = _object(event.strip().removeprefix(b"data:")) if b'"usage"' in event else {}
-            counted = bool(chunk) and read_usage(chunk, self.tally)
-            if not (counted and self._hides_usage and chunk.get("choices") == []):
-                kept.append(event)
-        if not self._hides_usage:
-            return events
-        return _NO_USAGE.sub(b"", b"".join(kept))
+        if self._hides_usage:
+            events = _NO_USAGE.sub(b"", events)
+        start, kept = 0, b""
+        while (at := events.find(b'"usage"', start)) >= 0:
+            begin, end = _event_around(events, at)
+            chunk = _object(events[begin:end].strip().removeprefix(b"data:"))
+            counted = read_usage(chunk, self.tally)
+            alone = counted and chunk.get("choices") == []
+            kept += events[start : begin if alone and self._hides_usage else end]
+            start = end
+        return kept + events[start:]
 
     def _garbled(self, what: str) -> BackendError:
         return BackendError(f"{self._name}: {what}", kind="garbled")
@@ -177,10 +178,20 @@ def _data_lines(events: bytes) -> list[bytes]:
 
 def _first_data(events: bytes) -> bytes | None:
     """The data of the first event that has any."""
-    for event in _EVENT.findall(events):
-        if lines := _data_lines(event):
+    end = 0
+    while end < len(events):
+        begin, end = _event_around(events, end)
+        if lines := _data_lines(events[begin:end]):
             return b"\n".join(lines)
     return None
+
+
+def _event_around(events: bytes, at: int) -> tuple[int, int]:
+    """Begin and end of the event that byte `at` is in."""
+    blank = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
+    begin, end = events.rfind(blank, 0, at), events.find(blank, at)
+    size = len(blank)
+    return begin + size if begin >= 0 else 0, end + size if end >= 0 else len(events)
 
 
 def _object(line: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ all the others evenly.
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from hashlib import blake2b
+from struct import unpack
 from typing import Generic, TypeVar
 
 __all__ = ["HashRing"]
@@ -20,10 +21,9 @@ class HashRing(Generic[T]):
     """Built of members and the text that places each; the same in every process."""
 
     def __init__(self, members: Iterable[tuple[str, T]]) -> None:
-        points = [(point, member) for place, member in members for point in _points(place)]
-        points.sort(key=lambda entry: entry[0])
-        self._points = [point for point, _ in points]
-        self._members = [member for _, member in points]
+        owners = {point: member for place, member in members for point in _points(place)}
+        self._points = sorted(owners)
+        self._members = [owners[point] for point in self._points]
 
     def walk(self, key: bytes) -> Iterator[T]:
         """Each member once, in the order in which `key` would belong to them."""
@@ -43,6 +43,4 @@ def _hash(key: bytes) -> int:
 
 def _points(place: str) -> Iterator[int]:
     for index in range(_POINTS // _POINTS_A_HASH):
-        digest = blake2b(f"{place}\0{index}".encode()).digest()
-        for offset in range(0, 8 * _POINTS_A_HASH, 8):
-            yield int.from_bytes(digest[offset : offset + 8], "little")
+        yield from unpack("<8Q", blake2b(f"{place}\0{index}".encode()).digest())

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -104,7 +105,13 @@ def install(app: FastAPI) -> None:
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
+    async def unfit(request: Request, error: Any) -> Response:
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return await ours(request, RequestError(f"'{param}': {first['msg']}", param=param))
+
     app.add_exception_handler(OctetError, ours)
+    app.add_exception_handler(RequestValidationError, unfit)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, ours)

@@ -19,6 +19,7 @@ Json = dict[str, Any]
 _REF = "#/components/schemas/"
 _JSON = "application/json"
 _STREAM = "text/event-stream"
+_OBJECT: Json = {"schema": {"type": "object"}}
 
 # path: (what it does, request, answer, whether it streams)
 _OPERATIONS: dict[str, tuple[str, type[BaseModel], type[BaseModel], bool]] = {
@@ -71,7 +72,7 @@ def document(config: GatewayConfig) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octet", "version": __version__},
-        "paths": paths | _models(keys) | _status(config),
+        "paths": paths | _models(keys) | _status(config) | _admin(config),
         "components": {
             "schemas": _schemas(),
             "parameters": _PARAMETERS,
@@ -85,8 +86,9 @@ def _operation(path: str, *, keys: bool, relays: bool) -> Json:
     summary, request, answer, streams = _OPERATIONS[path]
     content = {_JSON: _schema(answer)}
     if streams:
-        about = "With `stream: true`: events of `data: {...}`, at last `data: [DONE]`"
-        content[_STREAM] = {"schema": {"type": "string", "description": about}}
+        about = "Each event, with `stream: true`: `data` is JSON, the last one's is `[DONE]`"
+        event = {"type": "object", "required": ["data"], "description": about}
+        content[_STREAM] = {"schema": event | {"properties": {"data": {"type": "string"}}}}
     statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
     answers = {"200": _answer("The answer", content)} | _errors(statuses)
     if relays:
@@ -105,7 +107,6 @@ def _operation(path: str, *, keys: bool, relays: bool) -> Json:
 
 def _models(keys: bool) -> Json:
     statuses = [*((401,) if keys else ()), *_ALWAYS]
-    one: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     of_list = _answer("The models that can be asked for", {_JSON: _schema(responses.ModelList)})
     of_one = _answer("The model", {_JSON: _schema(responses.Model)})
     return {
@@ -121,7 +122,7 @@ def _models(keys: bool) -> Json:
             "get": {
                 "summary": "Describe one model",
                 "operationId": "get_model",
-                "parameters": [one],
+                "parameters": [_in_path("model")],
                 "responses": {"200": of_one} | _errors([*statuses, 404]),
                 **_secured(keys),
             }
@@ -146,8 +147,38 @@ def _status(config: GatewayConfig) -> Json:
     if config.admin.port is None:
         text = {"text/plain": {"schema": {"type": "string"}}}
         metrics = {"200": _answer("Prometheus metrics", text)}
+        status = {"200": _answer("Everything that is known now", {_JSON: _OBJECT})}
         paths["/metrics"] = {"get": _get("metrics", "Metrics", metrics | _errors(_ALWAYS))}
+        paths["/status"] = {"get": _get("status", "Pools and queues", status | _errors(_ALWAYS))}
     return paths
+
+
+def _admin(config: GatewayConfig) -> Json:
+    """Here only if it has a key of its own and no port of its own."""
+    if config.admin.sha256 is None or config.admin.port is not None:
+        return {}
+    refusals = _errors([400, 401, 403, 404, *_ALWAYS])
+
+    def operation(name: str, summary: str, *in_path: str, status: int = 200) -> Json:
+        done = {str(status): _answer("Done", {_JSON: _OBJECT})}
+        parameters = [_in_path(parameter) for parameter in in_path]
+        secured = {"parameters": parameters, "security": [{"admin_key": []}]}
+        return _get(name, summary, done | refusals) | secured
+
+    add = operation("add_backend", "Start one more backend", "pool", status=201)
+    add["requestBody"] = {"required": True, "content": {_JSON: _OBJECT}}
+    return {
+        "/admin/reload": {"post": operation("reload", "Read the configuration again")},
+        "/admin/backends": {"get": operation("list_backends", "Every pool's backends")},
+        "/admin/pools/{pool}/backends": {"post": add},
+        "/admin/pools/{pool}/backends/{name}": {
+            "delete": operation("remove_backend", "Take a backend out of turn", "pool", "name")
+        },
+    }
+
+
+def _in_path(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _get(name: str, summary: str, answers: Json) -> Json:

@@ -10,7 +10,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,41 +125,60 @@ async def exchange(host: str, port: int, case: Case) -> bytes | None:
         writer.close()
 
 
-async def fuzz(count: int, seed: int, *, workers: int = 32) -> Report:
-    """Starts the gateway, sends the cases, and asks at the end whether it still serves."""
-    server = await asyncio.create_subprocess_exec(
+@dataclass
+class Fuzzed:
+    """A gateway in a process of its own; `failures` is what went wrong with it, once it ended."""
+
+    host: str
+    port: int
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def serving_fuzzed() -> AsyncIterator[Fuzzed]:
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(Path(__file__).with_name("fuzz_server.py"))),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    assert server.stderr is not None
-    log = asyncio.create_task(server.stderr.read())
-    report = Report()
+    assert process.stdout is not None and process.stderr is not None
+    log = asyncio.create_task(process.stderr.read())
+    host, port = (await process.stdout.readline()).decode().split()
+    server = Fuzzed(host, int(port))
     try:
-        assert server.stdout is not None
-        host, port = (await server.stdout.readline()).decode().split()
+        yield server
+    finally:
+        if process.returncode is not None:
+            server.failures.append(f"the server has ended with {process.returncode}")
+        else:
+            process.terminate()
+            if await process.wait():
+                server.failures.append(f"the server ended with {process.returncode}")
+        said = (await log).decode(errors="replace")
+        if "Traceback" in said:
+            times, start = said.count("Traceback"), said.index("Traceback")
+            server.failures.append(f"{times} tracebacks: {said[start : start + 6000]}")
+
+
+async def fuzz(count: int, seed: int, *, workers: int = 32) -> Report:
+    """Starts the gateway, sends the cases, and asks at the end whether it still serves."""
+    report = Report()
+    async with serving_fuzzed() as server:
         pending = cases(seed, count)
 
         async def work() -> None:
             for case in pending:
-                report.judge(case, await exchange(host, int(port), case))
+                report.judge(case, await exchange(server.host, server.port, case))
 
         started = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(workers)))
         report.seconds = time.perf_counter() - started
-        if server.returncode is not None:
-            report.failures.append(f"the server has ended with {server.returncode}")
-        else:
-            await _still_serves(host, int(port), report)
-    finally:
-        if server.returncode is None:
-            server.terminate()
-        if await server.wait():
-            report.failures.append(f"the server ended with {server.returncode}")
-    said = (await log).decode(errors="replace")
-    if "Traceback" in said:
-        defects = said.count("Traceback")
-        report.failures.append(f"{defects} tracebacks: {said[said.index('Traceback') :][:6000]}")
+        await _still_serves(server.host, server.port, report)
+    report.failures += server.failures
     return report
 
 

@@ -4,6 +4,7 @@ Prints its address. So each 5xx that a client gets is the gateway's own doing.
 """
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -18,16 +19,32 @@ from serve.routing import Pool
 from serve.server import bind, serve_gateway
 from tests.fakes import FakeRunner, fake_backend
 
-CHOICE = b'"choices":[{"index":0,"text":"a","finish_reason":"stop"}]'
-ANSWER = b'{"id":"1","object":"x","created":1,"model":"upstream",' + CHOICE + b"}"
-EVENTS = b'data: {"id":"1","model":"upstream",' + CHOICE + b"}\n\ndata: [DONE]\n\n"
+CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}
+MESSAGE = {"role": "assistant", "content": "a"}
+ANSWERS = {
+    "/v1/completions": {"object": "text_completion", "choices": [CHOICE]},
+    "/v1/chat/completions": {
+        "object": "chat.completion",
+        "choices": [CHOICE | {"message": MESSAGE}],
+    },
+    "/v1/embeddings": {
+        "object": "list",
+        "data": [{"index": 0, "object": "embedding", "embedding": [0.5]}],
+        "usage": {"prompt_tokens": 1, "total_tokens": 1},
+    },
+    "/tokenize": {"count": 1, "max_model_len": 9, "tokens": [1], "token_strs": None},
+    "/detokenize": {"prompt": "a"},
+}
 
 
 async def upstream(request: web.Request) -> web.Response:
     body = await request.read()
-    if b'"stream": true' in body or b'"stream":true' in body:
-        return web.Response(body=EVENTS, content_type="text/event-stream")
-    return web.Response(body=ANSWER, content_type="application/json")
+    answer = {"id": "1", "created": 1, "model": "upstream"} | ANSWERS.get(request.path, {})
+    text = json.dumps(answer)
+    if "choices" in answer and (b'"stream": true' in body or b'"stream":true' in body):
+        events = f"data: {text}\n\ndata: [DONE]\n\n"
+        return web.Response(text=events, content_type="text/event-stream")
+    return web.Response(text=text, content_type="application/json")
 
 
 async def main() -> None:

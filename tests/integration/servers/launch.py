@@ -27,6 +27,7 @@ class VllmServer(Server):
     served_name: str = "octet"
     kv_cache_dtype: str = "fp8_e5m2"
     max_model_len: int = 1024
+    threads: int = 2
     chat_template: Path | None = None  # for tokenizers that bring none
     port: int = field(default_factory=free_port)
 
@@ -61,7 +62,7 @@ class VllmServer(Server):
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": str(self.threads),
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CACHE_ROOT": str(layout.VLLM / "cache"),
             "VLLM_NO_USAGE_STATS": "1",

@@ -1,0 +1,325 @@
+"""The backends' contract on real servers: two clients of vLLM, real Triton with our entry and with
+models of TensorRT-LLM's and the vLLM backend's surfaces, the embedded engine on the real export.
+
+The stand-in models answer from our engine (triton_backends/generating): what is real about them is
+Triton, which checks names, types and shapes and carries requests, responses and cancellations.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octet.errors import BackendError, BackendUnavailable
+from serve.backends.base import Backend
+from serve.backends.embedded import EmbeddedBackend
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.backends.triton_grpc import TritonBackend
+from serve.config import EmbeddedConfig, HttpConfig, TritonConfig
+from serve.tokenizer import Tokenizer
+from serve.types import GenerateRequest
+from tests.integration.servers.launch import TritonServer, VllmServer
+from tests.integration.triton_client import counters
+from tests.serve.contract import (
+    CHECKS,
+    FREED_S,
+    WITH_LOGPROBS,
+    WITHOUT_LOGPROBS,
+    Check,
+    ask,
+    freed_within,
+)
+
+STAND_IN = Path(__file__).parent / "triton_backends" / "generating" / "model.py"
+PROMPT = "def fibonacci(n):\n"
+STAND_INS = ("vllm", "ensemble", "bls", "engine")
+KINDS = ("embedded", "vllm", "openai", "triton", *(f"triton {name}" for name in STAND_INS))
+NO_LOGPROBS = tuple(f"triton {name}" for name in STAND_INS)
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+_TEXT = {
+    "text_input": "STRING",
+    "max_tokens": "INT32",
+    "stop_words": "STRING -1",
+    "end_id": "INT32",
+    "top_k": "INT32",
+    "top_p": "FP32",
+    "temperature": "FP32",
+    "seed": "UINT64",
+    "stream": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+}
+_COUNTED = {"text_output": "STRING -1", "num_input_tokens": "INT32", "num_output_tokens": "INT32"}
+INPUTS = {
+    "vllm": {
+        "text_input": "STRING",
+        "stream": "BOOL",
+        "sampling_parameters": "STRING",
+        "exclude_input_in_output": "BOOL",
+        "return_finish_reason": "BOOL",
+        "return_num_input_tokens": "BOOL",
+        "return_num_output_tokens": "BOOL",
+    },
+    "ensemble": _TEXT,
+    "bls": _TEXT,
+    "engine": {
+        "input_ids": "INT32 -1",
+        "input_lengths": "INT32",
+        "request_output_len": "INT32",
+        "end_id": "INT32",
+        "pad_id": "INT32",
+        "runtime_top_k": "INT32",
+        "runtime_top_p": "FP32",
+        "temperature": "FP32",
+        "seed": "UINT64",
+        "streaming": "BOOL",
+        "exclude_input_in_output": "BOOL",
+    },
+}
+OUTPUTS = {
+    "vllm": {
+        "text_output": "STRING -1",
+        "finish_reason": "STRING -1",
+        "num_input_tokens": "UINT32",
+        "num_output_tokens": "UINT32 -1",
+    },
+    "ensemble": _COUNTED,
+    "bls": _COUNTED,
+    "engine": {"output_ids": "INT32 -1, -1", "sequence_length": "INT32 -1"},
+}
+
+
+def config_of(interface: str, export: Path) -> str:
+    """config.pbtxt of a stand-in, with the shapes of the model that it stands for."""
+
+    def tensor(name: str, told: str, optional: bool) -> str:
+        datatype, _, dims = told.partition(" ")
+        end = " optional: true" if optional else ""
+        return f'{{ name: "{name}" data_type: TYPE_{datatype} dims: [ {dims or 1} ]{end} }}'
+
+    inputs = [tensor(name, told, True) for name, told in INPUTS[interface].items()]
+    outputs = [tensor(name, told, False) for name, told in OUTPUTS[interface].items()]
+    parameters = {"interface": interface, "export": str(export)}
+    if interface == "bls":
+        parameters["accumulate_tokens"] = "true"
+    return "\n".join(
+        [
+            f'name: "{interface}"',
+            'backend: "python"',
+            f"max_batch_size: {0 if interface == 'vllm' else 8}",
+            "model_transaction_policy { decoupled: true }",
+            f"input [ {', '.join(inputs)} ]",
+            f"output [ {', '.join(outputs)} ]",
+            *(
+                f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+                for key, value in parameters.items()
+            ),
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def stand_ins(
+    exports: Path,
+    start_triton: Callable[[Path], TritonServer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> TritonServer:
+    """A real Triton with a model for each interface."""
+    repository = tmp_path_factory.mktemp("stand-ins")
+    for interface in STAND_INS:
+        (repository / interface / "1").mkdir(parents=True)
+        shutil.copy(STAND_IN, repository / interface / "1")
+        config = config_of(interface, (exports / "onnx").resolve())
+        (repository / interface / "config.pbtxt").write_text(config)
+    return start_triton(repository)
+
+
+@pytest.fixture
+def backend_of(request: pytest.FixtureRequest, exports: Path) -> Callable[[str], Any]:
+    """`async with backend_of(kind) as (backend, running)`; `running()` counts its requests."""
+
+    @asynccontextmanager
+    async def started(kind: str) -> AsyncIterator[tuple[Backend, Any]]:
+        backend, running = make(kind)
+        await backend.start()
+        try:
+            assert await backend.ready()
+            yield backend, running
+        finally:
+            await backend.close()
+
+    def make(kind: str) -> tuple[Any, Any]:
+        if kind == "embedded":
+            config = EmbeddedConfig(type="embedded", path=exports / "onnx", threads=2)
+            backend = EmbeddedBackend.from_config("python-lm", config)
+
+            async def running() -> int:
+                assert backend.stats is not None
+                return backend.stats.running
+
+            return backend, running
+        if kind in ("vllm", "openai"):
+            server: VllmServer = request.getfixturevalue("vllm")
+            http = HttpConfig(type=kind, url=server.url, model=server.served_name)  # type: ignore[arg-type]
+            return (client := OpenAiHttpBackend("python-lm", http)), running_of(client)
+        name = kind.partition(" ")[2]
+        triton: TritonServer = request.getfixturevalue("stand_ins" if name else "triton")
+        grpc = TritonConfig(
+            type="triton",
+            url=triton.grpc_address,
+            model=name or "python-lm",
+            tokenizer=exports / "onnx",
+            metrics_url=triton.metrics_url,
+        )
+
+        client = TritonBackend("python-lm", grpc)
+        return client, unfinished_of(client, triton, name or "python-lm")
+
+    return started
+
+
+def running_of(backend: OpenAiHttpBackend) -> Any:
+    async def running() -> int:
+        report = await backend.load()
+        assert report is not None
+        return report.running
+
+    return running
+
+
+def unfinished_of(backend: TritonBackend, server: TritonServer, model: str) -> Any:
+    """Requests begun here and not yet ended, well or not, by Triton's own counts."""
+
+    def ended() -> float:
+        seen = counters(server, model)
+        names = ("nv_inference_request_success", "nv_inference_request_failure")
+        return sum(seen.get(name, 0.0) for name in names)
+
+    before, begun, generate = ended(), 0, backend.generate
+
+    def counted(request: GenerateRequest) -> Any:
+        nonlocal begun
+        begun += 1
+        return generate(request)
+
+    async def running() -> int:
+        return begun - round(await asyncio.to_thread(ended) - before)
+
+    backend.generate = counted  # type: ignore[method-assign]
+    return running
+
+
+def checks() -> list[Any]:
+    """Each kind of backend with each check that it owes."""
+    return [
+        pytest.param(kind, check, id=f"{kind}-{check.__name__}")
+        for kind in KINDS
+        for check in (*CHECKS, *(WITHOUT_LOGPROBS if kind in NO_LOGPROBS else WITH_LOGPROBS))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "check"), checks())
+async def test_contract(backend_of: Any, exports: Path, kind: str, check: Check) -> None:
+    ids = tuple(Tokenizer.load(exports / "checkpoint").encode(PROMPT))
+    async with backend_of(kind) as (backend, _):
+        await check(backend, PROMPT, ids)
+
+
+@EACH
+async def test_a_client_that_goes_away_frees_the_backend(backend_of: Any, kind: str) -> None:
+    async with backend_of(kind) as (backend, running):
+        closed_s, cancelled_s = await freed_within(backend, PROMPT, running)
+    print(
+        f"\n{kind}: freed {closed_s * 1000:.0f} ms after a close, {cancelled_s * 1000:.0f} ms "
+        "after a cancelled task"
+    )
+    assert max(closed_s, cancelled_s) < FREED_S
+
+
+async def test_vllm_says_how_busy_it_is_and_how_long_its_context(
+    backend_of: Any, vllm: VllmServer
+) -> None:
+    async with backend_of("vllm") as (backend, _):
+        assert backend.context_length == vllm.max_model_len
+        streams = [backend.generate(ask(backend, PROMPT, max_tokens=900)) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        report = await backend.load()
+        for stream in streams:
+            await stream.aclose()
+    print(f"\n{report}")
+    assert report is not None and 1 <= report.running <= 3 and report.waiting == 0
+    assert report.kv_usage is not None and 0 < report.kv_usage < 1
+    assert report.capacity_tokens is not None and report.capacity_tokens > vllm.max_model_len
+
+
+async def test_a_killed_triton_is_seen_at_once(
+    exports: Path, start_triton: Callable[[Path], TritonServer], tmp_path: Path
+) -> None:
+    shutil.copytree(exports / "triton_models", tmp_path / "models")
+    server = start_triton(tmp_path / "models")
+    config = TritonConfig(type="triton", url=server.grpc_address, model="python-lm")
+    backend = TritonBackend("python-lm", config)
+    await backend.start()
+    try:
+        holding = asyncio.create_task(backend.hold())
+        stream = backend.generate(ask(backend, PROMPT, max_tokens=900))
+        await anext(stream)
+        assert not holding.done()
+        assert server.process is not None
+        os.killpg(server.process.pid, signal.SIGKILL)
+        started = time.perf_counter()
+        async with asyncio.timeout(2):
+            await holding
+        print(f"\nseen after {(time.perf_counter() - started) * 1000:.0f} ms")
+        with pytest.raises(BackendError) as failed:
+            _ = [event async for event in stream]
+        assert failed.value.kind == "lost"
+        with pytest.raises(BackendUnavailable) as failed:
+            await backend.probe()
+        assert failed.value.kind == "refused"
+    finally:
+        await backend.close()
+
+
+async def test_a_model_whose_process_was_killed_is_dead_though_triton_calls_it_ready(
+    exports: Path, start_triton: Callable[[Path], TritonServer], tmp_path: Path
+) -> None:
+    shutil.copytree(exports / "triton_models", tmp_path / "models")
+    server = start_triton(tmp_path / "models")
+    config = TritonConfig(type="triton", url=server.grpc_address, model="python-lm")
+    backend = TritonBackend("python-lm", config)
+    await backend.start()
+    try:
+        await backend.probe()
+        for stub in stubs_of(server):
+            os.kill(stub, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            with pytest.raises(BackendUnavailable, match="not healthy") as failed:
+                while True:  # until Triton has seen it
+                    await backend.probe()
+        assert failed.value.kind == "dead" and await backend.ready()
+    finally:
+        await backend.close()
+
+
+def stubs_of(server: TritonServer) -> list[int]:
+    """Process ids of the server's Python models."""
+    assert server.process is not None
+    group = server.process.pid
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        name, _, rest = path.read_text().partition(" (")[2].rpartition(") ")
+        if name.startswith("triton_python") and int(rest.split()[2]) == group:
+            found.append(int(path.parent.name))
+    assert found
+    return found

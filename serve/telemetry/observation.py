@@ -54,7 +54,8 @@ class Observation:
         *("events", "first_s", "gone", "id", "key", "metrics", "model", "operation", "pool"),
         *("precision", "prompt", "prompt_tokens", "propagated", "queued_s", "retries", "started"),
         *("status", "trace"),
-        *("_first_at", "_inter_token", "_last_at", "_pending", "_round_at", "_running", "_skipped"),
+        *("_first_at", "_gaps", "_held", "_held_s", "_inter_token", "_last_at", "_pending"),
+        *("_round_at", "_running", "_skipped"),
     )
 
     def __init__(self, metrics: Metrics, endpoint: str, request_id: str) -> None:
@@ -83,6 +84,9 @@ class Observation:
         self._running = 1  # choices that are still being written
         self._skipped = 0  # events still to come that end no gap
         self._pending = 0  # events since `_round_at`
+        self._gaps = 0  # between tokens, the held ones included
+        self._held = 0  # of the latest round: how many, and each one's length
+        self._held_s = 0.0
         self._inter_token: HistogramSeries | None = None
 
     def authenticated(self, key: str) -> None:
@@ -122,6 +126,7 @@ class Observation:
         # The first token of each choice ends no gap between tokens. In a chat, an event with its
         # role and no token comes before it.
         self._skipped = self.choices * (2 if self.operation == "chat" else 1) - events
+        self._held = self._gaps = max(-self._skipped, 0)  # tokens that came together: no time
         labels = (self.operation, self.model, self.pool)
         self._inter_token = self.metrics.inter_token.labels(*labels)
         trace_id = None
@@ -148,22 +153,29 @@ class Observation:
                 self._round_at = now
                 return
             events = -self._skipped
-        if self._running == 1:
-            series.observe((now - self._round_at) / events, events)
-            self._round_at = now
-            return
-        self._pending += events
-        rounds = self._pending // self._running
-        if rounds:
-            counted = rounds * self._running
-            series.observe((now - self._round_at) / rounds, counted)
-            self._pending -= counted
-            self._round_at = now
-        self._running = max(self._running - ended, 1)
+        running = self._running
+        rounds = events
+        if running > 1:
+            self._pending += events
+            rounds = self._pending // running
+            self._pending = 0 if ended else self._pending - rounds * running
+            self._running = max(running - ended, 1)
+            if not rounds:
+                return
+        if self._held:
+            series.observe(self._held_s, self._held)
+        self._held = rounds * running
+        self._held_s = (now - self._round_at) / rounds
+        self._gaps += self._held
+        self._round_at = now
 
     def finished(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """What the backend counted, as far as it said; also of an answer that was cut short."""
         self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
+        if completion_tokens is not None:
+            # An event that only says why a choice ended came with no token: its gap is none.
+            excess = self._gaps - max(completion_tokens - self.choices, 0)
+            self._held -= min(max(excess, 0), self._held)
 
     def broken(self, kind: str) -> None:
         """A streamed answer ended in an error event: a FailureKind, or the error's code."""
@@ -184,6 +196,8 @@ class Observation:
     def ended(self) -> None:
         """Called once, by `Observe`: adds the request to the totals."""
         metrics = self.metrics
+        if self._held and self._inter_token is not None:
+            self._inter_token.observe(self._held_s, self._held)
         if self.gone:
             metrics.disconnects.labels(self.endpoint).inc()
         metrics.requests.labels(self.endpoint, self.model, str(self.status)).inc()

@@ -17,6 +17,7 @@ __all__ = ["Observe"]
 ENDPOINTS = frozenset(
     (*OPERATIONS, "/v1/models", "/health", "/ready", "/metrics", "/status", "/admin/reload")
 )
+_PROBES = frozenset(("/health", "/ready", "/metrics"))  # asked every few seconds
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 # Any version but ff; what follows the flags belongs to versions to come.
 _TRACEPARENT = re.compile(
@@ -26,7 +27,10 @@ _TRACESTATE = re.compile(rb"[\x20-\x7e]{1,512}")
 
 
 class Observe:
-    """Puts an `Observation` into `scope["octet"]`; echoes its id as `X-Request-Id`."""
+    """Puts an `Observation` into `scope["octet"]`; echoes its id as `X-Request-Id`.
+
+    With `access_log`, a line a request; of probes, only those that fail.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class Observe:
             if observation.gone:
                 observation.status = CLIENT_CLOSED_REQUEST
             observation.ended()
-            if self.access_log:
+            if self.access_log and (path not in _PROBES or observation.status >= 400):
                 log_access(scope["method"], path, observation)
             current.reset(token)
 

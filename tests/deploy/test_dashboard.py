@@ -105,14 +105,16 @@ def test_legends_name_labels_that_the_query_keeps(panel: dict[str, Any]) -> None
         assert shown <= kept or not grouped, target["expr"]
 
 
-def test_ratios_keep_the_same_labels_on_both_sides() -> None:
-    """Else Prometheus finds no pairs, and shows nothing."""
+def test_ratios_are_of_totals() -> None:
+    """Prometheus divides what has the same labels; and a part that has none yet is 0."""
     for _, query in queries():
-        parsed = promql.parse(query)
-        if isinstance(parsed, promql.BinaryExpr):
-            for side in (parsed.lhs, parsed.rhs):
-                assert isinstance(side, promql.AggregateExpr), query
-                assert side.modifier is None, query
+        if " / " in query:
+            part, whole = query.split(" / ")
+            for side in (part.removeprefix("(").removesuffix(" or vector(0))"), whole):
+                total = promql.parse(side)
+                assert isinstance(total, promql.AggregateExpr) or side.startswith("count("), query
+                assert total.modifier is None, query
+            assert part.endswith(" or vector(0))") or "octet_backend_up" in query, query
 
 
 def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, set[str]]) -> None:

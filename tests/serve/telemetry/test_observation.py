@@ -60,6 +60,7 @@ def test_the_first_token_after_a_role_ends_no_gap(figures: Figures, clock: Clock
     observation.streamed(1)
     clock.pass_s(0.02)
     observation.streamed(1)
+    end(observation)
     assert figures.value(f"{GAPS}_count", **OPERATION) == 1
     assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(0.02)
 
@@ -69,6 +70,7 @@ def test_tokens_that_come_together_share_the_gap(figures: Figures, clock: Clock)
     observation.first_token(1)
     clock.pass_s(0.1)
     observation.streamed(4)
+    end(observation)
     completions = OPERATION | {"gen_ai_operation_name": "text_completion"}
     assert figures.value(f"{GAPS}_count", **completions) == 4
     assert figures.value(f"{GAPS}_sum", **completions) == pytest.approx(0.1)
@@ -91,12 +93,12 @@ def test_choices_that_are_written_in_turns(
         clock.pass_s(0.02)
         for _ in range(choices):
             observation.streamed(1)
+    observation.finished(3, 11 * choices)
+    end(observation)
     ((_, count),) = figures.only(f"{GAPS}_count").items()
     ((_, total),) = figures.only(f"{GAPS}_sum").items()
     assert count == 10 * choices
     assert total / count == pytest.approx(0.02)
-    observation.finished(3, 11 * choices)
-    end(observation)
     ((_, mean),) = figures.only("gen_ai_server_time_per_output_token_seconds_sum").items()
     assert mean == pytest.approx(0.02)
 
@@ -109,8 +111,39 @@ def test_a_choice_that_has_ended_is_not_waited_for(figures: Figures, clock: Cloc
     for _ in range(10):
         clock.pass_s(0.02)
         observation.streamed(1)
+    end(observation)
     assert figures.value(f"{GAPS}_count", **OPERATION) == 12
     assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(12 * 0.02)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_an_event_that_only_says_the_end_is_no_token(
+    figures: Figures, clock: Clock, choices: int
+) -> None:
+    observation = observe(figures, choices=choices)
+    observation.first_token(2 * choices)
+    for _ in range(4):
+        clock.pass_s(0.02)
+        observation.streamed(choices)
+    observation.streamed(choices, ended=choices)  # why they ended, at once
+    observation.finished(3, 5 * choices)
+    end(observation)
+    assert figures.value(f"{GAPS}_count", **OPERATION) == 4 * choices
+    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(0.08 * choices)
+
+
+def test_the_end_of_one_choice_among_others_shortens_no_gap(figures: Figures, clock: Clock) -> None:
+    observation = observe(figures, choices=2)
+    observation.first_token(4)
+    clock.pass_s(0.02)
+    observation.streamed(2)
+    observation.streamed(1, ended=1)  # why the first one ended
+    for _ in range(3):
+        clock.pass_s(0.02)
+        observation.streamed(1)
+    end(observation)
+    assert figures.value(f"{GAPS}_count", **OPERATION) == 5
+    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(5 * 0.02)
 
 
 def test_tokens_of_a_cut_answer_are_estimated_and_marked(figures: Figures, clock: Clock) -> None:

@@ -133,6 +133,8 @@ async def test_access_lines_are_written_if_asked_for(
     (record,) = caplog.records
     assert record.name == "octet.access"
     assert vars(record)["fields"]["status"] == 201
+    await ask(figures, access_log=True, path="/metrics")
+    assert len(caplog.records) == 1  # or each scrape would be a line
 
 
 async def test_what_is_no_http_passes(figures: Figures) -> None:

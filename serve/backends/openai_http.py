@@ -60,6 +60,7 @@ class OpenAiHttpBackend:
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
+        self._answering: set[aiohttp.ClientResponse] = set()
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -75,6 +76,8 @@ class OpenAiHttpBackend:
         )
 
     async def close(self) -> None:
+        for response in self._answering:  # aiohttp would leave who reads them waiting
+            response.content.set_exception(aiohttp.ClientConnectionError("closed by the gateway"))
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -161,6 +164,7 @@ class OpenAiHttpBackend:
 
     async def _body(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         ended = False
+        self._answering.add(response)
         try:
             async for piece in response.content.iter_any():
                 yield piece
@@ -168,6 +172,7 @@ class OpenAiHttpBackend:
         except _FAILED as error:
             raise lost_while_answering(self.name, error) from error
         finally:
+            self._answering.discard(response)
             if ended:
                 response.release()  # the connection goes back to the pool
             else:

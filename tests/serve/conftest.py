@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -83,11 +84,13 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
 
 
 @asynccontextmanager
-async def serving_gateway(gateway: Gateway) -> AsyncIterator[Served]:
+async def serving_gateway(
+    gateway: Gateway, admin: socket.socket | None = None
+) -> AsyncIterator[Served]:
     """Any gateway on a socket, drained and closed at the end."""
     listener = bind("127.0.0.1", 0)
     servers: list[DrainingServer] = []
-    task = asyncio.create_task(serve_gateway(gateway, listener, on_started=servers.append))
+    task = asyncio.create_task(serve_gateway(gateway, listener, admin, on_started=servers.append))
     while not servers:
         await asyncio.sleep(0.01)
         if task.done():

@@ -1,0 +1,172 @@
+"""Backends that are found: at a name's addresses, and in a file that changes."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from serve.gateway import Gateway
+from serve.lifecycle import discovery
+from tests.fake_servers import FakeOpenAI, running
+from tests.serve.conftest import configured, serving_gateway
+from tests.serve.test_reload import BODY, QUIET, reload, streaming
+
+
+@pytest.fixture
+async def upstreams() -> AsyncIterator[list[FakeOpenAI]]:
+    async with AsyncExitStack() as stack:
+        servers = [FakeOpenAI(delay_s=0.005) for _ in range(2)]
+        yield [await stack.enter_async_context(running(server)) for server in servers]
+
+
+def listing(*servers: FakeOpenAI) -> str:
+    return "".join(f"- {{type: vllm, url: '{s.url}', model: fake}}\n" for s in servers) or "[]"
+
+
+def write(path: Path, text: str) -> None:
+    """As a whole, as whoever generates such a file should."""
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def addresses(gateway: Gateway) -> list[str]:
+    return [member.backend.name.removeprefix("vllm ") for member in gateway.pools["m"].members]
+
+
+class TestFile:
+    CONFIG = (
+        f"models: {{m: {{pool: {{{QUIET}, discover: [{{file: found.yaml, every_s: 0.02}}]}}}}}}"
+    )
+
+    async def test_backends_come_and_go(self, tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
+        first, second = upstreams
+        found = tmp_path / "found.yaml"
+        write(found, listing(first))
+        gateway = configured(tmp_path / "octet.yaml", self.CONFIG)
+        async with serving_gateway(gateway) as served:
+            assert addresses(gateway) == [first.url]  # before the first request
+            (member,) = gateway.pools["m"].members
+            answer = await streaming(served, first, BODY)
+            write(found, listing(second, first))
+            await until(lambda: len(addresses(gateway)) == 2)
+            assert gateway.pools["m"].members[0] is member
+            write(found, listing(second))
+            await until(lambda: addresses(gateway) == [second.url])
+            assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
+            assert (await answer)[-1] == "[DONE]"
+            assert len(first.requests) == len(second.requests) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            (None, "No such file"),
+            ("", "top level: should be a list"),
+            ("- {type: vllm, url: 'http://h', mdl: x}", "0.mdl: unknown key"),
+            ("- {type: vllm", "line 1"),
+            (
+                "[{type: vllm, url: 'http://h', name: a}, {type: vllm, url: 'http://i', name: a}]",
+                "1.name: 'a' is there twice",
+            ),
+            ("- {type: embedded, path: none}", "none: no such directory"),
+        ],
+    )
+    async def test_a_broken_one_changes_nothing(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI], text: str | None, problem: str
+    ) -> None:
+        found = tmp_path / "found.yaml"
+        write(found, listing(upstreams[0]))
+        gateway = configured(tmp_path / "octet.yaml", self.CONFIG)
+        async with serving_gateway(gateway):
+            (source,) = gateway.discoveries
+            found.unlink() if text is None else write(found, text)
+            await until(lambda: source.problem)
+            assert problem in source.problem
+            assert gateway.status(addresses=True)["pools"]["m"]["discovery"] == [
+                {"source": f"file {found}", "problem": source.problem}
+            ]
+            if text is None or "embedded" not in text:
+                assert addresses(gateway) == [upstreams[0].url]
+            write(found, listing(upstreams[0], upstreams[1]))
+            await until(lambda: len(addresses(gateway)) == 2)
+            await until(lambda: not source.problem)
+
+    async def test_what_was_found_outlives_a_reload(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI]
+    ) -> None:
+        write(tmp_path / "found.yaml", listing(upstreams[0]))
+        gateway = configured(tmp_path / "octet.yaml", self.CONFIG)
+        async with serving_gateway(gateway) as served:
+            before = gateway.pools["m"].members
+            await reload(served, self.CONFIG.replace(QUIET, f"{QUIET}, precision: fp8"))
+            assert gateway.pools["m"].members == before
+            assert gateway.pools["m"].precision == "fp8"
+            write(tmp_path / "found.yaml", listing(upstreams[1]))  # and is looked after still
+            await until(lambda: addresses(gateway) == [upstreams[1].url])
+            text = f"models: {{m: {{pool: {{backends: {listing(upstreams[0]).strip('- ')} }}}}}}"
+            await reload(served, text.replace("backends: ", "backends: [").replace("\n", "]"))
+            assert addresses(gateway) == [upstreams[0].url]
+
+
+class TestDns:
+    async def test_every_address_is_a_backend(
+        self,
+        tmp_path: Path,
+        upstreams: list[FakeOpenAI],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        answer: set[str] | OSError = {"127.0.0.1"}
+
+        async def addresses_of(name: str, port: int) -> set[str]:
+            assert name == "vllm.internal"
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(discovery, "addresses_of", addresses_of)
+        port = int(upstreams[0].url.rpartition(":")[2])
+        gateway = configured(tmp_path / "octet.yaml", dns("vllm.internal", port))
+        async with serving_gateway(gateway) as served:
+            assert addresses(gateway) == [f"http://127.0.0.1:{port}"]
+            first = gateway.pools["m"].members[0]
+            answer = {"127.0.0.1", "::1"}
+            await until(lambda: len(addresses(gateway)) == 2)
+            assert addresses(gateway)[1] == f"http://[::1]:{port}"
+            assert gateway.pools["m"].members[0] is first
+            answer = OSError(-2, "Name or service not known")
+            (source,) = gateway.discoveries
+            await until(lambda: source.problem)
+            assert source.problem == "dns vllm.internal: Name or service not known"
+            assert len(addresses(gateway)) == 2
+            assert "its backends stay" in caplog.text
+            answer = {"127.0.0.1"}
+            await until(lambda: len(addresses(gateway)) == 1)
+            assert (await served.post("/v1/completions", BODY))[0] == 200
+
+    async def test_a_real_name_is_asked(self, tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
+        port = int(upstreams[0].url.rpartition(":")[2])
+        gateway = configured(tmp_path / "octet.yaml", dns("localhost", port))
+        async with serving_gateway(gateway) as served:
+            assert f"http://127.0.0.1:{port}" in addresses(gateway)
+            assert (await served.post("/v1/completions", BODY))[0] == 200
+
+    async def test_a_name_that_nobody_knows_is_no_failure(self, tmp_path: Path) -> None:
+        gateway = configured(tmp_path / "octet.yaml", dns("no.such.host.invalid", 1))
+        async with serving_gateway(gateway) as served:
+            assert gateway.discoveries[0].problem.startswith("dns no.such.host.invalid: ")
+            async with served.session.get("/ready") as response:
+                assert response.status == 503
+
+
+def dns(name: str, port: int) -> str:
+    source = f"{{dns: {name}, port: {port}, every_s: 0.02, backend: {{type: vllm, model: fake}}}}"
+    return f"models: {{m: {{pool: {{{QUIET}, discover: [{source}]}}}}}}"

@@ -1,12 +1,12 @@
 """Raw bytes on real sockets: what is refused, with which words, and what is left alone."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -126,7 +126,7 @@ class Site:
                 await asyncio.sleep(0.005)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def site(**limits: Any) -> AsyncIterator[Site]:
     served = Site(Limits.model_validate({"max_header_bytes": LIMIT} | limits))
     loop = asyncio.get_running_loop()
@@ -136,10 +136,13 @@ async def site(**limits: Any) -> AsyncIterator[Site]:
         async with asyncio.timeout(10):
             yield served
     finally:
+        server.close()
         for client in served.clients:
             client.writer.transport.abort()
-        server.close()
+            with contextlib.suppress(OSError):
+                await client.writer.wait_closed()
         await served.idle()
+        await server.wait_closed()
         guard = served.protocol.guard
         assert guard.refused == 0 and guard._timer is None  # nothing is left behind
 
@@ -369,12 +372,12 @@ async def test_a_connection_that_never_says_a_word_is_closed_without_one() -> No
 
 @on_each_loop
 async def test_an_idle_connection_and_a_slow_application_are_no_slow_client() -> None:
-    async with site(read_timeout_s=0.05) as served:
+    async with site(read_timeout_s=0.1) as served:
         client = await served.connect(GET % b"")
         assert (await client.answer())[0] == 200
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.25)
         await client.send((POST % 200_000).replace(b"/", b"/wait", 1) + b"x" * 100_000)
-        await asyncio.sleep(0.15)  # the application does not read, so that nobody does
+        await asyncio.sleep(0.25)  # the application does not read, so that nobody does
         served.app.go_on.set()
         await client.send(b"x" * 100_000)
         assert (await client.answer())[2] == b"200000"

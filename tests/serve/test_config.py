@@ -8,7 +8,16 @@ from typer.testing import CliRunner
 
 from octet.cli import app
 from octet.errors import ConfigError
-from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig, TritonConfig
+from serve.config import (
+    EmbeddedConfig,
+    GatewayConfig,
+    HttpConfig,
+    Limits,
+    Logs,
+    PoolConfig,
+    Traces,
+    TritonConfig,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "gateway.md"
 SECRET = "s3cr3t-0f-the-upstream"
@@ -57,11 +66,16 @@ def test_every_kind_of_backend(tmp_path: Path) -> None:
     assert triton.tokenizer == tmp_path / "tok"
 
 
-def test_the_documented_example_is_valid(tmp_path: Path) -> None:
+def test_the_documented_example_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KEY", "a secret")
     example = EXAMPLE.read_text().split("```yaml\n")[1].split("```")[0]
     config = load(tmp_path, example)
-    kinds = {backend.type for pool in config.all_pools.values() for backend in pool.backends}
-    assert kinds == {"embedded", "vllm", "triton"}
+    pools = config.all_pools.values()
+    assert {b.type for pool in pools for b in pool.backends} == {"embedded", "vllm", "triton"}
+    shown = config.pools["fp8"]
+    for section in ("routing", "health", "ejection", "retries", "timeouts", "admission"):
+        assert getattr(shown, section) == PoolConfig.model_fields[section].default, section
+    assert config.limits == Limits() and config.logs == Logs() and config.traces == Traces()
 
 
 VLLM = "{type: vllm, url: 'http://h:1'}"

@@ -130,13 +130,17 @@ class Attempts:
 
     def expired(self, tokens: int) -> RequestError:
         """The deadline that passed, as an error; `tokens` were sent until then."""
-        stage, lease = self.deadlines.expired or "total", self.lease
+        stage, total_s = self.deadlines.expired or "total", self.deadlines.total_s
         self.observation.metrics.deadlines.labels(stage).inc()
-        if stage == "inter_token" and lease is not None:
-            what = f"{lease.member.name} was silent for {self.inter_token_s:g} s"
-            lease.failed(BackendError(what, kind="timeout"))
-        else:
-            what = f"the deadline of {self.deadlines.total_s:g} s passed"
+        what, at_fault = f"the deadline of {total_s:g} s passed", False
+        if self.lease is not None and self.pool is not None:
+            timeouts, name = self.pool.config.timeouts, self.lease.member.name
+            if stage == "inter_token":
+                what, at_fault = f"{name} was silent for {timeouts.inter_token_s:g} s", True
+            else:  # a client in a hurry says nothing about the backend
+                at_fault = tokens == 0 and total_s >= timeouts.total_s
+            if at_fault:
+                self.lease.failed(BackendError(what, kind="timeout"))
         return self.too_late(what, tokens)
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:

@@ -92,11 +92,9 @@ class Exchange:
         except ClientDisconnect:
             self.observation.gone = True
             return None
-        except asyncio.CancelledError:
-            error = self._interruption()
+        except (Exception, asyncio.CancelledError) as failure:
+            error = self._cause(failure)
             return None if error is None else self._refusal(error)
-        except Exception as error:
-            return self._refusal(error)
         finally:
             if watch is not None:
                 watch.cancel()
@@ -162,12 +160,10 @@ class Exchange:
                 self.tokens += events
                 observation.streamed(events, _ended(piece) if several else 0)
                 progressed()
-        except asyncio.CancelledError:
-            error = self._interruption()
+        except (Exception, asyncio.CancelledError) as failure:
+            error = self._cause(failure)
             if error is None:
                 return
-        except Exception as failure:
-            error = failure
         finally:
             await _close(rest)
         # From here on the backend is free, and the client has the time that it takes.
@@ -197,14 +193,17 @@ class Exchange:
         elif answer.rest is not None:
             attempts.settle(attempts.prompt_tokens, self.tokens)
 
-    def _interruption(self) -> RequestError | None:
-        """Of a cancellation that was caught: the deadline that passed, or None if the client went.
+    def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
+        """What really ended the request: None if its client went, else what to tell it.
 
-        Raises it on if it was neither.
+        A cancellation of ours may come out of a backend's clean-up as something else. Raises one
+        that is not ours.
         """
         attempts, deadlines = self.attempts, self.deadlines
         if attempts is None or deadlines is None or not deadlines.caught():
-            raise
+            if isinstance(failure, Exception):
+                return failure
+            raise failure
         attempts.settle(attempts.prompt_tokens, self.tokens)
         if deadlines.gone:
             self.observation.gone = True
@@ -213,11 +212,11 @@ class Exchange:
 
     def _refusal(self, error: Exception) -> Answer:
         """What a request is answered with that failed before its first token."""
-        attempts = self.attempts
-        if attempts is not None and attempts.ticket is not None:
-            attempts.settle(0, 0)
-        if isinstance(error, BackendError) and error.kind == "timeout" and attempts is not None:
-            error = attempts.too_late(str(error))
+        if self.attempts is not None:
+            if isinstance(error, BackendError) and error.kind == "timeout":
+                error = self.attempts.too_late(str(error))
+            late = status_of(error) == 504  # a backend has worked for it
+            self.attempts.settle(self.attempts.prompt_tokens if late else 0, 0)
         if not isinstance(error, OctetError):
             _log.error("a request failed", exc_info=error)
         self.observation.refused(code_of(error))

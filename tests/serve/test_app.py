@@ -1,0 +1,76 @@
+"""Which path goes where, and who may ask from a browser."""
+
+from typing import Any
+
+import pytest
+
+from serve.app import OPERATIONS
+from tests.serve.conftest import Served, serving
+from tests.serve.upstreams import Scripted, whole
+
+BODY = {"model": "fake", "prompt": "abc"}
+PREFLIGHT = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+
+async def get(served: Served, path: str, method: str = "GET", **headers: str) -> tuple[int, Any]:
+    async with served.session.request(method, path, headers=headers) as response:
+        return response.status, response.headers, await response.text()
+
+
+async def test_what_is_not_served_is_an_error_object() -> None:
+    async with serving(("fake", [Scripted(whole())])) as served:
+        for operation in OPERATIONS:
+            for method in ("GET", "PUT", "OPTIONS"):
+                status, headers, text = await get(served, operation.path, method)
+                assert status == 405 and headers["allow"] == "POST"
+                assert '"method_not_allowed"' in text
+            status, _, text = await get(served, operation.path + "/", "POST")
+            assert status == 404 and '"not_found"' in text
+        status, headers, _ = await get(served, "/v1/completions", "OPTIONS", **PREFLIGHT)
+        assert status == 405 and "access-control-allow-origin" not in headers
+
+
+async def test_browsers_may_ask_from_where_the_configuration_says() -> None:
+    access = {"cors_origins": ["https://a.example"]}
+    async with serving(("fake", [Scripted(whole())]), access=access) as served:
+        status, headers, _ = await get(served, "/v1/completions", "OPTIONS", **PREFLIGHT)
+        assert status == 200 and headers["access-control-allow-origin"] == "https://a.example"
+        other = PREFLIGHT | {"Origin": "https://b.example"}
+        status, headers, _ = await get(served, "/v1/completions", "OPTIONS", **other)
+        assert status == 400 and "access-control-allow-origin" not in headers
+        origin = {"Origin": "https://a.example"}
+        async with served.session.post("/v1/completions", json=BODY, headers=origin) as response:
+            assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+async def test_aliases_are_models_too() -> None:
+    models = {"m": {"pool": "fake", "aliases": ["gpt"]}}
+    async with serving(("fake", [Scripted(whole())]), models=models) as served:
+        async with served.session.get("/v1/models") as response:
+            found = (await response.json())["data"]
+        assert [(entry["id"], entry["root"]) for entry in found] == [("m", "m"), ("gpt", "m")]
+        status, answer = await served.post("/v1/completions", BODY | {"model": "gpt"})
+        assert (status, answer["model"]) == (200, "gpt")
+
+
+@pytest.mark.parametrize(
+    ("routing", "bodies", "headers"),
+    [
+        ({"policy": "session"}, [{"user": "a"}, {"user": "a", "prompt": "z"}], [{}, {}]),
+        ({"policy": "session"}, [{}, {"prompt": "z"}], [{"X-Session-Id": "s"}] * 2),
+        ({"policy": "prefix", "prefix_chars": 4}, [{"prompt": "abcdX"}, {"prompt": "abcdY"}], None),
+        ({"policy": "prefix", "prefix_chars": 4}, [{"prompt": [1, 2, 3, 4, 5]}] * 2, None),
+    ],
+    ids=["field", "header", "text", "ids"],
+)
+async def test_requests_that_belong_together_go_together(
+    routing: dict[str, Any], bodies: list[dict[str, Any]], headers: list[dict[str, str]] | None
+) -> None:
+    backends = [Scripted(whole()) for _ in range(8)]
+    settings = {"fake": {"routing": routing, "health": {"probe_after_s": None}}}
+    async with serving(("fake", backends), pools=settings) as served:
+        for body, fields in zip(bodies, headers or [{}, {}], strict=True):
+            request = served.session.post("/v1/completions", json=BODY | body, headers=fields)
+            async with request as response:
+                assert response.status == 200
+        assert sorted(backend.asked for backend in backends) == [0] * 7 + [2]

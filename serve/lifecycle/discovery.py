@@ -51,10 +51,14 @@ class Discovery:
         self._seen: tuple[int, ...] | None = None  # of the file, when it was last read
         self._first = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stopped = False
 
     async def start(self) -> None:
-        """Begins to look; returns after the first round, or when that takes too long."""
-        if self._task is not None:
+        """Begins to look; returns after the first round, or when that takes too long.
+
+        Nothing begins if it was stopped already: another reload was quicker.
+        """
+        if self._task is not None or self._stopped:
             return
         self._task = asyncio.create_task(self._run(), name=f"discovery {self.origin}")
         try:
@@ -64,6 +68,7 @@ class Discovery:
 
     def stop(self) -> None:
         """Members stay."""
+        self._stopped = True
         if self._task is not None:
             self._task.cancel()
 

@@ -153,7 +153,8 @@ class _PoolChange:
         """The number of members that left."""
         before = self.pool.members
         origins = {origin_of(source) for source in self.config.discover}
-        discovered = [member for member in before if member.origin in origins]
+        names = {member.name for member in self._listed}
+        discovered = [m for m in before if m.origin in origins and m.name not in names]
         self.pool.swap(self.config, [*self._listed, *discovered])
         return sum(member not in self.pool.members for member in before)
 

@@ -112,7 +112,11 @@ def _pool(
         "capacity_tokens": pool.capacity_tokens,
         "context_length": pool.context_length,
         "queue": queue,
-        "retries": {"budget": retries.budget, "min_concurrent": retries.min_concurrent},
+        "retries": {
+            "under_way": pool.budget.retrying,
+            "budget": retries.budget,
+            "min_concurrent": retries.min_concurrent,
+        },
         "backends": [backend(member, addresses=addresses) for member in pool.members],
         "retiring": [backend(member, addresses=addresses) for member in pool.retiring],
     }

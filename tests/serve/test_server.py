@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import aiohttp
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.config import HttpConfig
 from serve.server import bind, run
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
@@ -82,10 +84,16 @@ async def test_a_long_prompt_does_not_hold_up_others() -> None:
         assert served.gateway.running == 0
 
 
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
 @pytest.mark.parametrize("how", ["deadline", "second signal"])
-async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str) -> None:
+async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: str) -> None:
     timeout_s = 0.2 if how == "deadline" else 60
-    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=timeout_s) as served:
+    async with running(FakeOpenAI(delay_s=0.01)) as vllm, AsyncExitStack() as stack:
+        backend: Any = fake_backend(SLOW)
+        if kind == "vllm":
+            backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
+        pools = ("fake", [backend])
+        served = await stack.enter_async_context(serving(pools, drain_timeout_s=timeout_s))
         answer = asyncio.create_task(served.events("/v1/completions", BODY | {"max_tokens": 400}))
         while not served.gateway.running:
             await asyncio.sleep(0.01)
@@ -97,7 +105,8 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str) -> None:
         events = await answer
         assert '"error"' in events[-1] and len(events) > 1
         assert time.monotonic() - started < 3
-    assert served.server.cut_short
+        await stack.aclose()
+        assert served.server.cut_short
 
 
 async def go_away(served: Served, index: int) -> None:
@@ -120,9 +129,6 @@ async def test_a_thousand_disconnects_leave_nothing_in_flight(kind: str) -> None
             backend: Any = fake_backend(FakeRunner(delay_s=0.005))
             engine = backend
         else:
-            from serve.backends.openai_http import OpenAiHttpBackend
-            from serve.config import HttpConfig
-
             backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
             engine = vllm.engine
         async with serving(("fake", [backend])) as served:
@@ -149,6 +155,16 @@ def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:
             bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host"):
         bind("no.such.host.invalid", 0)
+
+
+def test_a_backend_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
+    config = tmp_path / "octet.yaml"
+    config.write_text(
+        "models: {m: {pool: [{type: vllm, url: 'http://127.0.0.1:9'}]},"
+        " n: {pool: [{type: embedded, path: none}]}}"
+    )
+    with pytest.raises(ArtifactError, match="none: no such directory"):
+        run(config=config, port=0)
 
 
 def test_a_target_that_is_no_export_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms for one event loop; `prometheus_client` writes them out.
+"""Counters, gauges and histograms for one event loop, and how Prometheus reads them.
 
-Its own metrics take a lock for each figure, and cannot count one value several times (eight tokens
-in one chunk). These are written by the event loop alone, so they need no lock; scrapes read them
-there too.
+`prometheus_client`'s own take a lock for each figure, cannot count one value several times (eight
+tokens in one chunk), and write 3,000 lines in tens of milliseconds, in which no token is sent. Here
+the event loop alone writes and reads, and each series keeps the text of its labels.
 """
 
 from abc import abstractmethod
@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Exemplar, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["Counter", "Gauge", "Histogram", "HistogramSeries", "NumberSeries"]
+__all__ = ["Counter", "Family", "Gauge", "Histogram", "HistogramSeries", "NumberSeries"]
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class NumberSeries:
@@ -30,9 +32,6 @@ class NumberSeries:
 
     def dec(self, amount: float = 1) -> None:
         self.value -= amount
-
-    def set(self, value: float) -> None:
-        self.value = value
 
 
 class HistogramSeries:
@@ -56,9 +55,11 @@ class HistogramSeries:
 
 
 Series = TypeVar("Series")
+# What follows the metric's name (`_total`, `_bucket`), more labels, the value, its exemplar.
+Sample = tuple[str, str, float, Exemplar | None]
 
 
-class _Family(Collector, Generic[Series]):
+class Family(Collector, Generic[Series]):
     """A metric: its series by the values of their labels."""
 
     kind: str
@@ -70,6 +71,7 @@ class _Family(Collector, Generic[Series]):
         self.documentation = documentation
         self.label_names = tuple(labels)
         self._series: dict[tuple[str, ...], Series] = {}
+        self._texts: dict[tuple[str, ...], str] = {}  # of the labels, as a scraper reads them
         if not labels:
             self.labels()  # shown from the start
         registry.register(self)
@@ -78,25 +80,45 @@ class _Family(Collector, Generic[Series]):
         """The series of these values, in the order of the metric's labels; the same each time."""
         series = self._series.get(values)
         if series is None:
-            assert len(values) == len(self.label_names), (self.name, values)
+            pairs = zip(self.label_names, values, strict=True)
+            self._texts[values] = ",".join(f'{k}="{v.translate(_ESCAPES)}"' for k, v in pairs)
             series = self._series[values] = self._new()
         return series
 
     def collect(self) -> Iterator[Metric]:
+        """For `prometheus_client`."""
         metric = Metric(self.name, self.documentation, self.kind)
         for values, series in self._series.items():
-            self._add(metric, dict(zip(self.label_names, values, strict=True)), series)
+            labels = dict(zip(self.label_names, values, strict=True))
+            for suffix, bound, value, exemplar in self._samples(series):
+                more = labels | {"le": bound} if bound else labels
+                metric.add_sample(self.name + suffix, more, value, exemplar=exemplar)
         yield metric
+
+    def render(self, openmetrics: bool) -> Iterator[str]:
+        """The lines of an exposition, in Prometheus' text format or in OpenMetrics."""
+        shown = self.name
+        if self.kind == "counter" and not openmetrics:
+            shown += "_total"
+        yield f"# HELP {shown} {self.documentation}\n# TYPE {shown} {self.kind}\n"
+        for values, series in self._series.items():
+            text = self._texts[values]
+            for suffix, bound, value, exemplar in self._samples(series):
+                labels = f'{text}{"," if text else ""}le="{bound}"' if bound else text
+                line = f"{self.name}{suffix}{{{labels}}} {value}"
+                if exemplar is not None and openmetrics:
+                    trace_id = exemplar.labels["trace_id"]
+                    line += f' # {{trace_id="{trace_id}"}} {exemplar.value}'
+                yield line + "\n"
 
     @abstractmethod
     def _new(self) -> Series: ...
 
     @abstractmethod
-    def _add(self, metric: Metric, labels: dict[str, str], series: Series) -> None:
-        """The samples of one series."""
+    def _samples(self, series: Series) -> Iterator[Sample]: ...
 
 
-class Counter(_Family[NumberSeries]):
+class Counter(Family[NumberSeries]):
     """Only ever grows. `name` is without the suffix `_total`."""
 
     kind = "counter"
@@ -104,11 +126,11 @@ class Counter(_Family[NumberSeries]):
     def _new(self) -> NumberSeries:
         return NumberSeries()
 
-    def _add(self, metric: Metric, labels: dict[str, str], series: NumberSeries) -> None:
-        metric.add_sample(f"{self.name}_total", labels, series.value)
+    def _samples(self, series: NumberSeries) -> Iterator[Sample]:
+        yield "_total", "", series.value, None
 
 
-class Gauge(_Family[NumberSeries]):
+class Gauge(Family[NumberSeries]):
     """Goes up and down."""
 
     kind = "gauge"
@@ -116,11 +138,11 @@ class Gauge(_Family[NumberSeries]):
     def _new(self) -> NumberSeries:
         return NumberSeries()
 
-    def _add(self, metric: Metric, labels: dict[str, str], series: NumberSeries) -> None:
-        metric.add_sample(self.name, labels, series.value)
+    def _samples(self, series: NumberSeries) -> Iterator[Sample]:
+        yield "", "", series.value, None
 
 
-class Histogram(_Family[HistogramSeries]):
+class Histogram(Family[HistogramSeries]):
     """The distribution of a value, by the upper bounds of its buckets."""
 
     kind = "histogram"
@@ -141,12 +163,12 @@ class Histogram(_Family[HistogramSeries]):
     def _new(self) -> HistogramSeries:
         return HistogramSeries(self.bounds)
 
-    def _add(self, metric: Metric, labels: dict[str, str], series: HistogramSeries) -> None:
+    def _samples(self, series: HistogramSeries) -> Iterator[Sample]:
         total = 0
+        exemplars = series.exemplars
         for bucket, count in enumerate(series.counts):
             total += count
-            bucket_labels = labels | {"le": self._le[bucket]}
-            exemplar = series.exemplars.get(bucket)
-            metric.add_sample(f"{self.name}_bucket", bucket_labels, total, exemplar=exemplar)
-        metric.add_sample(f"{self.name}_count", labels, total)
-        metric.add_sample(f"{self.name}_sum", labels, series.sum)
+            exemplar = exemplars.get(bucket) if exemplars else None
+            yield "_bucket", self._le[bucket], float(total), exemplar
+        yield "_count", "", float(total), None
+        yield "_sum", "", series.sum, None

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from serve.telemetry.collector import GatewayCollector
-from serve.telemetry.families import Counter, Gauge, Histogram
+from serve.telemetry.families import Counter, Family, Gauge, Histogram
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
@@ -35,7 +36,8 @@ class Metrics:
     """Every metric that is counted as it happens, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry()  # of everything
+        self._now = CollectorRegistry()  # of what is read at the scrape
         self.requests = self._counter(
             "octet_requests",
             "Requests answered, by HTTP status (499: the client went away first).",
@@ -72,7 +74,8 @@ class Metrics:
         )
         self._count_routing()
         self._measure()
-        ProcessCollector(registry=self.registry)  # CPU, memory and open files
+        self._families = [value for value in vars(self).values() if isinstance(value, Family)]
+        self._show(ProcessCollector(registry=None))  # CPU, memory and open files
 
     def _count_routing(self) -> None:
         self.failovers = self._counter(
@@ -132,7 +135,7 @@ class Metrics:
 
     def observe(self, gateway: "Gateway") -> None:
         """Shows the gauges of `gateway` too."""
-        self.registry.register(GatewayCollector(gateway))
+        self._show(GatewayCollector(gateway))
 
     def refused(self, code: str, endpoint: str = "none") -> None:
         """Counts an error object; `none` is for what was refused before its path was known."""
@@ -141,7 +144,13 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All figures and their content type, in the format that the `Accept` header prefers."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        openmetrics = content_type.startswith("application/openmetrics-text")
+        counted = "".join(line for family in self._families for line in family.render(openmetrics))
+        return counted.encode() + encode(self._now), content_type
+
+    def _show(self, collector: Collector) -> None:
+        self.registry.register(collector)
+        self._now.register(collector)
 
     def _counter(self, name: str, documentation: str, labels: Sequence[str]) -> Counter:
         return Counter(name, documentation, labels, self.registry)

@@ -147,7 +147,7 @@ class FairQueue:
         assert longest is not None
         if level is newcomer.level:
             with_it = (len(newcomer.waiting) + 1) / newcomer.weight
-            if longest is newcomer or len(longest.waiting) / longest.weight <= with_it:
+            if len(longest.waiting) / longest.weight <= with_it:  # so it is if it is the newcomer
                 return None
         return longest, next(reversed(longest.waiting))
 

@@ -164,7 +164,6 @@ class Gate:
                 reason="queue_timeout",
             )
         waiter.future.set_exception(error)
-        self._let_in()  # it may have been the one that did not fit
 
     def _abandon(self, waiter: _Waiter) -> None:
         """The request will not go, wherever it is by now."""
@@ -173,4 +172,4 @@ class Gate:
             self.requests -= 1
         elif waiter in waiter.flow.waiting:
             self.queue.remove(waiter.flow, waiter)
-        self._let_in()
+        self._let_in()  # it may have been the one that did not fit

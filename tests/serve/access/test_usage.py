@@ -34,6 +34,10 @@ def test_the_file_is_written_now_and_then_not_each_time(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"version": 1, "day": "2027-03-01", "tokens": {"a": 2}}
     usage.add("a", 1)
     assert json.loads(path.read_text())["tokens"] == {"a": 2}
+    usage.write()
+    path.unlink()
+    usage.write()  # nothing new
+    assert not path.exists()
 
 
 def test_a_day_ends_at_midnight_utc(tmp_path: Path) -> None:
@@ -45,8 +49,9 @@ def test_a_day_ends_at_midnight_utc(tmp_path: Path) -> None:
     wall.now += usage.reset_s()
     assert usage.spent("a") == 0
     assert Usage(path, wall).spent("a") == 0
-    wall.now -= 3600  # a clock that is set back
-    assert usage.spent("a") == 0
+    usage.add("a", 4)
+    wall.now -= 3600  # a clock that is set back gives no quota twice
+    assert usage.spent("a") == 4
 
 
 CORRUPT = {

@@ -167,6 +167,17 @@ async def test_a_fallback_takes_its_ticket_along() -> None:
         assert in_flight(admission, name) == (0, 0, 0)
 
 
+async def test_a_ticket_that_stays_keeps_its_place() -> None:
+    admission, small = make(), pool(max_tokens=10)
+    ticket = await admit(admission, small, 10)
+    waiting = asyncio.create_task(admit(admission, small, 10))
+    await asyncio.sleep(0)
+    await ticket.move_to(small, deadline=None)
+    assert not waiting.done()
+    ticket.release()
+    (await waiting).release()
+
+
 async def test_memory_refuses_beside_requests_under_way_and_never_the_only_one(
     tmp_path: Path,
 ) -> None:

@@ -80,3 +80,17 @@ def test_a_fast_pool_is_never_told_as_zero() -> None:
     drain = DrainRate()
     drain.left(10_000, 0.0001, 10_000, 1.0)
     assert drain.wait_s(1, 10_000, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("faster", [0.25, 4.0])
+def test_a_change_of_pace_is_followed(faster: float) -> None:
+    drain = DrainRate()
+    for _ in range(20):
+        drain.left(100, 4.0, 400, 0.0)
+    drain.queued(400, 0.0)
+    assert drain.wait_s(1000, 400, 0.0) == pytest.approx(10.0)
+    now = 0.0
+    for _ in range(400):
+        now += 1.0 / faster
+        drain.left(100, 4.0 / faster, 400, now)
+    assert drain.wait_s(1000, 400, now) == pytest.approx(10.0 / faster, rel=0.2)

@@ -164,6 +164,30 @@ def test_one_that_leaves_costs_its_key_nothing() -> None:
     assert found is not None and found[1] == "a"  # which was listed first, and has had nothing
 
 
+def test_a_key_that_comes_back_has_no_credit() -> None:
+    queue = FairQueue()
+    busy, back = queue.flow("busy", 0, 1.0), queue.flow("back", 0, 1.0)
+    for i in range(100):
+        queue.push(busy, i, 10)
+    for _ in range(50):
+        queue.pop(busy)
+    for i in range(10):
+        queue.push(back, i, 10)
+    order = []
+    while back.waiting:
+        found = queue.first()
+        assert found is not None
+        queue.pop(found[0])
+        order.append(found[0].key)
+    assert abs(order.count("busy") - 10) <= 1
+    queue.pass_by(back, 1000)  # with room for all, too, a share is a share
+    queue.push(back, "last", 10)
+    for _ in range(20):
+        found = queue.first()
+        assert found is not None and found[0] is busy
+        queue.pop(busy)
+
+
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=150),
@@ -196,3 +220,18 @@ def test_the_fattest_key_of_the_lowest_priority_makes_room(
         assert len(found[0].waiting) / found[0].weight == longest
         assert found[0].level.priority == lowest
         assert found[1] == list(found[0].waiting)[-1]
+
+
+def test_what_is_kept_of_the_past_is_bounded() -> None:
+    queue = FairQueue()
+    flows = [queue.flow(str(i), 0, 1.0) for i in range(5)]
+    for turn in range(2000):
+        flow = flows[turn * 7 % 5]
+        for i in range(turn % 33):
+            queue.push(flow, (turn, i), 1)
+        if len(queue):
+            queue.to_push_out(flow)
+        while flow.waiting:
+            queue.remove(flow, next(iter(flow.waiting)))
+    level = flows[0].level
+    assert len(level.heap) <= 5 and len(level.longest._heap) <= 4 * 5 + 65

@@ -79,6 +79,8 @@ async def test_beyond_the_budget_they_wait_for_room() -> None:
     gate.leave(60, 1.0)
     await asyncio.gather(first, second)
     assert gate.tokens == 90
+    timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    assert all(timer.cancelled() for timer in timers)  # nothing waits for their `max_wait_s`
 
 
 @virtual
@@ -127,6 +129,20 @@ async def test_a_full_queue_refuses_with_the_time_it_takes() -> None:
         told += 1
     assert loop.time() <= until + 8
     await asyncio.gather(*tasks)
+
+
+@virtual
+async def test_the_time_told_counts_the_room_there_is() -> None:
+    gate = make_gate(1000)
+    for _ in range(10):
+        gate.drain.left(100, 4.0, 1000, 0.0)  # a token stays 4 s
+    await enter(gate, 400)
+    (large,) = await asked(enter(gate, 700))
+    # 700 before it and 200 of its own, 600 of which have room; 400 in flight leave in 4 s.
+    assert gate.retry_after_s(200) == pytest.approx(3.0)
+    assert gate.retry_after_s(200, priority=1) == 1.0  # which the large one does not stand before
+    gate.leave(400, 4.0)
+    await large
 
 
 @virtual

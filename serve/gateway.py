@@ -42,7 +42,8 @@ class Gateway:
         self.draining = False
         self.changing = asyncio.Lock()  # held by whoever changes the members of pools
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
-        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # of before the last reloads
+        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # those before, while requests are left
+        self.finishing: list[Pool] = []  # out of use, while somebody may wait for them
         self.discoveries = self._discover()
         self._drain_until = 0.0
 
@@ -112,10 +113,10 @@ class Gateway:
         """Lets go of everything, at most 10 s for each pool; safe to call twice."""
         tasks = [*self.background, *self.earlier.values()]
         for task in tasks:
-            task.cancel()  # those of earlier epochs then close their pools at once
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await all_of(discovery.close() for discovery in self.discoveries)
-        await all_of(map(_closed, self.pools.values()))
+        await all_of(map(_closed, [*self.pools.values(), *self.finishing]))
         await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
@@ -145,14 +146,14 @@ class Gateway:
         self.discoveries = self._discover()
         # Pools out of use may still be waited for by requests of this epoch and of earlier ones.
         epochs = [*self.earlier, before]
+        self.finishing += gone
         self.earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))
 
     async def _finish(self, epoch: Epoch, epochs: list[Epoch], pools: list[Pool]) -> None:
-        try:
-            await all_of(earlier.ended() for earlier in epochs)
-        finally:
-            await all_of(map(_closed, pools))
-            del self.earlier[epoch]
+        await all_of(earlier.ended() for earlier in epochs)
+        await all_of(map(_closed, pools))
+        self.finishing = [pool for pool in self.finishing if pool not in pools]
+        del self.earlier[epoch]
 
     def _discover(self) -> list[Discovery]:
         return [

@@ -48,6 +48,7 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
         "memory": admission["memory"],
         "models": {name: _model(name, model) for name, model in gateway.config.models.items()},
         "pools": pools,
+        "pools_finishing": [pool.name for pool in gateway.finishing],
         "last_reload": gateway.last_reload,
     }
 

@@ -118,11 +118,25 @@ async def test_a_pool_that_is_gone_serves_who_waits_for_it(
         status, error = await served.post("/v1/completions", BODY)
         assert (status, error["error"]["code"]) == (404, "model_not_found")
         assert gateway.running == 2
+        assert gateway.status()["pools_finishing"] == ["p"]
         assert (await answer)[-1] == "[DONE]"
         assert (await waiting)[0] == 200
         await served.idle()
         assert (await served.post("/v1/completions", BODY | {"model": "n"}))[0] == 200
         assert len(first.requests) == 2 and len(second.requests) == 1
+
+
+async def test_an_end_right_after_a_reload_closes_everything(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    await gateway.start()
+    members = list(gateway.pools["p"].members)
+    (tmp_path / "octet.yaml").write_text(f"models: {{m: {{pool: {pool(upstreams[1])}}}}}\n")
+    await reload_from(gateway, gateway.path)
+    members += gateway.pools["m"].members
+    await gateway.close()
+    assert not any([await member.backend.ready() for member in members])
 
 
 @pytest.mark.parametrize(

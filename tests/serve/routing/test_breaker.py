@@ -67,6 +67,21 @@ def test_half_open_lets_a_few_through_and_the_first_outcome_decides() -> None:
     }
 
 
+def test_what_began_before_it_opened_closes_nothing() -> None:
+    it, clock = breaker(failures=1, duration_s=5)
+    old = it.begin()
+    fail(it)
+    it.succeeded(old)
+    assert it.state == "open"
+    clock.now = 5
+    assert it.state == "half_open"
+    it.succeeded(old)
+    it.abandoned(old)
+    assert it.state == "half_open"
+    it.begin()
+    assert not it.admits
+
+
 def test_a_trial_whose_client_went_away_leaves_room_for_another() -> None:
     it, clock = breaker(failures=1, duration_s=5)
     fail(it)

@@ -281,6 +281,36 @@ def test_a_probe_that_began_in_an_earlier_life_says_nothing() -> None:
     play(scene)
 
 
+def test_a_probe_that_began_before_an_ejection_does_not_end_it() -> None:
+    async def scene(server: Server, member: Member) -> None:
+        await asyncio.sleep(1)
+        server.probe_s = 2
+        while server.probes < 2:
+            await asyncio.sleep(0.1)
+        for _ in range(5):
+            member.lease(1).failed(BackendError("500"))
+        await asyncio.sleep(3)
+        assert member.standing == "ejected"
+        await until("trial", member, 5)
+
+    play(scene)
+
+
+def test_recent_success_says_nothing_of_one_that_went_away() -> None:
+    """Behind a balancer, a connection is taken though nobody is there to answer."""
+
+    async def scene(server: Server, member: Member) -> None:
+        await asyncio.sleep(1)
+        member.lease(1).succeeded()
+        server.die()
+        server.hangs = True
+        server.restart()
+        await asyncio.sleep(4)
+        assert server.connected == 1 and not member.up
+
+    play(scene)
+
+
 def test_its_load_is_read_and_kept_with_what_it_had_then() -> None:
     async def scene(server: Server, member: Member) -> None:
         member.lease(70)

@@ -52,6 +52,18 @@ def test_a_member_takes_no_more_than_it_may_have() -> None:
     assert it.standing == "in" and it.available
 
 
+def test_a_trial_that_ends_without_an_outcome_leaves_room_for_another() -> None:
+    it, clock = member()
+    for _ in range(5):
+        it.lease(1).failed(BackendError("x"))
+    clock.now = 5
+    assert it.available
+    trial = it.lease(1)
+    assert it.standing == "trial" and not it.available
+    trial.release()
+    assert it.standing == "trial" and it.available
+
+
 @pytest.mark.parametrize("kind", get_args(FailureKind))
 def test_a_failure_is_remembered_for_people(kind: FailureKind) -> None:
     it, _ = member()

@@ -70,7 +70,8 @@ async def test_a_drain_waits_for_a_body_that_is_still_arriving() -> None:
 
 
 async def test_a_long_prompt_does_not_hold_up_others() -> None:
-    async with serving(("fake", [fake_backend(FakeRunner())])) as served:
+    # Short enough for the context to be tokenized, and one token a character: too long.
+    async with serving(("fake", [fake_backend(FakeRunner(context=200_000))])) as served:
         chat = {"model": "fake", "messages": [{"role": "user", "content": "ab " * 300_000}]}
         asking = asyncio.create_task(served.post("/v1/chat/completions", chat))
         answered = 0

@@ -43,7 +43,7 @@ class EmbeddingRequest(BaseModel):
     input: Annotated[Any, BeforeValidator(_inputs), WithJsonSchema(_INPUT)] = None
     messages: MaybeMessages = None  # vLLM's: of a multimodal model
     encoding_format: str | None = None
-    dimensions: Annotated[int, Field(gt=0)] | None = None
+    dimensions: Annotated[int, Field(gt=0, lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -267,8 +267,10 @@ async def _close(rest: AsyncGenerator[bytes, None]) -> None:
 
 def _choices(body: Any) -> int:
     """Answers that the request will get: prompts times n."""
+    if "n" not in type(body).model_fields:  # what else a body has may be anything
+        return 1
     prompts = getattr(body, "prompt", None)
-    return (getattr(body, "n", None) or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
+    return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
 
 
 def _ended(piece: bytes) -> int:

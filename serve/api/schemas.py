@@ -116,6 +116,7 @@ MaybeMessages = Annotated[
     BeforeValidator(lambda value: None if value is None else _messages(value)),
     WithJsonSchema(_MAYBE_MESSAGES),
 ]
+Limit = Annotated[int, Field(gt=0, lt=2**31)]
 StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=4096)]
 
 
@@ -131,7 +132,7 @@ class _Sampling(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     model: str
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tokens: Limit | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
@@ -211,7 +212,7 @@ class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.serve.fuzz_cases import BODIES, Case, cases, request
 
 ANSWER_S = 20.0  # the longest wait for an answer, or for the end of a connection
+START_S = 30.0  # for the gateway to start, and then to drain and end
 QUIET_S = 0.1  # no answer for so long: the request is not whole, so the client hangs up
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
 
@@ -147,7 +148,14 @@ async def serving_fuzzed() -> AsyncIterator[Fuzzed]:
     )
     assert process.stdout is not None and process.stderr is not None
     log = asyncio.create_task(process.stderr.read())
-    host, port = (await process.stdout.readline()).decode().split()
+    try:
+        address = (await asyncio.wait_for(process.stdout.readline(), START_S)).decode()
+    except TimeoutError:
+        process.kill()
+        address = ""
+    if not address:
+        raise RuntimeError(f"the server did not start: {(await log).decode()[-3000:]}")
+    host, port = address.split()
     server = Fuzzed(host, int(port))
     try:
         yield server
@@ -156,7 +164,12 @@ async def serving_fuzzed() -> AsyncIterator[Fuzzed]:
             server.failures.append(f"the server has ended with {process.returncode}")
         else:
             process.terminate()
-            if await process.wait():
+            try:
+                await asyncio.wait_for(process.wait(), START_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            if process.returncode:
                 server.failures.append(f"the server ended with {process.returncode}")
         said = (await log).decode(errors="replace")
         if "Traceback" in said:

@@ -8,5 +8,6 @@ COPY calibrate calibrate
 COPY export export
 COPY serve serve
 RUN python3 -m pip install --no-cache-dir --break-system-packages '.[serve]' 'numpy<2'
+ENV ORT_DISABLE_TELEMETRY=1
 WORKDIR /opt/tritonserver
 EXPOSE 8000 8001 8002

@@ -184,8 +184,9 @@ async def freed_within(
     for stop in ("close", "cancel"):
         stream: Any = backend.generate(ask(backend, text, max_tokens=400))
         await anext(stream)
-        while not await running():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not await running():
+                await asyncio.sleep(0.01)
         waiting = asyncio.ensure_future(anext(stream)) if stop == "cancel" else None
         started = time.perf_counter()
         if waiting is not None:

@@ -94,7 +94,7 @@ async def test_the_headers_given_are_sent_and_the_key_but_no_cookie() -> None:
         assert all(sent["authorization"] == "Bearer secret" for sent in vllm.headers)
         assert vllm.headers[1].items() >= headers.items()
         assert set(vllm.headers[1]) - set(headers) == {
-            *("accept", "accept-encoding", "authorization", "content-length", "host")
+            *("accept", "accept-encoding", "authorization", "content-length", "host", "user-agent")
         }
         assert vllm.headers[2]["traceparent"] == "00-3-4-01"
 

@@ -1,12 +1,17 @@
 """In place of Triton's vLLM backend and of TensorRT-LLM's models: their surfaces, our engine.
 
-The parameter `interface` of config.pbtxt says whose inputs and outputs these are: "vllm", "bls"
-(text, all of it each time), "ensemble" (text, piece by piece) or "engine" (token ids); `export` is
-an ONNX export to answer from. Triton itself checks names, types and shapes, and carries the rest.
+Triton itself checks names, types and shapes, and carries the rest. Parameters of config.pbtxt:
+  interface  whose inputs and outputs these are: "vllm", "bls" (text, all of it each time),
+             "ensemble" (text, piece by piece) or "engine" (token ids)
+  export     an ONNX export to answer from
+  live       a file for the number of requests under way, which Triton does not say: it counts a
+             decoupled request as done once the model has taken it
 """
 
 import dataclasses
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +32,8 @@ class TritonPythonModel:
         runner, tokenizer = load_export(Path(parameters["export"]["string_value"]), 1)
         self.loaded = Loaded(Engine(runner, self.deliver), tokenizer, runner.spec)
         self.live = {}
+        self.told = Path(parameters["live"]["string_value"])
+        self.tell()
         self.loaded.engine.start()
 
     def execute(self, requests):
@@ -47,7 +54,13 @@ class TritonPythonModel:
                 continue
             words = [word.decode() for word in arrays.get("stop_words", [])]
             self.live[generation] = (sender, words, [""], len(ids))
+            self.tell()
             self.loaded.engine.submit(generation)
+
+    def tell(self):
+        draft = self.told.with_suffix(f".{threading.get_ident()}")
+        draft.write_text(str(len(self.live)))
+        os.replace(draft, self.told)
 
     def deliver(self, deliveries):
         for generation, outcome in deliveries:
@@ -58,6 +71,7 @@ class TritonPythonModel:
             if sender.is_cancelled():
                 self.loaded.engine.cancel(generation)
                 del self.live[generation]
+                self.tell()
                 sender.send(flags=FINAL)
                 continue
             text = "".join(getattr(event, "text", "") for event in outcome)
@@ -71,6 +85,7 @@ class TritonPythonModel:
             if ended or stopped:
                 self.loaded.engine.cancel(generation)
                 del self.live[generation]
+                self.tell()
 
     def vllm(self, text, ids, _whole, read, end):
         reason = end.reason if end else "None"

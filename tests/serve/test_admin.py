@@ -178,6 +178,10 @@ class TestBackends:
         status, error = await call(served, "POST", "/admin/reload")
         assert (status, error["error"]["code"]) == (400, "config_refused")
         assert "unknown pool 'nowhere'" in error["error"]["message"]
+        private = (await call(served, "GET", "/status"))[1]["last_reload"]
+        assert private["outcome"] == "failed" and "'nowhere'" in private["reason"]
+        public = (await call(served, "GET", "/status", headers={}))[1]["last_reload"]
+        assert public == {"at": private["at"], "outcome": "failed"}
 
 
 class TestStatus:

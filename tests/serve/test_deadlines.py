@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from octet.errors import BackendError
+from serve.api.deadlines import Deadlines
 from tests.serve.conftest import serving
 from tests.serve.in_process import Client, in_process
 from tests.serve.test_attempts import pools
@@ -99,6 +101,48 @@ async def test_no_first_token_anywhere_is_a_504() -> None:
         status, answer = await ask(served, stream=True)
         message = answer["error"]["message"]
         assert status == 504 and "fake-1 sent no token within 0.1 s" in message
+
+
+async def test_the_time_of_a_first_token_does_not_run_in_a_queue() -> None:
+    broken, held = Scripted(BackendError("no")), Scripted([None], [chunk(), DONE])
+    settings = {
+        "fp8": {"timeouts": {"first_token_s": 0.1}, "retries": {"attempts": 1}},
+        "bf16": {"admission": {"max_tokens": 8}},
+    }
+    models = {"m": {"pool": "fp8", "fallback": ["bf16"]}}
+    async with in_process(
+        ("fp8", [broken]), ("bf16", [held]), models=models | {"b": {"pool": "bf16"}}, pools=settings
+    ) as served:
+        first = asyncio.create_task(ask(served, "0.3", model="b"))
+        while not held.running:
+            await asyncio.sleep(0.005)
+        assert (await served.events("/v1/completions", BODY | {"model": "m"}))[-1] == "[DONE]"
+        assert (await first)[0] == 504
+
+
+async def test_an_answered_request_has_no_deadline() -> None:
+    async with in_process(("fake", [Scripted(whole())]), pools=within(total=0.05)) as served:
+        assert (await ask(served))[0] == 200
+        await asyncio.sleep(0.1)  # in the same task, which a forgotten timer would cancel
+
+
+async def test_a_cancellation_by_others_is_not_taken_for_ours() -> None:
+    async def worker(by_others: bool) -> bool:
+        deadlines = Deadlines(60)
+        try:
+            asyncio.get_running_loop().call_soon(deadlines.disconnected)
+            if by_others:
+                asyncio.get_running_loop().call_soon(tasks[0].cancel)
+            await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            return deadlines.caught()
+        finally:
+            deadlines.close()
+        return False
+
+    for by_others in (False, True):
+        tasks = [asyncio.create_task(worker(by_others))]
+        assert await tasks[0] is not by_others
 
 
 @pytest.mark.parametrize("stage", ["inter_token", "total"])

@@ -32,8 +32,8 @@ SOUND = send(STREAM_HEAD, chunk("a"), chunk("b"), DONE)
 ERROR = b'{"error": {"message": "CUDA error", "type": "InternalServerError", "code": 500}}'
 
 
-def relay_to(url: str) -> OpenAiHttpBackend:
-    return OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=url))
+def relay_to(url: str, **settings: Any) -> OpenAiHttpBackend:
+    return OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=url, **settings))
 
 
 def status_line(status: str, body: bytes, *fields: bytes) -> bytes:

@@ -37,7 +37,7 @@ class Upstream:
 
     def __init__(
         self,
-        pieces: list[bytes],
+        pieces: list[Any],
         served_name: str = "served",
         *,
         status: int = 200,
@@ -57,6 +57,8 @@ class Upstream:
     async def _body(self) -> AsyncIterator[bytes]:
         try:
             for piece in self.pieces:
+                if isinstance(piece, Exception):
+                    raise piece
                 yield piece
         finally:
             self.closed = True
@@ -209,6 +211,16 @@ async def test_a_first_event_that_blames_the_request_is_the_requests_error() -> 
     with pytest.raises(RequestError, match="too long") as refused:
         await opened(Upstream([error, DONE]), stream=True)
     assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_an_event_goes_out_as_soon_as_it_is_whole(end: bytes) -> None:
+    event = FIRST.split(b"\n\n")[0] + end * 2
+    for at in range(1, len(event)):
+        nothing_more = BackendError("waited for more")
+        answer = await opened(Upstream([event[:at], event[at:], nothing_more]), **COUNTED)
+        assert answer.first == event and answer.rest is not None
+        await answer.rest.aclose()
 
 
 async def test_an_error_event_later_on_is_passed_on_and_noted() -> None:

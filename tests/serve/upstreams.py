@@ -193,6 +193,7 @@ class Scripted:
         self.outcomes = outcomes
         self.asked = 0
         self.running = 0
+        self.bodies: list[AsyncIterator[bytes]] = []
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
@@ -212,7 +213,9 @@ class Scripted:
             raise outcome
         streamed = isinstance(outcome, list)
         kind = "text/event-stream" if streamed else "application/json"
-        return Relay(200, {"content-type": kind}, self._body(outcome if streamed else [outcome]))
+        body = self._body(outcome if streamed else [outcome])
+        self.bodies.append(body)  # whoever forgets to close one finds it running
+        return Relay(200, {"content-type": kind}, body)
 
     async def _body(self, pieces: list[Any]) -> AsyncIterator[bytes]:
         self.running += 1

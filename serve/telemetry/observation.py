@@ -42,18 +42,10 @@ class Observation:
     """
 
     __slots__ = (
-        *(
-            "backend",
-            "broke",
-            "choices",
-            "code",
-            "completion_tokens",
-            "endpoint",
-            "estimated_prompt_tokens",
-        ),
-        *("events", "first_s", "gone", "id", "key", "metrics", "model", "operation", "pool"),
-        *("precision", "prompt", "prompt_tokens", "propagated", "queued_s", "retries", "started"),
-        *("status", "trace"),
+        *("backend", "broke", "choices", "code", "completion_tokens", "endpoint"),
+        *("estimated_prompt_tokens", "events", "first_s", "gone", "id", "key", "metrics", "model"),
+        *("operation", "pool", "precision", "prompt", "prompt_tokens", "propagated", "queued_s"),
+        *("retries", "started", "status", "trace"),
         *("_first_at", "_gaps", "_held", "_held_s", "_inter_token", "_last_at", "_pending"),
         *("_round_at", "_running", "_skipped"),
     )

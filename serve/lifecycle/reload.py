@@ -37,13 +37,13 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
     except OctetError as error:
         _log.error("not reloaded, nothing has changed: %s", error)
         gateway.metrics.reloads.labels("failed").inc()
-        gateway.last_reload = {"at": at, "outcome": "failed"}
+        gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error)}
         raise
     for warning in config.warnings:
         _log.warning("%s", warning)
     _log.info("reloaded %s: %s", path, ", ".join(f"{k} {v}" for k, v in report.items()))
     gateway.metrics.reloads.labels("ok").inc()
-    gateway.last_reload = {"at": at, "outcome": "ok"}
+    gateway.last_reload = {"at": at, "outcome": "ok", "reason": None}
     return report
 
 

@@ -39,6 +39,9 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
         name: _pool(gateway, pool, admission["pools"].get(name), addresses)
         for name, pool in gateway.pools.items()
     }
+    last_reload = gateway.last_reload
+    if last_reload is not None and not addresses:
+        last_reload = {"at": last_reload["at"], "outcome": last_reload["outcome"]}
     return {
         "version": __version__,
         "uptime_s": round(time.time() - gateway.created, 1),
@@ -49,7 +52,7 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
         "models": {name: _model(name, model) for name, model in gateway.config.models.items()},
         "pools": pools,
         "pools_finishing": [pool.name for pool in gateway.finishing],
-        "last_reload": gateway.last_reload,
+        "last_reload": last_reload,
     }
 
 

@@ -5,9 +5,9 @@ tritonclient's own asyncio client drops request parameters and the status of err
 `triton_grpc_error` would give errors of the model a status; but with it Triton 2.51 crashes after a
 few refused requests.)
 
-There are no keepalive pings: by default Triton closes the connection of a client that sends more
-than two within 5 minutes and no data. That a host is gone is seen by `hold`, which then ends the
-calls that wait for it.
+There are no keepalive pings: as it comes, Triton answers those of a waiting client with GOAWAY
+"too_many_pings" (2.51: 4 s after the first, at one a second), and closes the connection. That a
+host is gone is seen by `hold`, which then ends the calls that wait for it.
 """
 
 import asyncio
@@ -186,7 +186,9 @@ class TritonBackend:
         self, message: pb.ModelInferRequest, headers: Mapping[str, str]
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """One call, cancelled when the iterator is closed. Raises BackendError, RequestError."""
-        call = self._stub.ModelStreamInfer(metadata=tuple(headers.items()))
+        # What describes a body of HTTP is gRPC's own affair here.
+        metadata = tuple(item for item in headers.items() if item[0] != "content-type")
+        call = self._stub.ModelStreamInfer(metadata=metadata)
         self._calls.add(call)
         try:
             await call.write(message)

@@ -167,7 +167,7 @@ def backend_of(request: pytest.FixtureRequest, exports: Path) -> Callable[[str],
             return backend, running
         if kind in ("vllm", "openai"):
             server: VllmServer = request.getfixturevalue("vllm")
-            http = HttpConfig(type=kind, url=server.url, model=server.served_name)  # type: ignore[arg-type]
+            http = HttpConfig(type=kind, url=server.url, model=server.served_name)
             return (client := OpenAiHttpBackend("python-lm", http)), running_of(client)
         name = kind.partition(" ")[2]
         triton: TritonServer = request.getfixturevalue("stand_ins" if name else "triton")

@@ -107,7 +107,7 @@ async def test_the_model_is_asked_only_for_what_it_lists(tokenizer: Path) -> Non
 async def test_without_a_tokenizer_chat_and_token_ids_are_refused() -> None:
     async with running(FakeTriton(token_ids=False)) as triton, started(triton) as backend:
         with pytest.raises(RequestError, match="chat template"):
-            backend.chat_prompt(CHAT["messages"])  # type: ignore[arg-type]
+            backend.chat_prompt(CHAT["messages"])
         with pytest.raises(RequestError, match="give the backend a tokenizer"):
             await events_of(backend, asked((97,)))
 
@@ -127,13 +127,15 @@ async def test_sampling_and_metadata_arrive(token_ids: bool, tokenizer: Path) ->
         started(triton, tokenizer=tokenizer) as backend,
     ):
         headers = {"x-request-id": "mine", "traceparent": "00-1-2-01"}
-        await events_of(backend, asked(stop=("\n",), headers=headers, **fields))
+        sent = {"content-type": "application/json"} | headers  # of HTTP: gRPC has its own
+        await events_of(backend, asked(stop=("\n",), headers=sent, **fields))
         await events_of(backend, asked(max_tokens=None, ignore_eos=False))
     first, second = triton.requests
     assert first.items() >= (fields | {"stop": ["\n"], "max_tokens": 9}).items()
     # Our entry takes null for no limit. vLLM's backend would make 16 of it.
     assert second["max_tokens"] is None if token_ids else second["max_tokens"] > 100_000
     assert triton.metadata[0].items() >= headers.items()
+    assert "application/json" not in triton.metadata[0].values()
 
 
 @pytest.mark.parametrize(

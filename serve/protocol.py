@@ -165,7 +165,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._muted:  # its message was called complete at the end of its headers
             self._phase = _BODY
             self.cycle.more_body = True
-            self.cycle.message_event.clear()
             return
         # A cheap bound first: both may have other messages or a part of the body in them.
         if self._arrived + self._chunk > self._most_header_bytes:
@@ -188,8 +187,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._turned_away_at is not None:  # what the client sent after this request was refused
-            self.transport.close()
+        if self._turned_away_at is not None and not self.pipeline:
+            self.transport.close()  # what came after this request was refused
         super().on_response_complete()
 
     def resume_writing(self) -> None:
@@ -255,6 +254,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._turn_away()
         own = self._phase == _BODY  # what is refused has become a request already
         if self.pipeline or (self._is_answering() and not own):
+            if own:
+                self.pipeline.popleft()  # it will never be whole
             self.cycle.keep_alive = False
             return  # on_response_complete closes
         if own:

@@ -18,7 +18,8 @@ from typing import Any
 from serve.backends.base import LoadReport
 from serve.config import PoolConfig
 from serve.routing import Ask, Lease, Member, Pool
-from tests.serve.routing.stand_ins import Clock, servers
+from tests.serve.clock import Clock
+from tests.serve.routing.stand_ins import servers
 
 SPEED = 100.0  # tokens a second of each running request
 REPORT_EVERY_S = 1.0
@@ -86,7 +87,7 @@ def simulate(
     seed: int = 1,
     **routing: Any,
 ) -> Outcome:
-    clock = Clock()
+    clock = Clock(0.0)
     config = PoolConfig.model_validate({"routing": {"policy": policy} | routing})
     pool = Pool.of("p", servers(hosts), config, clock=clock, rng=random.Random(seed))
     machines = [Host(kv_tokens, remembers) for _ in range(hosts)]

@@ -1,4 +1,4 @@
-"""A backend whose server can be killed, hung, and made to lie; and a clock set by hand."""
+"""A backend whose server can be killed, hung, and made to lie."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,7 @@ from octet.errors import BackendError, BackendUnavailable
 from serve.backends.base import Backend, LoadReport
 from serve.config import PoolConfig
 from serve.routing import Pool
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.serve.clock import Clock
 
 
 class Server:
@@ -101,5 +94,5 @@ def servers(count: int) -> list[Server]:
 
 def pool_of(backends: Sequence[Backend], **sections: Any) -> tuple[Pool, Clock]:
     """A pool that was not started, with a clock of its own."""
-    clock = Clock()
+    clock = Clock(0.0)
     return Pool.of("p", backends, PoolConfig.model_validate(sections), clock=clock), clock

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from octet.errors import FailureKind
 from serve.config import Ejection
 from serve.routing.breaker import Breaker
-from tests.serve.routing.stand_ins import Clock
+from tests.serve.clock import Clock
 
 COUNTED: tuple[FailureKind, ...] = ("refused", "lost", "timeout", "failed", "garbled")
 
 
 def breaker(**settings: Any) -> tuple[Breaker, Clock]:
-    clock = Clock()
+    clock = Clock(0.0)
     return Breaker(Ejection(**settings), clock=clock), clock
 
 
@@ -147,7 +147,7 @@ def test_a_new_process_has_a_clean_record() -> None:
 
 def test_it_stays_closed_where_too_many_are_ejected_already() -> None:
     allowed = False
-    it = Breaker(Ejection(failures=2), clock=Clock(), may_open=lambda: allowed)
+    it = Breaker(Ejection(failures=2), clock=Clock(0.0), may_open=lambda: allowed)
     fail(it, 5)
     assert it.state == "closed"
     allowed = True

@@ -11,11 +11,12 @@ from octet.errors import BackendError, FailureKind
 from serve.backends.base import LoadReport
 from serve.config import HttpConfig
 from serve.routing import Ask, Lease, Member
-from tests.serve.routing.stand_ins import Clock, Server, pool_of, servers
+from tests.serve.clock import Clock
+from tests.serve.routing.stand_ins import Server, pool_of, servers
 
 
 def member(**settings: Any) -> tuple[Member, Clock]:
-    clock = Clock()
+    clock = Clock(0.0)
     config = HttpConfig(type="vllm", url="http://a", **settings)
     return Member("a", "p", Server(), config, clock=clock), clock
 

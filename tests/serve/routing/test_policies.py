@@ -7,13 +7,14 @@ from typing import Any
 from serve.backends.base import LoadReport
 from serve.config import PoolConfig
 from serve.routing import Ask, Member, Pool
-from tests.serve.routing.stand_ins import Clock, servers
+from tests.serve.clock import Clock
+from tests.serve.routing.stand_ins import servers
 
 ASK = Ask(100)
 
 
 def pool(count: int, policy: str, **routing: Any) -> tuple[Pool, Clock]:
-    clock = Clock()
+    clock = Clock(0.0)
     config = PoolConfig.model_validate({"routing": {"policy": policy} | routing})
     it = Pool.of("p", servers(count), config, clock=clock, rng=random.Random(7))
     return it, clock

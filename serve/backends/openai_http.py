@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from yarl import URL
@@ -160,23 +160,7 @@ class OpenAiHttpBackend:
         except _FAILED as error:
             raise no_answer(self.name, error) from error
         lowered = {name.lower(): value for name, value in response.headers.items()}
-        return Relay(response.status, lowered, self._body(response))
-
-    async def _body(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        ended = False
-        self._answering.add(response)
-        try:
-            async for piece in response.content.iter_any():
-                yield piece
-            ended = True
-        except _FAILED as error:
-            raise lost_while_answering(self.name, error) from error
-        finally:
-            self._answering.discard(response)
-            if ended:
-                response.release()  # the connection goes back to the pool
-            else:
-                response.close()  # the socket closes: the server sees it and stops
+        return Relay(response.status, lowered, _Body(self.name, response))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         raise RequestError(f"{self.name} applies the chat template itself")
@@ -188,7 +172,7 @@ class OpenAiHttpBackend:
         headers = {**_JSON, "x-request-id": request.request_id, **request.headers}
         relay = await self.relay("/v1/completions", json.dumps(fields).encode(), headers)
         content = relay.body
-        assert isinstance(content, AsyncGenerator)
+        assert isinstance(content, _Body)
         async with aclosing(content):
             if relay.status != 200:
                 body = b"".join([piece async for piece in content])
@@ -222,6 +206,35 @@ class OpenAiHttpBackend:
                 return response.status, await response.read()
         except _FAILED:  # TimeoutError is an OSError
             return 0, b""
+
+
+class _Body:
+    """The bytes of an answer as they come. Closed before its end, the server sees it and stops."""
+
+    def __init__(self, name: str, response: aiohttp.ClientResponse) -> None:
+        self._name = name
+        self._response = response
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        response = self._response
+        try:
+            piece = await response.content.readany()
+        except _FAILED as error:
+            response.close()
+            raise lost_while_answering(self._name, error) from error
+        except BaseException:
+            response.close()
+            raise
+        if not piece:
+            response.release()  # the connection goes back to the pool
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        self._response.close()  # nothing, after the end
 
 
 _JSON = {"content-type": "application/json"}

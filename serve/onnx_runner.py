@@ -69,6 +69,7 @@ class OnnxRunner:
                 round_in_float32(model)
                 outside = store_e2m1_as_e4m3(model, directory)
                 options.add_external_initializers(list(outside), list(outside.values()))
+            onnxruntime.disable_telemetry_events()  # its builds can report to their maker
             self._session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )

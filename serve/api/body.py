@@ -4,8 +4,6 @@ What arrives in a body goes to a backend byte for byte, so whatever two decoders
 ways is refused.
 """
 
-import json
-import re
 from typing import Any
 
 from octet.errors import RequestError
@@ -15,8 +13,6 @@ __all__ = ["LARGE", "decode", "require_json"]
 
 LARGE = 64 * 1024  # bytes: decoded and checked in less than a millisecond
 MAX_DEPTH = 256  # arrays and objects in each other
-
-_escaped_surrogate = re.compile(rb"\\u[dD][89a-fA-F]").search
 
 
 def require_json(content_type: bytes | None) -> None:
@@ -50,8 +46,9 @@ def decode(body: bytes) -> dict[str, Any]:
         # The more brackets, the longer the look at them; most bodies have a handful.
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
             _require_shallow(data)
-        if _escaped_surrogate(body):  # of a pair, most likely
-            _require_unicode(data)
+        if b"\\ud" in body or b"\\uD" in body:  # half of a pair, most likely
+            for name, value in data.items():
+                _require_unicode(name, name, value)
     except RecursionError:
         raise RequestError("the body is not usable JSON: nested too deeply") from None
     except ValueError as error:
@@ -69,18 +66,24 @@ def _require_shallow(data: dict[str, Any]) -> None:
     raise RecursionError
 
 
-def _require_unicode(data: dict[str, Any]) -> None:
-    """UTF-8 has no surrogates, but an escape can bring half a pair."""
-    for name, value in data.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            name = name.encode(errors="replace").decode()
-            raise RequestError(
-                f"'{name[:100]}': holds a lone surrogate, which is no Unicode text",
-                param=name[:100],
-                code="invalid_unicode",
-            ) from None
+def _require_unicode(name: str, *values: Any) -> None:
+    """UTF-8 has no surrogates, but an escape can bring half a pair. `name` is of the field."""
+    for value in values:
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise _no_unicode(name) from None
+        elif isinstance(value, dict):
+            _require_unicode(name, *value, *value.values())
+        elif isinstance(value, list):
+            _require_unicode(name, *value)
+
+
+def _no_unicode(name: str) -> RequestError:
+    param = name[:100].encode(errors="replace").decode()
+    message = f"'{param}': holds a lone surrogate, which is no Unicode text"
+    return RequestError(message, param=param, code="invalid_unicode")
 
 
 def _items(container: Any) -> Any:

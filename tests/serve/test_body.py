@@ -116,19 +116,23 @@ LARGEST = {
 async def test_the_event_loop_goes_on_while_16_mb_are_decoded(kind: str) -> None:
     # 20 ms at most where nothing else runs; 0.2 to 0.8 s if they were decoded at once.
     worst = [await _longest_stall(kind)]
-    while min(worst) > 0.1 and len(worst) < 4:  # these cores are not ours alone
+    while min(worst) > 0.1 and len(worst) < 5:  # these cores are not ours alone
         worst.append(await _longest_stall(kind))
     assert min(worst) < 0.1, worst
 
 
 async def _longest_stall(kind: str) -> float:
+    """The most CPU time, in seconds, that was used between two turns of the event loop.
+
+    Time of the CPU and not of the clock: other processes take their share of that.
+    """
     stalls: list[float] = []
 
     async def watch() -> None:
         while True:
-            start = time.perf_counter()
-            await asyncio.sleep(0.001)
-            stalls.append(time.perf_counter() - start)
+            start = time.process_time()
+            await asyncio.sleep(0)
+            stalls.append(time.process_time() - start)
 
     watcher = asyncio.create_task(watch())
     await asyncio.sleep(0)

@@ -36,7 +36,7 @@ from serve.types import Delta, Event, GenerateRequest
 
 __all__ = ["TritonBackend"]
 
-READY_TIMEOUT_S = 2.0
+READY_TIMEOUT_S = 5.0  # longer than a health check waits: it tells "no" from "no answer"
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),

@@ -6,7 +6,7 @@ request and response objects take longer than the rest of the gateway together.
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as HttpRoute
@@ -88,13 +88,18 @@ def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
 
 
 def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
-    @app.get("/v1/models")
+    async def require_key(request: Request) -> None:
+        """Names of models are for those who may ask; which of them, a request finds out."""
+        sent = request.headers.get("authorization")
+        gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
+
+    @app.get("/v1/models", dependencies=[Depends(require_key)])
     async def models() -> JSONResponse:
         """The models that can be asked for."""
         data = [_model(gateway, name, route) for route in gateway.routes for name in _names(route)]
         return JSONResponse({"object": "list", "data": data})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", dependencies=[Depends(require_key)])
     async def model(name: str) -> JSONResponse:
         """One model; 404 if it is not served."""
         return JSONResponse(_model(gateway, name, gateway.routes.resolve(name)))

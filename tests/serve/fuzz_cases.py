@@ -77,7 +77,7 @@ def _operate(rng: random.Random, body: dict[str, Any]) -> None:
     elif choice < 0.8:
         body[key] = rng.choice(VALUES)
     elif choice < 0.9:
-        value: Any = body.get(key, 1)
+        value: Any = rng.choice(VALUES)
         for _ in range(rng.choice([1, 2, 50, 255, 400, 900])):
             value = [value] if rng.random() < 0.5 else {"a": value}
         body[key] = value

@@ -69,6 +69,9 @@ class Bad:
 LONG = [7] * 1_000_000
 CASES = {
     "no key": Bad(401, "invalid_api_key", key=None),
+    "no key for the models": Bad(
+        401, "invalid_api_key", key=None, method="GET", path="/v1/models", body=b""
+    ),
     "an unknown key": Bad(401, "invalid_api_key", key="sk-guessed"),
     "an expired key": Bad(401, "invalid_api_key", key="sk-old"),
     "a key without rights": Bad(403, "model_not_allowed", "'other' may not use", key=OTHER),

@@ -22,8 +22,11 @@ __all__ = ["completion_body", "completion_events"]
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-def completion_body(request: GenerateRequest, model: str) -> dict[str, Any]:
-    """The body of a streamed completion; what is at its default is left to the server's."""
+def completion_body(request: GenerateRequest, model: str, limit: int | None) -> dict[str, Any]:
+    """The body of a streamed completion; what is at its default is left to the server's.
+
+    `limit` stands in for a `max_tokens` of None: without one, an answer ends after 16 tokens.
+    """
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
@@ -31,8 +34,7 @@ def completion_body(request: GenerateRequest, model: str) -> dict[str, Any]:
         "top_p": request.top_p,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # A completion without a limit would end after 16 tokens.
-        "max_tokens": request.max_tokens,
+        "max_tokens": limit if request.max_tokens is None else request.max_tokens,
         **request.extra,
     }
     optional = {

@@ -30,6 +30,7 @@ _FAILED = (aiohttp.ClientError, OSError)
 # of it before, no request is written to one that is being closed.
 KEEP_ALIVE_S = 4.0
 ASIDE_TIMEOUT_S = 5.0  # for what is read beside the requests: readiness, load, the model's context
+SPECIAL_TOKENS = 8  # more than any tokenizer puts around a text
 READ_BUFFER = 64 * 1024  # bytes of an answer; at twice as many, reading waits for the reader
 
 
@@ -160,13 +161,15 @@ class OpenAiHttpBackend:
         except _FAILED as error:
             raise no_answer(self.name, error) from error
         lowered = {name.lower(): value for name, value in response.headers.items()}
-        return Relay(response.status, lowered, _Body(self.name, response))
+        return Relay(response.status, lowered, _Body(self.name, response, self._answering))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         raise RequestError(f"{self.name} applies the chat template itself")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        fields = completion_body(request, self.served_name)
+        if request.max_tokens is None and self.context_length is None:
+            await self.ready()  # which asks for it
+        fields = completion_body(request, self.served_name, self._longest_answer(request.prompt))
         if self._config.type == "vllm":  # OpenAI's own dialect names tokens by their text alone
             fields |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         headers = {**_JSON, "x-request-id": request.request_id, **request.headers}
@@ -184,6 +187,18 @@ class OpenAiHttpBackend:
                     yield event
             except BackendError as error:
                 raise sooner_or_later(error, started=started) from error
+
+    def _longest_answer(self, prompt: str | tuple[int, ...]) -> int | None:
+        """Tokens that an answer may have where the request sets no limit; None: unknown.
+
+        vLLM takes the whole context, and clips it to what the prompt leaves. Others may refuse it,
+        so it is what the prompt leaves for certain: a text has no more tokens than bytes, but for
+        those that a tokenizer puts around it.
+        """
+        if self.context_length is None or self._config.type == "vllm":
+            return self.context_length
+        taken = len(prompt.encode()) + SPECIAL_TOKENS if isinstance(prompt, str) else len(prompt)
+        return max(self.context_length - taken, 1)
 
     def _url(self, path: str) -> URL:
         """Parsed once; `path` is one of the gateway's own, never a client's."""
@@ -211,9 +226,14 @@ class OpenAiHttpBackend:
 class _Body:
     """The bytes of an answer as they come. Closed before its end, the server sees it and stops."""
 
-    def __init__(self, name: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(
+        self, name: str, response: aiohttp.ClientResponse, answering: set[aiohttp.ClientResponse]
+    ) -> None:
+        """The response is in `answering` until its end."""
         self._name = name
         self._response = response
+        self._answering = answering
+        answering.add(response)
 
     def __aiter__(self) -> Self:
         return self
@@ -223,17 +243,19 @@ class _Body:
         try:
             piece = await response.content.readany()
         except _FAILED as error:
-            response.close()
+            await self.aclose()
             raise lost_while_answering(self._name, error) from error
         except BaseException:
-            response.close()
+            await self.aclose()
             raise
         if not piece:
+            self._answering.discard(response)
             response.release()  # the connection goes back to the pool
             raise StopAsyncIteration
         return piece
 
     async def aclose(self) -> None:
+        self._answering.discard(self._response)
         self._response.close()  # nothing, after the end
 
 

@@ -29,11 +29,14 @@ def fault_of(body: dict[str, Any]) -> str:
     return prompt.split()[0] if isinstance(prompt, str) and prompt.startswith("!") else ""
 
 
-def asked(body: dict[str, Any], engine: EmbeddedBackend) -> GenerateRequest:
+def asked(
+    body: dict[str, Any], engine: EmbeddedBackend, default_limit: int = 16
+) -> GenerateRequest:
     """An OpenAI body, or vLLM's sampling parameters, as the engine's request."""
     chat = "messages" in body
     prompt: Any = engine.chat_prompt(body["messages"]) if chat else body["prompt"]
     stop = body.get("stop") or []
+    limit = body.get("max_tokens")
     logprobs = body.get("logprobs")
     if chat:
         logprobs = body.get("top_logprobs", 0) if logprobs else None
@@ -41,7 +44,7 @@ def asked(body: dict[str, Any], engine: EmbeddedBackend) -> GenerateRequest:
         request_id="fake",
         model=body["model"],
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        max_tokens=body.get("max_tokens", None if chat else 16),
+        max_tokens=limit if limit is not None else None if chat else default_limit,
         temperature=body.get("temperature", 1.0),
         top_p=body.get("top_p", 1.0),
         top_k=max(body.get("top_k", 0), 0),

@@ -24,6 +24,7 @@ class Flavour:
     metrics_path: str = "/metrics"
     metrics: str = ""
     tokenize: bool = False
+    default_limit: int = 512  # tokens of a completion without max_tokens, or with null
 
     def event(self, number: int, chunk: dict[str, Any] | str) -> bytes:
         """One server-sent event."""
@@ -77,6 +78,7 @@ FLAVOURS = {
             max_model_len=True,
             metrics=_VLLM_METRICS,
             tokenize=True,
+            default_limit=16,
         ),
         Flavour(
             "sglang",
@@ -85,6 +87,7 @@ FLAVOURS = {
             stop_reason="matched_stop",
             max_model_len=True,
             metrics=_SGLANG_METRICS,
+            default_limit=16,
         ),
         Flavour(
             "trtllm-serve",

@@ -151,7 +151,7 @@ class FakeOpenAI(FakeServer):
             return web.json_response({"error": error}, status=status, headers=headers)
         if fault == "!html":
             return web.Response(status=502, text="<h1>Bad Gateway</h1>", content_type="text/html")
-        wanted = asked(body, self.engine)
+        wanted = asked(body, self.engine, self.flavour.default_limit)
         if not body.get("stream"):
             return web.json_response(await self._whole(wanted, body))
         async with aclosing(cast(Any, self.engine.generate(wanted))) as events:

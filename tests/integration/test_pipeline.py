@@ -15,13 +15,9 @@ from rich.table import Table
 
 from octet.artifact import Manifest
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import HttpConfig
-from serve.tokenizer import Tokenizer
 from tests.integration.conftest import octet
 from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
 from tests.integration.servers.process import free_port
-from tests.serve.contract import CHECKS, Check
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -94,19 +90,6 @@ def test_vllm_really_stores_e5m2(vllm: VllmServer) -> None:
 
 def test_the_gateway_names_its_models(client: OpenAI) -> None:
     assert {model.id for model in client.models.list().data} == set(BACKENDS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_what_a_backend_owes(check: Check, vllm: VllmServer, exports: Path) -> None:
-    """The same contract as the fakes', Triton's and the embedded engine's."""
-    config = HttpConfig(type="vllm", url=vllm.url, model=vllm.served_name)
-    backend = OpenAiHttpBackend("python-lm", config)
-    await backend.start()
-    try:
-        ids = tuple(Tokenizer.load(exports / "checkpoint").encode(PROMPTS[0]))
-        await check(backend, PROMPTS[0], ids)
-    finally:
-        await backend.close()
 
 
 @pytest.mark.parametrize("model", BACKENDS)

@@ -27,7 +27,7 @@ from tests.export.conftest import make_calibration
 from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer
-from tests.serve.contract import CHECKS, Check, ask, collect
+from tests.serve.contract import CHECKS, WITH_LOGPROBS, Check, ask, collect
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -84,7 +84,7 @@ def tokenizer(repository: Path) -> Tokenizer:
     return Tokenizer.load(repository / NAME / "1" / "onnx")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", (*CHECKS, *WITH_LOGPROBS), ids=lambda check: check.__name__)
 async def test_what_a_backend_owes(check: Check, triton: Backend, tokenizer: Tokenizer) -> None:
     await check(triton, PROMPTS[0], tuple(tokenizer.encode(PROMPTS[0])))
 

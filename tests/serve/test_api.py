@@ -233,9 +233,10 @@ async def test_health_ready_and_metrics(embedded: Served) -> None:
         text = await response.text()
     labels = 'endpoint="/v1/completions",model="fake",status="200"'
     assert f"octet_requests_total{{{labels}}} 2.0" in text
+    labels = {"key": "anonymous", "model": "fake", "backend": "fake-1", "precision": ""}
     for kind, count in (("input", 6), ("output", 8)):
-        labels = 'backend="fake-1",counted="backend",key="anonymous",model="fake",precision=""'
-        assert f'octet_tokens_total{{{labels},type="{kind}"}} {count}.0' in text
+        tokens = await embedded.metric("octet_tokens_total", **labels, type=kind, counted="backend")
+        assert tokens == count
     assert "time_to_first_token_seconds_count{" in text
     assert 'octet_requests_in_flight{endpoint="/v1/completions"} 0.0' in text
 

@@ -1,4 +1,4 @@
-"""The server's life: readiness, draining, forcing, and a thousand clients that go away."""
+"""The server's life: readiness, draining, forcing, and what keeps it from starting."""
 
 import asyncio
 import json
@@ -123,29 +123,20 @@ async def go_away(served: Served, index: int) -> None:
             pass
 
 
-@pytest.mark.parametrize("kind", ["embedded", "vllm"])
-async def test_a_thousand_disconnects_leave_nothing_in_flight(kind: str) -> None:
-    async with running(FakeOpenAI(delay_s=0.005)) as vllm:
-        if kind == "embedded":
-            backend: Any = fake_backend(FakeRunner(delay_s=0.005))
-            engine = backend
-        else:
-            backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
-            engine = vllm.engine
-        async with serving(("fake", [backend])) as served:
-            for start in range(0, 1000, 50):
-                await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
-            await served.idle()
-            async with asyncio.timeout(5):
-                while engine.stats.running or engine.stats.waiting or vllm.running:
-                    await asyncio.sleep(0.01)
-            endpoint = {"endpoint": "/v1/completions"}
-            assert await served.metric("octet_requests_in_flight", **endpoint) == 0
-            assert await served.metric("octet_client_disconnects_total", **endpoint) > 250
-            if kind == "vllm":
-                assert not backend._session.connector._acquired  # no connection is held
-            status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 2})
-            assert status == 200
+async def test_clients_that_go_away_leave_nothing_in_the_engine() -> None:
+    backend = fake_backend(FakeRunner(delay_s=0.005))
+    async with serving(("fake", [backend])) as served:
+        for start in range(0, 400, 50):
+            await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
+        await served.idle()
+        async with asyncio.timeout(5):
+            while (stats := backend.stats) is None or stats.running or stats.waiting:
+                await asyncio.sleep(0.01)
+        endpoint = {"endpoint": "/v1/completions"}
+        assert await served.metric("octet_requests_in_flight", **endpoint) == 0
+        assert await served.metric("octet_client_disconnects_total", **endpoint) > 100
+        status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 2})
+        assert status == 200
 
 
 def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:

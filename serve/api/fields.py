@@ -37,10 +37,30 @@ _PENALTIES: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "return_token_ids": (False,),
 }
+# vLLM 0.32's own, beside those above.
+_VLLM: dict[str, tuple[Any, ...]] = {
+    "thinking_token_budget": (),
+    "include_reasoning": (True, False),
+    "watermarking": (),
+    "truncation_side": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+}
 # What describes the caller or how to account for the call: it has no bearing on the answer.
 _ANY = object()
 _CALLER: dict[str, tuple[Any, ...]] = {
     "user": (_ANY,),
+    "request_id": (_ANY,),
+    "session_id": (_ANY,),
+    "cache_salt": (_ANY,),
     "safety_identifier": (_ANY,),
     "prompt_cache_key": (_ANY,),
     "prompt_cache_retention": (_ANY,),
@@ -75,8 +95,8 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
 }
 UNSUPPORTED = {
-    "completion": _PENALTIES | _CALLER | _COMPLETION,
-    "chat": _PENALTIES | _CALLER | _CHAT,
+    "completion": _PENALTIES | _VLLM | _CALLER | _COMPLETION,
+    "chat": _PENALTIES | _VLLM | _CALLER | _CHAT,
 }
 
 

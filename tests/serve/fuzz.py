@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.serve.fuzz_cases import BODIES, Case, cases, request
+from tests.serve.fuzz_cases import Case, cases, request
+from tests.serve.fuzz_tables import BODIES
 
 ANSWER_S = 20.0  # the longest wait for an answer, or for the end of a connection
 START_S = 30.0  # for the gateway to start, and then to drain and end

@@ -7,7 +7,7 @@
 import json
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from serve.backends.base import PROBE, LoadReport, Relay, sooner_or_later
 from serve.backends.held import hold_open, keep_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
-from serve.backends.prometheus import load_of
+from serve.backends.openai_reports import LOAD_SOURCES, context_length
 from serve.config import HttpConfig
 from serve.types import Event, GenerateRequest
 
@@ -49,7 +49,7 @@ class OpenAiHttpBackend:
         self._config = config
         self._urls: dict[str, URL] = {}
         self._probe = 0  # which of `_probes` this server takes
-        self._load_from = _SOURCES  # where it may say how busy it is
+        self._load_from = LOAD_SOURCES  # where it may say how busy it is
         # All that aiohttp would add by itself, which takes it longer.
         self._headers = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "octet"}
         key = config.api_key.get_secret_value() if config.api_key else None
@@ -89,12 +89,12 @@ class OpenAiHttpBackend:
         status, body = await self._get(path)
         if status != 200:
             self.context_length = None  # what comes back may be another model
-            self._load_from = _SOURCES
+            self._load_from = LOAD_SOURCES
             return False
         if self.context_length is None:
             if self._config.type == "vllm":
                 _, body = await self._get("/v1/models")
-            self.context_length = _context_length(body, self.served_name)
+            self.context_length = context_length(body, self.served_name)
         return True
 
     async def load(self) -> LoadReport | None:
@@ -264,33 +264,6 @@ _PROBES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": PROBE}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBE}]}),
 )
-
-
-def _server_load(body: bytes) -> LoadReport | None:
-    """vLLM's /load, with --enable-server-load-tracking: requests that it has, running or not."""
-    try:
-        return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-_Source = tuple[str, Callable[[bytes], LoadReport | None]]
-_SOURCES: tuple[_Source, ...] = (
-    ("/metrics", load_of),
-    ("/prometheus/metrics", load_of),  # trtllm-serve
-    ("/load", _server_load),
-)
-
-
-def _context_length(body: bytes, served_name: str) -> int | None:
-    """`max_model_len` of the model, as vLLM and SGLang list it; None where it is not given."""
-    try:
-        models = json.loads(body)["data"]
-        lengths = {model["id"]: model.get("max_model_len") for model in models}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    length = lengths.get(served_name)
-    return length if isinstance(length, int) else None
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

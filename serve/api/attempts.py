@@ -57,7 +57,6 @@ class Attempts:
         self.observation = observation
         self.deadlines = deadlines
         self.headers = headers
-        self.streamed = bool(call.data.get("stream"))
         self.pool: Pool | None = None
         self.member: Member | None = None
         self.lease: Lease | None = None
@@ -230,7 +229,7 @@ class Attempts:
             self.call.headers.update(self.observation.headers_out())
         self._waits.append((member.name, time.monotonic()))
         first_token_s = pool.config.timeouts.first_token_s
-        if self.streamed:
+        if self.call.streamed:
             self.deadlines.within("first_token", first_token_s)
         try:
             answer = await self.operation.open(member.backend, self.call)

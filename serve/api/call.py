@@ -20,6 +20,7 @@ class Call:
     body: Any
     route: "Route"
     headers: dict[str, str] = field(default_factory=dict)  # to send on: request id, traceparent
+    streamed: bool = False  # the client asked for events, of an operation that has them
 
     @property
     def model(self) -> str:

@@ -119,7 +119,8 @@ class Exchange:
         if entry.config.logs.prompts:
             observation.prompt = str(data.get("messages") or data.get("prompt") or "")
         headers = {"content-type": JSON, **observation.headers_out()}
-        call = Call(observation.id, operation.path, raw, data, body, route, headers)
+        streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
+        call = Call(observation.id, operation.path, raw, data, body, route, headers, streamed)
         pools = route.pools()
         total_s = min(pools[0].config.timeouts.total_s, timeout_s)
         elapsed_s = time.perf_counter() - observation.started

@@ -50,7 +50,7 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
     """
     data, name = call.data, backend.name
     options = data.get("stream_options")
-    hides_usage = bool(data.get("stream")) and not (options and options.get("include_usage"))
+    hides_usage = call.streamed and not (options and options.get("include_usage"))
     raw = outgoing(call.raw, data, backend.served_name, counted=hides_usage)
     relay = await backend.relay(call.path, raw, call.headers)
     same = backend.served_name == call.model

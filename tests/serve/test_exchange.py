@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 from typing import Any
 
@@ -84,6 +85,15 @@ async def test_usage_is_exact_where_the_client_did_not_ask_for_it() -> None:
         for kind, count in (("input", 5), ("output", 9)):
             counted = {"type": kind, "counted": "backend"}
             assert served.metric("octet_tokens_total", **labels, **counted) == count
+
+
+async def test_a_field_called_stream_means_nothing_to_what_does_not_stream() -> None:
+    backend = Scripted(whole())
+    async with in_process(("fake", [backend])) as served:
+        body = {"model": "fake", "input": "abc", "stream": True, "n": 3}
+        reply = await served.request("/v1/embeddings", body)
+        assert reply.status == 200
+        assert json.loads(backend.sent[0]) == body
 
 
 @pytest.mark.parametrize("declared", [True, False])

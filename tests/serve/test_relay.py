@@ -67,7 +67,8 @@ class Upstream:
 def call(alias: str = "served", **fields: Any) -> Call:
     data = {"model": alias, **fields}
     route: Any = None
-    return Call("r", "/v1/completions", json.dumps(data).encode(), data, None, route)
+    raw, streamed = json.dumps(data).encode(), bool(data.get("stream"))
+    return Call("r", "/v1/completions", raw, data, None, route, {}, streamed)
 
 
 async def opened(upstream: Upstream, alias: str = "served", **fields: Any) -> Answer:

@@ -193,6 +193,7 @@ class Scripted:
         self.outcomes = outcomes
         self.asked = 0
         self.running = 0
+        self.sent: list[bytes] = []
         self.bodies: list[AsyncIterator[bytes]] = []
 
     async def start(self) -> None: ...
@@ -206,16 +207,17 @@ class Scripted:
     async def ready(self) -> bool:
         return True
 
-    async def relay(self, _path: str, _body: bytes, _headers: Any) -> Relay:
+    async def relay(self, _path: str, body: bytes, _headers: Any) -> Relay:
+        self.sent.append(body)
         outcome = self.outcomes[min(self.asked, len(self.outcomes) - 1)]
         self.asked += 1
         if isinstance(outcome, Exception):
             raise outcome
         streamed = isinstance(outcome, list)
         kind = "text/event-stream" if streamed else "application/json"
-        body = self._body(outcome if streamed else [outcome])
-        self.bodies.append(body)  # whoever forgets to close one finds it running
-        return Relay(200, {"content-type": kind}, body)
+        answer = self._body(outcome if streamed else [outcome])
+        self.bodies.append(answer)  # whoever forgets to close one finds it running
+        return Relay(200, {"content-type": kind}, answer)
 
     async def _body(self, pieces: list[Any]) -> AsyncIterator[bytes]:
         self.running += 1

@@ -20,7 +20,7 @@ from serve.api.openapi import document
 from serve.api.operation import Operation
 from serve.api.text import Chats, Completions
 from serve.api.tokens import Detokenize, Tokenize
-from serve.lifecycle.admin import admin_router
+from serve.lifecycle.admin import admin_router, probe_router
 from serve.routing import Route
 from serve.telemetry.observe import Observe
 
@@ -83,6 +83,7 @@ def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
         app.router.routes.append(HttpRoute(path, endpoint, methods=["POST"]))
     app.openapi = lambda: document(gateway.config)  # type: ignore[method-assign]
     _status_routes(app, gateway)
+    app.include_router(probe_router(gateway))
     app.include_router(admin_router(gateway, own_port=False))
     return app
 
@@ -103,17 +104,6 @@ def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
     async def model(name: str) -> JSONResponse:
         """One model; 404 if it is not served."""
         return JSONResponse(_model(gateway, name, gateway.routes.resolve(name)))
-
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> JSONResponse:
-        """Whether the process lives: 200 as long as it can answer."""
-        return JSONResponse({"status": "alive"})
-
-    @app.api_route("/ready", methods=["GET", "HEAD"])
-    async def ready() -> JSONResponse:
-        """Whether to send traffic here: 503 while draining, or if no backend is ready."""
-        state = gateway.readiness()
-        return JSONResponse(state, 200 if state["ready"] else 503)
 
 
 def _names(route: Route) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from serve.lifecycle.membership import refuse_unfit
 from serve.lifecycle.reload import reload_from
 from serve.routing import Member, Pool
 
-__all__ = ["admin_router", "create_admin_app"]
+__all__ = ["admin_router", "create_admin_app", "probe_router"]
 
 _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 
@@ -32,20 +32,27 @@ def create_admin_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Octet administration", version=__version__, redoc_url=None)
     app.router.redirect_slashes = False
     install(app)
+    app.include_router(probe_router(gateway))
     app.include_router(admin_router(gateway, own_port=True))
+    return app
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+
+def probe_router(gateway: Gateway) -> APIRouter:
+    """/health and /ready, which are at both addresses."""
+    router = APIRouter()
+
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
-        """Whether the process lives."""
+        """Whether the process lives: 200 as long as it can answer."""
         return JSONResponse({"status": "alive"})
 
-    @app.api_route("/ready", methods=["GET", "HEAD"])
+    @router.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
-        """Whether to send traffic: 503 while draining, or if no backend works."""
+        """Whether to send traffic here: 503 while draining, or if no backend works."""
         state = gateway.readiness()
         return JSONResponse(state, 200 if state["ready"] else 503)
 
-    return app
+    return router
 
 
 def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:

@@ -5,7 +5,7 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from serve.server import DrainingServer, bind, serve_gateway
 if TYPE_CHECKING:
     from octet.golden import GoldenSet
     from serve.onnx_runner import OnnxRunner
+    from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
 
 
@@ -121,6 +122,16 @@ async def embedded() -> AsyncIterator[Served]:
 
     async with serving(("fake", [fake_backend(FakeRunner())])) as served:
         yield served
+
+
+@pytest.fixture
+async def upstreams() -> "AsyncIterator[list[FakeOpenAI]]":
+    """Three servers of the model `fake`, 5 ms a token."""
+    from tests.fake_servers import FakeOpenAI, running
+
+    async with AsyncExitStack() as stack:
+        servers = [FakeOpenAI(delay_s=0.005) for _ in range(3)]
+        yield [await stack.enter_async_context(running(server)) for server in servers]
 
 
 @pytest.fixture(scope="session")

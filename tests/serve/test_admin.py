@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import aiohttp
 import pytest
 
 from serve.server import bind
-from tests.fake_servers import FakeOpenAI, running
+from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.test_reload import BODY, one_pool, streaming
 
@@ -19,13 +18,6 @@ KEY = "sk-admin"
 ADMIN = f"admin: {{sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}\n"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 SECRET = "s3cr3t-0f-the-upstream"
-
-
-@pytest.fixture
-async def upstreams() -> AsyncIterator[list[FakeOpenAI]]:
-    async with AsyncExitStack() as stack:
-        servers = [FakeOpenAI(delay_s=0.005) for _ in range(2)]
-        yield [await stack.enter_async_context(running(server)) for server in servers]
 
 
 @pytest.fixture
@@ -189,7 +181,7 @@ class TestStatus:
         self, tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("UPSTREAM_KEY", SECRET)
-        first, second = upstreams
+        first, second, _ = upstreams
         backends = [
             f"{{type: vllm, url: '{first.url}', model: fake, api_key: '${{UPSTREAM_KEY}}'}}",
             "{type: vllm, url: 'http://127.0.0.1:9', name: far}",

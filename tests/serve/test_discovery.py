@@ -2,24 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from serve.gateway import Gateway
 from serve.lifecycle import discovery
-from tests.fake_servers import FakeOpenAI, running
+from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.test_reload import BODY, QUIET, reload, streaming
-
-
-@pytest.fixture
-async def upstreams() -> AsyncIterator[list[FakeOpenAI]]:
-    async with AsyncExitStack() as stack:
-        servers = [FakeOpenAI(delay_s=0.005) for _ in range(2)]
-        yield [await stack.enter_async_context(running(server)) for server in servers]
 
 
 def listing(*servers: FakeOpenAI) -> str:
@@ -48,7 +40,7 @@ class TestFile:
     )
 
     async def test_backends_come_and_go(self, tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
-        first, second = upstreams
+        first, second, _ = upstreams
         found = tmp_path / "found.yaml"
         write(found, listing(first))
         gateway = configured(tmp_path / "octet.yaml", self.CONFIG)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,11 @@ import pytest
 
 from octet.errors import OctetError
 from serve.lifecycle.reload import reload_from
-from tests.fake_servers import FakeOpenAI, running
+from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 20, "ignore_eos": True}
 QUIET = "health: {probe_after_s: null, interval_s: 60, load_interval_s: 60}"
-
-
-@pytest.fixture
-async def upstreams() -> AsyncIterator[list[FakeOpenAI]]:
-    """Three servers of the model `fake`, 5 ms a token."""
-    async with AsyncExitStack() as stack:
-        servers = [FakeOpenAI(delay_s=0.005) for _ in range(3)]
-        yield [await stack.enter_async_context(running(server)) for server in servers]
 
 
 def pool(*servers: FakeOpenAI, more: str = "") -> str:

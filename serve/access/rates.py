@@ -113,7 +113,8 @@ class Charge:
         """The request has ended. Without true counts the estimate stands."""
         rates = self._rates
         duration_s = rates.clock() - self._since
-        rates.duration_s += SMOOTHING * (duration_s - rates.duration_s)
+        newest = SMOOTHING if rates.duration_s else 1.0
+        rates.duration_s += newest * (duration_s - rates.duration_s)
         self._end(self.tokens if self._true is None else self._true)
 
     def refund(self, *, keep_request: bool) -> None:

@@ -55,10 +55,17 @@ class Admission:
         self._asked: dict[str, float] = {}  # when each pool's limit was last read
 
     def reload(self, limits: Limits) -> None:
-        """Takes over new limits; those of pools and keys come with each request."""
+        """Takes over new limits; those of pools and keys come with each request.
+
+        Gates that nobody uses are forgotten: their pool may be gone, and is made anew if it is not.
+        """
         if limits.max_memory_bytes != self.limits.max_memory_bytes:
             self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
         self.limits = limits
+        for name in [
+            name for name, gate in self.gates.items() if not (gate.requests or gate.queue)
+        ]:
+            del self.gates[name], self._asked[name]
 
     def require_memory(self) -> None:
         """Raises RequestError (503) if memory is short: for before a body is read, too.

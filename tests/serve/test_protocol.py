@@ -25,7 +25,7 @@ LIMIT = 2000  # bytes of headers
 
 
 class App:
-    """Answers with the length of the body; /flood streams until its client is gone."""
+    """Answers with the length of the body, /large with much; /flood streams until nobody reads."""
 
     def __init__(self) -> None:
         self.disconnected = asyncio.Event()
@@ -47,7 +47,7 @@ class App:
                 return
             size += len(message["body"])
             more = message["more_body"]
-        body = b"%d" % size
+        body = b"x" * 16_000_000 if scope["path"] == "/large" else b"%d" % size
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -428,6 +428,17 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_request_ends() -> None
         await served.app.disconnected.wait()
         assert served.counted == {"client_stalled": 1}
         await served.idle()
+
+
+@on_each_loop
+async def test_a_client_that_does_not_take_a_whole_answer_is_cut() -> None:
+    async with site(write_timeout_s=0.2) as served:
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(GET % b"large")
+        await served.app.asked.wait()
+        await served.idle()  # the application had ended long before
+        assert served.counted == {"client_stalled": 1}
 
 
 @on_each_loop

@@ -211,6 +211,16 @@ async def test_a_reload_takes_over_the_limits() -> None:
     (await admit(admission, pool(), 1, prompt_tokens=1000)).release()
 
 
+async def test_a_reload_forgets_the_gates_of_pools_that_nobody_uses() -> None:
+    admission = make()
+    (await admit(admission, pool("gone"), 1)).release()
+    ticket = await admit(admission, pool("used"), 1)
+    admission.reload(Limits())
+    assert list(admission.gates) == ["used"]
+    ticket.release()
+    (await admit(admission, pool("gone"), 1)).release()
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["admit", "admit", "settle", "release", "cancel", "move", "wait"]),

@@ -67,12 +67,12 @@ def _plain(message: Mapping[str, Any], where: str, backend: str) -> dict[str, st
             param=f"{where}.content",
         )
     plain = {"role": message["role"], "content": content}
-    name = message.get("name")
-    if name is None:
+    who = message.get("name")
+    if who is None:
         return plain
-    if not isinstance(name, str):
+    if not isinstance(who, str):
         raise RequestError(f"'{where}.name' should be a string", param=f"{where}.name")
-    return plain | {"name": name}
+    return plain | {"name": who}
 
 
 def _text_of(part: Any, where: str, backend: str) -> str:

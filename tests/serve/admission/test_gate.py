@@ -229,13 +229,16 @@ async def test_one_that_is_refused_and_cancelled_at_once_is_not_logged() -> None
     gate = make_gate(10)
     await enter(gate, 10)
     (flood,) = await asked(enter(gate, 1, "flood", max_queue=1))
-    await asked(enter(gate, 1, "urgent", priority=1, max_queue=1))  # pushes the other out
+    urgent = enter(gate, 1, "urgent", priority=1, max_queue=1)
+    urgent.send(None)  # pushes the other out, which does not know it yet
     flood.cancel()
     await asyncio.wait((flood,))
     del flood
     gc.collect()
     assert not said
+    urgent.close()
     gate.leave(10, 1.0)
+    assert_empty(gate)
 
 
 @virtual

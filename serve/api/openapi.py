@@ -1,6 +1,5 @@
 """The OpenAPI document: every path, what it takes, and every answer that it can give."""
 
-from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
@@ -57,6 +56,7 @@ _ERRORS = {
 _OF_KEYS = (401, 403)
 _ALWAYS = (408, 431, 500, 503)  # of every request, whatever its path
 _RETRIED = (429, 503)
+_EARLY = (400, 408, 431, 503)  # maybe before the request was read, so before it has an id
 
 
 def document(config: GatewayConfig) -> Json:
@@ -194,20 +194,17 @@ def _answer(description: str, content: Json) -> Json:
     return {"description": description, "headers": headers, "content": content}
 
 
-def _error(description: str, *, retried: bool = False) -> Json:
+def _error(description: str, status: int | None = None) -> Json:
     answer = _answer(description, {_JSON: _schema(responses.ErrorObject)})
-    if retried:
+    if status in _RETRIED:
         answer["headers"]["Retry-After"] = {"$ref": "#/components/headers/retry_after"}
+    if status in _EARLY:
+        answer["headers"]["X-Request-Id"] = {"$ref": "#/components/headers/maybe_request_id"}
     return answer
 
 
 def _errors(statuses: Any) -> Json:
-    return {
-        str(status): _error(
-            _ERRORS.get(status) or HTTPStatus(status).phrase, retried=status in _RETRIED
-        )
-        for status in sorted(statuses)
-    }
+    return {str(status): _error(_ERRORS[status], status) for status in sorted(statuses)}
 
 
 def _secured(keys: bool) -> Json:
@@ -248,6 +245,10 @@ _HEADERS: Json = {
     "request_id": {
         "required": True,
         "description": "The request's id in logs and traces",
+        "schema": {"type": "string"},
+    },
+    "maybe_request_id": {
+        "description": "The request's id, unless it was refused before its headers were read",
         "schema": {"type": "string"},
     },
     "retry_after": {

@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 
 from octet.errors import RequestError
 from serve.admission.drain import DrainRate
@@ -17,16 +16,12 @@ __all__ = ["Gate"]
 SPREAD = 0.25
 
 
-Outcome: TypeAlias = "asyncio.Future[RequestError | None]"
-
-
 class _Waiter:
     __slots__ = ("expiry", "flow", "future", "granted", "tokens")
 
-    def __init__(self, flow: Flow, tokens: int, future: Outcome) -> None:
+    def __init__(self, flow: Flow, tokens: int, future: asyncio.Future[None]) -> None:
         self.flow = flow
         self.tokens = tokens
-        # A refusal is its result: as its exception, it would be logged if nobody is left to see it.
         self.future = future
         self.granted = False
         self.expiry: asyncio.TimerHandle | None = None
@@ -81,8 +76,7 @@ class Gate:
         late = deadline is not None and left_s < max_wait_s
         waiter.expiry = loop.call_later(max(left_s, 0.0), self._expire, waiter, left_s, late)
         try:
-            if (refusal := await waiter.future) is not None:
-                raise refusal
+            await waiter.future
         except BaseException:
             self._abandon(waiter)
             raise
@@ -124,7 +118,7 @@ class Gate:
         other, waiter = found
         assert isinstance(waiter, _Waiter)
         if not waiter.future.done():
-            waiter.future.set_result(self._full(other, waiter.tokens))
+            waiter.future.set_exception(self._full(other, waiter.tokens))
         self.queue.remove(other, waiter)
 
     def _full(self, flow: Flow, tokens: int) -> RequestError:
@@ -169,7 +163,7 @@ class Gate:
                 self.retry_after_s(waiter.tokens, waiter.flow.level.priority),
                 reason="queue_timeout",
             )
-        waiter.future.set_result(error)
+        waiter.future.set_exception(error)
 
     def _abandon(self, waiter: _Waiter) -> None:
         """The request will not go, wherever it is by now."""

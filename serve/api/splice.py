@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = ["outgoing"]
 
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # one of d, e, l, m, o
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -36,10 +37,10 @@ def outgoing(raw: bytes, data: dict[str, Any], model: str, *, counted: bool) -> 
 def _with_model(raw: bytes, model: str) -> bytes | None:
     """None if the member cannot be found for certain.
 
-    A key may be written with escapes, and objects inside of others may have a `model` too. Without
-    an escape of a letter, the one and only `"model"` is the one that was decoded.
+    Objects inside of others may have a `model` too, and a key may be written with escapes. Without
+    an escape of one of its letters, the one and only `"model"` is the one that was decoded.
     """
-    if rb"\u00" in raw or raw.count(b'"model"') != 1:
+    if raw.count(b'"model"') != 1 or _ESCAPED_LETTER.search(raw):
         return None
     found = _MODEL.search(raw)
     if found is None:

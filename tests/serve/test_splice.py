@@ -51,9 +51,19 @@ def test_the_bytes_around_stay_as_they_were() -> None:
     )
 
 
-def test_another_model_is_never_named_by_an_escaped_key() -> None:
-    raw = rb'{"tools": {"model": "alias"}, "mod\u0065l": "alias"}'
+@pytest.mark.parametrize("letter", "model")
+@pytest.mark.parametrize("form", ["\\u{:04x}", "\\u{:04X}"])
+def test_another_model_is_never_named_by_an_escaped_key(letter: str, form: str) -> None:
+    key = "model".replace(letter, form.format(ord(letter)))
+    raw = b'{"tools": {"model": "alias"}, "%b": "alias"}' % key.encode()
     assert sent(raw, "served") == {"tools": {"model": "alias"}, "model": "served"}
+
+
+def test_escapes_of_other_letters_are_no_reason_to_write_a_body_anew() -> None:
+    raw = rb'{"prompt": "\u00e9\u0000", "model": "alias"}'
+    assert outgoing(raw, json.loads(raw), "s", counted=False) == raw.replace(
+        b'"model": "alias"', b'"model":"s"'
+    )
 
 
 @pytest.mark.parametrize(

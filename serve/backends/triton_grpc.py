@@ -83,7 +83,7 @@ class TritonBackend:
         self._channel: grpc.aio.Channel | None = None
         self._spoken: tuple[Signature, Dialect] | None = None  # once its metadata was read
         self._calls: set[Any] = set()  # those under way
-        self._gone: set[Any] = set()  # of these, those whose server is gone
+        self._given_up: dict[Any, str] = {}  # of these, those that we end, and why
 
     async def start(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._config.url, options=_OPTIONS)
@@ -91,8 +91,9 @@ class TritonBackend:
 
     async def close(self) -> None:
         if self._channel is not None:
-            await self._channel.close(grace=None)
-            self._channel = None
+            channel, self._channel = self._channel, None
+            self._give_up("closed by the gateway")
+            await channel.close(grace=None)
 
     async def ready(self) -> bool:
         """What Triton says of the model: it says ready of a Python model whose process died."""
@@ -139,9 +140,7 @@ class TritonBackend:
         host, _, port = self._config.url.rpartition(":")
         timeout_s = self._config.connect_timeout_s
         await hold_open(self.name, host.strip("[]"), int(port), tls=False, timeout_s=timeout_s)
-        for call in self._calls:  # of a host that vanished, they would wait for ever
-            self._gone.add(call)
-            call.cancel()
+        self._give_up("its host is gone")  # if it vanished, they would wait for ever
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         if self.tokenizer is None:
@@ -203,13 +202,20 @@ class TritonBackend:
             code, details = await call.code(), await call.details()
             raise self._error(code, details or str(error)) from error
         except asyncio.CancelledError as error:
-            if call not in self._gone:
+            reason = self._given_up.get(call)
+            if reason is None:
                 raise
-            raise BackendError(f"{self.name}: its host is gone", kind="lost") from error
+            raise BackendError(f"{self.name}: {reason}", kind="lost") from error
         finally:
             self._calls.discard(call)
-            self._gone.discard(call)
+            self._given_up.pop(call, None)
             call.cancel()  # dropping the call would leave the model running
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the calls under way: whoever waits for one gets a BackendError."""
+        for call in self._calls:
+            self._given_up[call] = reason
+            call.cancel()
 
     async def _speak(self) -> tuple[Signature, Dialect]:
         """Asks once how the model is to be asked."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octet.errors import BackendUnavailable
+from octet.errors import BackendError, BackendUnavailable
 from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
@@ -204,6 +204,27 @@ async def test_a_server_that_goes_away_is_seen_at_once(subject: Any, kind: str) 
         assert not await it.backend.ready()
         with pytest.raises(BackendUnavailable):
             await collect(it.backend, abc())
+
+
+@EACH
+@pytest.mark.parametrize("read", [0, 2])
+async def test_closing_a_backend_fails_what_it_runs(subject: Any, kind: str, read: int) -> None:
+    """With an error, and not as if whoever waits for an answer had been cancelled."""
+    async with subject(kind, delay_s=0.05 if read == 0 else 0.01) as it:
+        stream: Any = it.backend.generate(abc(max_tokens=400))
+        for _ in range(read):
+            await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        while not it.engine.stats.running:
+            await asyncio.sleep(0.005)
+        await it.backend.close()
+        with pytest.raises(BackendError) as failed:
+            async with asyncio.timeout(2):
+                await waiting
+                _ = [event async for event in stream]
+        assert failed.value.kind == "lost"
+        begun = read > 0 or waiting.exception() is None
+        assert isinstance(failed.value, BackendUnavailable) == (not begun)
 
 
 async def _stop(it: Subject) -> None:

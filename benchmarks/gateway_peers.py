@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway_mock import MODEL
+
+from octet import __version__
 
 __all__ = ["GATEWAYS", "KEY", "Gateway", "free_port", "version"]
 
@@ -39,7 +42,7 @@ class Gateway:
 
     name: str
     command: Callable[[list[str], int, Path], list[str]]
-    distribution: str  # whose version is reported
+    distribution: str = "octet"  # whose version is reported
     peer: str | None = None  # the environment's name; None: this interpreter's
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -142,8 +145,8 @@ GATEWAYS = {
     gateway.name: gateway
     for gateway in (
         Gateway("bare", bare, "aiohttp", "bare"),
-        Gateway("octet", octet(access_log=False), "octet"),
-        Gateway("octet, access log", octet(access_log=True), "octet"),
+        Gateway("octet", octet(access_log=False)),
+        Gateway("octet, access log", octet(access_log=True)),
         Gateway("production-stack", production_stack, "vllm-router", "production-stack"),
         Gateway("litellm", litellm, "litellm", "litellm", LITELLM),
         Gateway("router in Rust", rust_router, "vllm-router", "vllm-router"),
@@ -152,10 +155,17 @@ GATEWAYS = {
 
 
 def version(gateway: Gateway) -> str:
-    python = sys.executable if gateway.peer is None else program(gateway.peer, "python")
-    code = f"from importlib.metadata import version; print(version({gateway.distribution!r}))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return f"{gateway.distribution} {done.stdout.strip()}"
+    """Such as "litellm 1.106.2", and of which Python."""
+    if gateway.peer is None:
+        return f"octet {__version__} on Python {platform.python_version()}"
+    code = (
+        "import platform; from importlib.metadata import version; "
+        f"print(version({gateway.distribution!r}), 'on Python', platform.python_version())"
+    )
+    done = subprocess.run(
+        [program(gateway.peer, "python"), "-c", code], capture_output=True, text=True, check=True
+    )
+    return f"{gateway.name}: {gateway.distribution} {done.stdout.strip()}"
 
 
 def build(name: str, python: str, production_stack: str) -> None:

@@ -164,7 +164,7 @@ async def test_log_probabilities_are_those_of_the_engine(subject: Any, kind: str
 async def test_a_client_that_goes_away_frees_the_backend(subject: Any, kind: str) -> None:
     async with subject(kind, delay_s=0.02) as it:
         assert max(await freed_within(it.backend, "abc", it.running)) < FREED_S
-        assert it.engine.stats.generated_tokens < 200  # of 2,400 that were asked for
+        assert it.engine.stats.generated_tokens < 200  # of 2,800 that were asked for
 
 
 @EACH

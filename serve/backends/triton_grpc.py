@@ -180,6 +180,11 @@ class TritonBackend:
             raise BackendError(f"{self.name}: {error}") from error
         except BackendError as error:
             raise sooner_or_later(error, started=started) from error
+        except (LookupError, TypeError, ValueError) as error:  # of reading a response
+            garbled = BackendError(
+                f"{self.name}: a response cannot be read ({error!r})", kind="garbled"
+            )
+            raise sooner_or_later(garbled, started=started) from error
 
     async def _responses(
         self, message: pb.ModelInferRequest, headers: Mapping[str, str]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
+from octet.errors import RequestError
+
 __all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
 
 # Name → the elements in order, as str, int, float or bool.
@@ -59,13 +61,21 @@ class Inputs:
         return name in self._signature.inputs
 
     def add(self, name: str, *values: Any, shape: Sequence[int] = ()) -> None:
-        """Writes `values`; `shape` is that of the last dimensions, by default so many in one."""
+        """Writes `values`; `shape` is that of the last dimensions, by default so many in one.
+
+        Raises RequestError for a number that the model's datatype cannot hold.
+        """
         datatype, rank = self._signature.inputs[name]
         shape = shape or (len(values),)
         whole = [*[1] * (rank - len(shape)), *shape]
         tensor = self._message.inputs.add(name=name, datatype=datatype, shape=whole)
         encoded = [v.encode() if isinstance(v, str) else v for v in values]
-        getattr(tensor.contents, _CONTENTS[datatype]).extend(encoded)
+        try:
+            getattr(tensor.contents, _CONTENTS[datatype]).extend(encoded)
+        except ValueError:
+            raise RequestError(
+                f"'{name}' is out of range: the model takes {datatype}", param=name
+            ) from None
 
     def add_if_known(self, name: str, value: Any) -> bool:
         """Writes `value` if the model has such an input; whether it has."""

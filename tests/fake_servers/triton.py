@@ -34,7 +34,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
 
     `!stub` fails as a dead Python process does, `!internal` as an exception in the model, `!full`
     as a queue policy does, `!die` after two tokens, `!wait` never answers, `!endless` does not say
-    why it ended.
+    why it ended, `!nonsense` leaves contents out.
     """
 
     FLAGS = (
@@ -153,6 +153,8 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
                 if fault == "!endless" and isinstance(event, Finished):
                     break
                 answer = self.write(event, wanted, body)
+                if fault == "!nonsense" and count == 3:
+                    del answer.raw_output_contents[1:]
                 yield pb.ModelStreamInferResponse(infer_response=answer)
                 if body.get("stopped"):
                     break

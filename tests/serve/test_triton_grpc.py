@@ -146,6 +146,7 @@ async def test_sampling_and_metadata_arrive(token_ids: bool, tokenizer: Path) ->
         ("!full", BackendUnavailable, "overloaded"),
         ("!die", BackendError, "failed"),
         ("!endless", BackendError, "garbled"),
+        ("!nonsense", BackendError, "garbled"),
     ],
 )
 async def test_each_failure_has_its_kind(prompt: str, error: type[Exception], kind: str) -> None:

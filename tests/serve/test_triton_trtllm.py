@@ -115,6 +115,9 @@ async def test_what_it_cannot_do_is_refused_by_name(tokenizer: Path) -> None:
             with pytest.raises(UnsupportedField) as refused:
                 await events_of(backend, asked(**{field: value}))
             assert refused.value.param == field
+        with pytest.raises(RequestError, match="'top_k' is out of range") as large:
+            await events_of(backend, asked(temperature=1.0, top_k=2**40))
+        assert large.value.param == "top_k"
         with pytest.raises(RequestError) as long:
             await events_of(backend, asked("x" * 600))
         assert long.value.code == "context_length_exceeded"

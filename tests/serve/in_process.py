@@ -84,6 +84,7 @@ class Client:
                 assert not reply.complete
                 reply.complete = True
                 end.set()
+            await asyncio.sleep(0)  # a client's socket may be full at any time
 
         await self.app(scope, receive, send)
         assert reply.complete or end.is_set(), "neither answered nor left"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -48,8 +49,8 @@ async def test_the_total_is_a_504_with_what_was_spent(whose: str, stream: bool) 
         assert 0.15 < time.monotonic() - started < 1
         error = answer["error"]
         assert (status, error["code"], error["type"]) == (504, "deadline_exceeded", "timeout_error")
-        assert error["message"].startswith("the deadline of 0.2 s passed: 0.00 s queued, 0.2")
-        assert error["message"].endswith(" s waiting for fake-1; 0 tokens")
+        spent = r"0\.0\d s queued, 0\.[12]\d s waiting for fake-1; 0 tokens"
+        assert re.fullmatch(f"the deadline of 0.2 s passed: {spent}", error["message"])
         assert deadlines(served) == {"total": 1}
 
 

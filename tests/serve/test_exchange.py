@@ -49,8 +49,9 @@ class Sticky(Scripted):
             raise RuntimeError("cannot close")
 
 
-async def test_an_answer_that_cannot_be_closed_holds_nothing_back() -> None:
-    async with in_process(("fake", [Sticky([chunk(), chunk(), None])])) as served:
+@pytest.mark.parametrize("rest", [[None], [chunk()] * 50], ids=["waiting", "sending"])
+async def test_an_answer_that_cannot_be_closed_holds_nothing_back(rest: list[Any]) -> None:
+    async with in_process(("fake", [Sticky([chunk(), *rest])])) as served:
         gone = asyncio.Event()
         await served.request(
             "/v1/completions",
@@ -130,7 +131,7 @@ async def test_a_key_pays_for_what_it_got() -> None:
                 BODY | {"stream": stream},
                 {"authorization": "Bearer secret"},
                 gone=gone,
-                on_piece=lambda reply: reply.body.count(b"data:") == 2 and gone.set(),
+                on_piece=lambda reply: asyncio.get_running_loop().call_later(0.02, gone.set),
             )
             return int(reply.headers["x-ratelimit-remaining-tokens"])
 

@@ -7,6 +7,8 @@ Searches for member names look at JSON from outside: inside of a JSON string eac
 so generated text cannot match.
 """
 
+import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -19,6 +21,7 @@ from serve.backends.openai_errors import from_event
 __all__ = ["EventReader", "close", "error_of", "read_usage"]
 
 MAX_EVENT = 8 * 1024 * 1024  # bytes of one event; some log-probabilities of an echoed prompt are 1M
+END_S = 1.0  # after [DONE], for the end of the body
 Rewrite = Callable[[bytes], bytes]
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
@@ -88,19 +91,28 @@ class EventReader:
                 if not events.startswith(_BEGINNINGS):
                     raise self._garbled("sent something that is no event")
                 if b"[DONE]" in events:
-                    done = done or _is_done(events)
+                    done = _is_done(events)
                 if b'"usage"' in events:
                     events = self._counted(events)
                 if b'"error"' in events:
                     self._note_error(events)
                 if events:
                     yield events if self._rewrite is None else self._rewrite(events)
+                if done:
+                    await self._end()
+                    return
         finally:
             await close(self._body)
-        if not done and not _is_done(held):
+        if not _is_done(held):
             raise self._garbled("ended its stream without [DONE]")
-        if held:
-            yield bytes(held)
+        yield bytes(held)
+
+    async def _end(self) -> None:
+        """Waits for the end of a body that is complete, so that its connection can be kept."""
+        with contextlib.suppress(TimeoutError, BackendError):
+            async with asyncio.timeout(END_S):
+                async for _piece in self._body:
+                    pass
 
     def _require_chunk(self, data: bytes) -> None:
         try:

@@ -168,6 +168,27 @@ async def test_an_error_event_of_the_backend_reaches_the_client_and_is_counted()
         assert "CUDA error" in member.last_error
 
 
+AFTER_DONE = {"more": send(b"data: x"), "silence": forever(), "a reset": reset(b"")}
+
+
+@pytest.mark.parametrize("then", AFTER_DONE)
+async def test_nothing_after_done_matters(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.api.events.END_S", 0.05)
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        await send(STREAM_HEAD, chunk("a"), DONE)(writer)
+        await AFTER_DONE[then](writer)
+
+    async with (
+        scripted(script) as upstream,
+        in_process(("fake", [relay_to(upstream.url)])) as served,
+    ):
+        events = await served.events("/v1/completions", BODY)
+        assert len(events) == 2 and events[-1] == "[DONE]"
+        assert served.metric("octet_broken_streams_total", model="fake") == 0
+        await upstream.freed()
+
+
 async def slow_reader(served: Served) -> socket.socket:
     """A client that asks for a stream and then reads nothing of it."""
     loop = asyncio.get_running_loop()

@@ -33,6 +33,7 @@ from tests.serve.contract import (
     WITHOUT_LOGPROBS,
     Check,
     ask,
+    collect,
     freed_within,
 )
 
@@ -139,12 +140,16 @@ async def test_contract(backend_of: Any, exports: Path, kind: str, check: Check)
 async def test_a_client_that_goes_away_frees_the_backend(backend_of: Any, kind: str) -> None:
     """Of our entry, test_triton_entry.py sees it by the next request: it has one slot there."""
     async with backend_of(kind) as (backend, running):
+        started = time.perf_counter()
+        await collect(backend, ask(backend, PROMPT, max_tokens=16))
+        step_s = (time.perf_counter() - started) / 16
         closed_s, cancelled_s = await freed_within(backend, PROMPT, running)
     print(
         f"\n{kind}: freed {closed_s * 1000:.0f} ms after a close, {cancelled_s * 1000:.0f} ms "
-        "after a cancelled task"
+        f"after a cancelled task; a token takes it {step_s * 1000:.0f} ms"
     )
-    assert max(closed_s, cancelled_s) < FREED_S
+    # A server stops between two of its steps, which take long on a busy machine.
+    assert max(closed_s, cancelled_s) < FREED_S + 3 * step_s
 
 
 async def test_vllm_says_how_busy_it_is_and_how_long_its_context(

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.api.splice import outgoing
@@ -23,6 +23,7 @@ def sent(raw: bytes, model: str, counted: bool = False) -> Any:
     return json.loads(outgoing(raw, json.loads(raw), model, counted=counted))
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(
     st.dictionaries(st.text(max_size=6), JSON_VALUES, max_size=4),
     st.booleans(),

@@ -165,9 +165,10 @@ class Bench:
         with self.upstream() as ports:
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             with Running(gateway, urls, self.cores[2], self.scratch) as running:
-                unary, streams = (figures["per_s"] for figures in self.throughput(running.port))
+                rates = (figures["per_s"] for figures in self.throughput(running.port))
+                unary, streams = (max(1.0, rate) for rate in rates)
                 per_s = 1 / (STREAMED / streams + (1 - STREAMED) / unary)
-                segment = int(min(requests, per_s * limit_s) / SEGMENTS)
+                segment = max(10, int(min(requests, per_s * limit_s) / SEGMENTS))
                 streamed = max(1, int(segment * STREAMED))
                 done, mb = [], []
                 for i in range(SEGMENTS):

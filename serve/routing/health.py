@@ -114,8 +114,10 @@ class Watch:
                 self._go_out("it is not ready" if ready is False else silent, reachable=True)
             self.looked.set()
             pause_s = config.interval_s if member.ready else config.reconnect_s
+            # Not wait_for: in Python 3.11 that loses a cancellation which comes with the doubt.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._doubt.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._doubt.wait()
 
     def _busy_since(self, moment: float) -> bool:
         """Whether it is known to have worked since then, and was not out."""
@@ -227,7 +229,8 @@ class Watch:
             if member.reachable:
                 before = member.outstanding_tokens, member.in_flight
                 with contextlib.suppress(TimeoutError):
-                    report = await asyncio.wait_for(member.backend.load(), config.timeout_s)
+                    async with asyncio.timeout(config.timeout_s):
+                        report = await member.backend.load()
                     if report is not None:
                         member.reported(report, *before)
             await asyncio.sleep(config.load_interval_s * self._rng.uniform(0.9, 1.1))

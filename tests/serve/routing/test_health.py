@@ -343,3 +343,24 @@ def test_a_check_that_breaks_is_logged_and_begins_again(caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.WARNING):
         play(scene, Wrong())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_doubt_at_the_last_moment_does_not_hold_up_the_end(turns: int) -> None:
+    """A request loses its connection while the pool is closed, some turns of the loop later."""
+
+    async def main() -> None:
+        pool = Pool.of("p", [Server()], clock=asyncio.get_running_loop().time)
+        await pool.start()
+        await asyncio.sleep(0.01)  # until it waits for its next question
+        doubt, began = pool.members[0].on_doubt, now()
+        assert doubt is not None
+        closing = asyncio.create_task(pool.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        doubt()
+        async with asyncio.timeout(60):
+            await closing
+        assert now() - began < 1
+
+    run(main())

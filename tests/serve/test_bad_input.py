@@ -165,10 +165,10 @@ async def _asked(served: Served) -> tuple[int, Any]:
 
 
 async def test_health_is_answered_while_large_bodies_arrive() -> None:
-    """Four bodies of 16 MB at once: 0.1 s at most here, and up to 0.8 s each if it waited."""
+    """Four bodies of 16 MB at once."""
     large = json.dumps(ASK | {"prompt": [12345] * (2**24 // 7 - 99)}).encode()
     sent = request(COMPLETIONS, large)
-    waits: list[float] = []
+    answered = 0
     async with serving(("fake", [fake_backend()])) as served:
         host, port = served.url.removeprefix("http://").split(":")
 
@@ -177,12 +177,10 @@ async def test_health_is_answered_while_large_bodies_arrive() -> None:
             ((status, _, _),) = responses(received or b"")
             return status
 
-        clock = asyncio.get_running_loop().time
         bodies = asyncio.gather(*(ask() for _ in range(4)))
         while not bodies.done():
-            start = clock()
             async with served.session.get("/health") as response:
                 assert response.status == 200
-            waits.append(clock() - start)
+            answered += 1
         assert await bodies == [400] * 4
-    assert len(waits) > 3 and max(waits) < 1.0, max(waits)
+    assert answered > 20, "it waited for the bodies"

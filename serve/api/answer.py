@@ -7,6 +7,8 @@ that cannot be reached, or dies before its first token, costs the client nothing
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from octet.errors import OctetError
+
 __all__ = ["DONE", "EVENT_STREAM", "JSON", "Answer", "Tally"]
 
 JSON = "application/json"
@@ -20,7 +22,7 @@ class Tally:
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    failed: str | None = None  # what the backend itself reported inside of a stream
+    failed: OctetError | None = None  # what the backend itself reported inside of a stream
 
 
 @dataclass(slots=True)

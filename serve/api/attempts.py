@@ -191,13 +191,14 @@ class Attempts:
 
     async def _ask(self, pool: Pool) -> Answer:
         tried: list[Member] = []
+        unfit: list[Member] = []  # for this request, however often they are asked
         retries = 0
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
         while True:
             member = pool.choose(self._ask_of, tried)
             if member is None and failure is not None and failure.kind in _AGAIN:
-                member = pool.choose(self._ask_of)
+                member = pool.choose(self._ask_of, unfit)
             if member is None:
                 raise failure or refusal or _unavailable(pool)
             tried.append(member)
@@ -205,6 +206,7 @@ class Attempts:
                 return await self._attempt(pool, member)
             except UnsupportedField as error:  # another backend of the pool may take the field
                 refusal = refusal or error
+                unfit.append(member)
                 continue
             except BackendError as error:
                 failure = error
@@ -281,12 +283,13 @@ def _without_address(error: OctetError, member: Member) -> OctetError:
     """`error` naming the member as clients know it: addresses are nobody's business."""
     kind_and_address = member.backend.name
     address = kind_and_address.split(" ", 1)[-1]
+    bare = address.partition("://")[2] or address
+    answer = error.answer if isinstance(error, AnsweredFailure) else None
     text = str(error)
-    if address in text:
-        error.args = (text.replace(kind_and_address, member.name).replace(address, member.name),)
-    if isinstance(error, AnsweredFailure):
-        answer = error.answer
-        bare = address.partition("://")[2] or address
-        for shown in (kind_and_address, address, bare):
+    for shown in (kind_and_address, address, bare):
+        text = text.replace(shown, member.name)
+        if answer is not None:
             answer.first = answer.first.replace(shown.encode(), member.name.encode())
+    if text != str(error):
+        error.args = (text,)
     return error

@@ -22,8 +22,8 @@ class Deadlines:
     """Of the request that the current task runs. Times are of the event loop's clock."""
 
     __slots__ = (
-        *("_at", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task", "_total_at"),
-        *("expired", "gone", "total_s"),
+        *("_at", "_before", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task"),
+        *("_total_at", "expired", "gone", "total_s"),
     )
 
     def __init__(self, total_s: float, elapsed_s: float = 0.0) -> None:
@@ -37,6 +37,7 @@ class Deadlines:
         self.expired: Stage | None = None
         self._total_at = self._loop.time() + total_s - elapsed_s
         self._at = self._silence_s = inf  # the end of the stage, and how long it may be
+        self._before = inf  # `_at`, before something was sent
         self._stage: Stage = "total"
         self._pending = False  # a cancellation of ours that nobody has caught yet
         self._handle: asyncio.TimerHandle | None = self._loop.call_at(self._total_at, self._fire)
@@ -58,11 +59,11 @@ class Deadlines:
 
     def sending(self) -> None:
         """The client is given something, and may take its time: that is no silence of a backend."""
-        self._at = inf
+        self._before, self._at = self._at, inf
 
-    def sent(self) -> None:
-        """The stage's time begins anew."""
-        self._at = self._loop.time() + self._silence_s
+    def sent(self, *, heard: bool = True) -> None:
+        """The stage's time begins anew if the backend was `heard`; else it goes on."""
+        self._at = self._loop.time() + self._silence_s if heard else self._before
 
     def disconnected(self) -> None:
         """The client went away."""

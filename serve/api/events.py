@@ -128,7 +128,7 @@ class EventReader:
         for line in _data_lines(events):
             error = error_of(_object(line))
             if error is not None:
-                self.tally.failed = str(from_event(self._name, error))
+                self.tally.failed = from_event(self._name, error)
 
     def _counted(self, events: bytes) -> bytes:
         """Reads the usage; what is left for the client.
@@ -141,7 +141,7 @@ class EventReader:
         start, kept = 0, b""
         while (at := events.find(b'"usage"', start)) >= 0:
             begin, end = _event_around(events, at)
-            chunk = _object(events[begin:end].strip().removeprefix(b"data:"))
+            chunk = _object(b"\n".join(_data_lines(events[begin:end])))
             counted = read_usage(chunk, self.tally)
             alone = counted and chunk.get("choices") == []
             kept += events[start : begin if alone and self._hides_usage else end]
@@ -180,12 +180,12 @@ def _end_of_events(held: bytearray, start: int) -> int:
 
 
 def _is_done(events: bytes | bytearray) -> bool:
-    # At the very end only: generated text may say [DONE] too, but its event ends in a brace.
-    return events.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
+    """Whether [DONE] is among `events`: generated text that says so is not alone on its line."""
+    return b"[DONE]" in _data_lines(events)
 
 
-def _data_lines(events: bytes) -> list[bytes]:
-    return [line[5:].strip() for line in events.splitlines() if line.startswith(b"data:")]
+def _data_lines(events: bytes | bytearray) -> list[bytes]:
+    return [bytes(line[5:].strip()) for line in events.splitlines() if line.startswith(b"data:")]
 
 
 def _first_data(events: bytes) -> bytes | None:

@@ -156,6 +156,9 @@ class Exchange:
             async for piece in rest:
                 deadlines.sending()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if _is_comment(piece):  # the server lives; whether its model does, it does not say
+                    deadlines.sent(heard=False)
+                    continue
                 deadlines.sent()
                 events = _events(piece)
                 self.tokens += events
@@ -184,8 +187,9 @@ class Exchange:
             attempts.settle(0, 0)
             return
         if error is None and tally.failed is not None:  # it has told the client so itself
-            attempts.failed(BackendError(tally.failed))
-            self.observation.broken("backend_error")
+            if isinstance(tally.failed, BackendError):  # else it blames the request
+                attempts.failed(tally.failed)
+            self.observation.broken(code_of(tally.failed))
         elif error is None:
             attempts.succeeded()
         self.observation.finished(tally.prompt_tokens, tally.completion_tokens)
@@ -272,6 +276,11 @@ def _choices(body: Any) -> int:
         return 1
     prompts = getattr(body, "prompt", None)
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
+
+
+def _is_comment(piece: bytes) -> bool:
+    """Whether there are no data in it: servers write comments to keep a connection open."""
+    return piece.startswith(b":") and b"\ndata:" not in piece
 
 
 def _ended(piece: bytes) -> int:

@@ -72,7 +72,7 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
         if answer.status != 200:
             return "refused"
         if answer.tally.failed is not None:
-            raise BackendError(answer.tally.failed)
+            raise answer.tally.failed
         lease.succeeded()
         return "ok"
     except BackendError as error:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
+from serve.api.fields import UnsupportedField
 from tests.fakes import fake_backend
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
@@ -157,6 +158,43 @@ async def test_a_field_that_one_pool_cannot_take_goes_to_one_that_can() -> None:
         body = BODY | {"model": "m", "min_p": 0.5}
         status, _ = await served.post("/v1/completions", body)
         assert (status, relaying.asked) == (200, 1)
+
+
+@pytest.mark.parametrize("failure", [lost, failed])
+async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
+    failure: Any,
+) -> None:
+    refusal = UnsupportedField("'tools' is not supported", param="tools")
+    unfit = Scripted(*[refusal] * 20, whole())  # ends, should it be asked again and again
+    async with in_process(("fake", [unfit, Scripted(failure())]), pools=pools()) as served:
+        for asked in (1, 2, 3):
+            assert (await ask(served))[0] == 502
+            assert unfit.asked == asked
+
+
+BLAMING = {"request": (400, "invalid", 0), "load": (503, "busy", 0), "model": (500, "CUDA", 2)}
+
+
+@pytest.mark.parametrize(("status", "message", "counted"), BLAMING.values(), ids=BLAMING)
+async def test_an_error_event_counts_for_what_it_says(
+    status: int, message: str, counted: int
+) -> None:
+    event = b'data: {"error":{"message":"%s","code":%d}}\n\n' % (message.encode(), status)
+    backend = Scripted([chunk(), event, DONE])
+    async with in_process(("fake", [backend]), pools=pools(ejection={"failures": 2})) as served:
+        for _ in range(2):
+            assert (await ask(served, stream=True))[0] == 200
+        assert (await ask(served, stream=True))[0] == (503 if counted else 200)
+
+
+async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
+    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+    dying, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
+    settings = pools(routing={"policy": "round_robin"})
+    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+        for _ in range(6):
+            await ask(served, stream=True)
+        assert dying.asked == 1
 
 
 async def test_nobody_available_is_a_503_that_names_the_pool() -> None:

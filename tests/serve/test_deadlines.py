@@ -174,6 +174,23 @@ async def test_silence_is_counted_anew_with_each_event() -> None:
         assert deadlines(served) == {}
 
 
+async def test_a_comment_is_no_sign_of_life_of_a_model() -> None:
+    class Hung(Scripted):
+        """Its server goes on writing what keeps a connection open, as sse-starlette does."""
+
+        async def _body(self, pieces: list[Any]) -> Any:
+            yield chunk()
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                yield b": ping\r\n\r\n"
+
+    async with in_process(("fake", [Hung([])]), pools=within(inter_token=0.2)) as served:
+        reply = await served.request("/v1/completions", BODY | {"stream": True})
+        assert b": ping" in reply.body and b"was silent for 0.2 s" in reply.body
+        assert b"; 1 tokens" in reply.body
+        assert deadlines(served) == {"inter_token": 1}
+
+
 async def test_a_client_that_takes_its_time_is_no_silence_of_the_backend() -> None:
     flood = Scripted([chunk("x" * 60_000)] * 200 + [DONE])
     settings = within(inter_token=0.1)

@@ -231,7 +231,30 @@ async def test_an_error_event_later_on_is_passed_on_and_noted() -> None:
     error = b'data: {"error":{"message":"engine died","code":500}}\n\n'
     pieces, tally = await relayed(Upstream([FIRST, error, DONE]))
     assert b"".join(pieces) == FIRST + error + DONE
-    assert "engine died" in tally.failed
+    assert "engine died" in str(tally.failed) and tally.failed.kind == "failed"
+
+
+TOLD = COUNT[:-2]  # the usage, with room for other fields of its event
+
+
+@pytest.mark.parametrize(
+    "count", [b"id: 3\n" + COUNT, b"event: e\n" + COUNT, TOLD + b"\nid: 3\n\n"]
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_usage_is_found_among_the_other_fields_of_its_event(end: bytes, count: bytes) -> None:
+    stream = [piece.replace(b"\n", end) for piece in (FIRST, count, DONE)]
+    pieces, tally = await relayed(Upstream(stream), stream=True)
+    assert b"".join(pieces) == stream[0] + stream[2]
+    assert (tally.prompt_tokens, tally.completion_tokens) == (3, 2)
+
+
+ENDS = (b"data:[DONE]\n\n", b"data:  [DONE]\n\n", b"data: [DONE]\nid: 9\n\n", DONE + b": ping\n\n")
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_done_may_be_written_in_other_ways(end: bytes) -> None:
+    pieces, _ = await relayed(Upstream([FIRST, end, BackendError("it goes on")]))
+    assert b"".join(pieces) == FIRST + end
 
 
 async def test_a_whole_answer_is_counted_whatever_its_size() -> None:

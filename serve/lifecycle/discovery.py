@@ -62,7 +62,8 @@ class Discovery:
             return
         self._task = asyncio.create_task(self._run(), name=f"discovery {self.origin}")
         try:
-            await asyncio.wait_for(self._first.wait(), FIRST_ROUND_S)
+            async with asyncio.timeout(FIRST_ROUND_S):  # wait_for of 3.11 may lose a cancellation
+                await self._first.wait()
         except TimeoutError:
             _log.warning("pool %s: %s has not answered yet", self.pool.name, self.origin)
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from serve.config import DnsDiscovery
 from serve.gateway import Gateway
 from serve.lifecycle import discovery
+from serve.lifecycle.discovery import Discovery
+from serve.routing import Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.test_reload import BODY, QUIET, reload, streaming
@@ -157,6 +160,32 @@ class TestDns:
             assert gateway.discoveries[0].problem.startswith("dns no.such.host.invalid: ")
             async with served.session.get("/ready") as response:
                 assert response.status == 503
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_start_that_is_cancelled_as_its_source_answers_ends(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = asyncio.Event()
+
+    async def addresses_of(_name: str, _port: int) -> set[str]:
+        await answer.wait()
+        return set()
+
+    monkeypatch.setattr(discovery, "addresses_of", addresses_of)
+    source = DnsDiscovery.model_validate(
+        {"dns": "vllm.internal", "port": 1, "backend": {"type": "vllm", "model": "fake"}}
+    )
+    found = Discovery(source, Pool.of("p", []), ["fake"], asyncio.Lock())
+    starting = asyncio.create_task(found.start())
+    await asyncio.sleep(0.01)  # until it waits
+    answer.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if starting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    await found.close()
 
 
 def dns(name: str, port: int) -> str:

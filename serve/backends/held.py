@@ -11,7 +11,7 @@ import ssl
 
 from octet.errors import BackendUnavailable
 
-__all__ = ["hold_open", "keep_alive"]
+__all__ = ["hold_open", "keep_alive", "reason_of"]
 
 GONE_AFTER_S = 3
 # A server that closes idle connections has let this one live for a while.
@@ -59,10 +59,17 @@ async def _open(
             context = ssl.create_default_context() if tls else None
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
     except OSError as error:  # TimeoutError is one
-        reason = os.strerror(error.errno) if error.errno else str(error) or "no answer"
+        reason = reason_of(error) or "no answer"
         raise BackendUnavailable(f"{name}: cannot be reached ({reason})") from error
     keep_alive(writer.get_extra_info("socket"))
     return reader, writer
+
+
+def reason_of(error: OSError) -> str:
+    """A few words for people, without the address. Only the system's own numbers have a text."""
+    if isinstance(error, ssl.SSLError | socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 async def _until_its_end(reader: asyncio.StreamReader) -> bool:

@@ -2,7 +2,6 @@
 
 import email.utils
 import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+from serve.backends.held import reason_of
 
 __all__ = [
     "failure",
@@ -132,6 +132,8 @@ def _reason(error: Exception) -> str:
     """A few words for people; aiohttp's own repeat the address and its internals."""
     if isinstance(error, aiohttp.ClientPayloadError):
         return "it closed the connection"
-    if isinstance(error, OSError) and error.errno and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.message
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    said = reason_of(inner) if isinstance(inner, OSError) else str(inner)
+    return said or type(error).__name__

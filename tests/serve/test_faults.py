@@ -155,6 +155,18 @@ async def test_what_a_backend_says_of_its_failure_reaches_the_client_without_its
             assert answer["error"]["message"] == "no GPU at fake-1 (fake-1)"
 
 
+async def test_what_is_not_http_is_told_without_an_address() -> None:
+    async with scripted(send(b"220 mail.example ESMTP\r\n\r\n")) as upstream:
+        shouted = upstream.url.replace(
+            "127.0.0.1", "LocalHost"
+        )  # written otherwise than aiohttp does
+        async with in_process(("fake", [relay_to(shouted)])) as served:
+            status, answer = await served.post("/v1/completions", BODY)
+            message = answer["error"]["message"]
+            assert status == 502 and message.startswith("fake-1: answered with something that is")
+            assert "localhost" not in message.lower() and "://" not in message
+
+
 async def test_an_error_event_of_the_backend_reaches_the_client_and_is_counted() -> None:
     event = b"data: " + ERROR + b"\n\n"
     async with (

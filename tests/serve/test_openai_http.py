@@ -256,6 +256,16 @@ async def test_a_server_that_is_not_there_or_does_not_answer_is_refused() -> Non
             client.close()
 
 
+async def test_why_a_server_cannot_be_reached_is_said_in_words() -> None:
+    async with started("http://no.such.host.invalid:1") as backend:
+        for reach in (body_of(backend, "x"), backend.hold()):
+            with pytest.raises(BackendUnavailable) as failed:
+                await reach
+            said = str(failed.value).removeprefix(backend.name)
+            assert "no.such.host" not in said and "Unknown error" not in said, said
+            assert failed.value.kind == "refused"
+
+
 def test_when_to_come_back() -> None:
     assert retry_after("7") == 7 and retry_after(None) is None and retry_after("soon") is None
     assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0

@@ -52,8 +52,10 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
     """The error for a call that ended with `details`."""
     said = " ".join(details.split())
+    if (refusal := _own_refusal(details)) is not None:  # may quote the request: told first
+        return refusal
     kind = _kind(code, said)
-    refusal = None if kind else _own_refusal(details) or _known_refusal(said)
+    refusal = None if kind else _known_refusal(said)
     return refusal or BackendError(f"{name}: {said}", kind=kind or "failed")
 
 

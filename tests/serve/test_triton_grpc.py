@@ -285,6 +285,7 @@ LENGTH = (
             "prompt",
         ),
         (json.dumps({"message": "m", "param": "top_p", "code": "c"}), "top_p"),
+        (json.dumps({"message": "'X is not healthy'", "param": "stop", "code": "c"}), "stop"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value[:60]),
 )

@@ -21,7 +21,7 @@ _PROBES = frozenset(("/health", "/ready", "/metrics"))  # asked every few second
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 # Any version but ff; what follows the flags belongs to versions to come.
 _TRACEPARENT = re.compile(
-    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?"
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,64})?"
 )
 _TRACESTATE = re.compile(rb"[\x20-\x7e]{1,512}")
 

@@ -80,6 +80,8 @@ async def test_the_trace_goes_on_where_tracing_is_off(figures: Figures) -> None:
         f"00-{'0' * 32}-b7ad6b7169203331-01",
         f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
         TRACEPARENT + "\r\nx: y",
+        TRACEPARENT + "-\x01",
+        TRACEPARENT + "-\u00e9",
     ],
 )
 async def test_a_malformed_trace_is_dropped(figures: Figures, bad: str) -> None:

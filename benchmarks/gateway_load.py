@@ -20,6 +20,7 @@ import select
 import socket
 import statistics
 import time
+from collections import deque
 from typing import Any
 
 from gateway_mock import CHUNKS, MODEL, WORDS
@@ -187,7 +188,7 @@ class Load:
 
     def open_loop(self, connections: int, rate: float, seconds: float) -> None:
         """Starts with `connections`, each used once; more are opened when none is idle."""
-        idle: list[Connection] = []
+        idle: deque[Connection] = deque()
         for _ in range(connections):
             connection = self.connect()
             connection.send(self.request, 0.0)
@@ -204,7 +205,7 @@ class Load:
         while due < stop or in_flight:
             now = time.perf_counter()
             while due <= now and due < stop:
-                connection = idle.pop() if idle else self.connect()
+                connection = idle.popleft() if idle else self.connect()
                 connection.send(self.request, due)
                 in_flight += 1
                 due += draw.expovariate(rate)

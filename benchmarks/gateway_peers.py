@@ -23,7 +23,7 @@ from gateway_mock import MODEL
 
 from octet import __version__
 
-__all__ = ["GATEWAYS", "KEY", "Gateway", "free_port", "version"]
+__all__ = ["GATEWAYS", "KEY", "Gateway", "chosen", "free_port", "version"]
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
@@ -45,10 +45,6 @@ class Gateway:
     distribution: str = "octet"  # whose version is reported
     peer: str | None = None  # the environment's name; None: this interpreter's
     environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> bool:
-        return self.peer is not None and not (PEERS / self.peer).exists()
 
 
 def free_port() -> int:
@@ -152,6 +148,14 @@ GATEWAYS = {
         Gateway("router in Rust", rust_router, "vllm-router", "vllm-router"),
     )
 }
+
+
+def chosen(names: list[str]) -> list[Gateway]:
+    """Those of `names`, whose environments must have been built."""
+    gateways = [GATEWAYS[name] for name in names]
+    if missing := {g.peer for g in gateways if g.peer and not (PEERS / g.peer).exists()}:
+        raise SystemExit(f"not built: {', '.join(sorted(missing))}; see gateway_peers.py")
+    return gateways
 
 
 def version(gateway: Gateway) -> str:

@@ -22,6 +22,7 @@ class Tally:
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    ended: bool = False  # all that is of use is with the client, or on its way: see EventReader
     failed: OctetError | None = None  # what the backend itself reported inside of a stream
 
 

@@ -248,6 +248,8 @@ class Attempts:
             self._leave_member()
             raise _without_address(refused, member) from None
         except BackendError as failed:
+            if self.deadlines.interrupting:  # what a backend's clean-up made of our cancellation
+                raise asyncio.CancelledError from failed
             error = failed
         else:
             return answer

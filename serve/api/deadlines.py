@@ -71,6 +71,11 @@ class Deadlines:
             self.gone = True
             self._interrupt()
 
+    @property
+    def interrupting(self) -> bool:
+        """Whether the task was cancelled here, and nobody has `caught` it yet."""
+        return self._pending
+
     def caught(self) -> bool:
         """In `except CancelledError`: whether it was ours alone; if so, it is undone."""
         if not self._pending:

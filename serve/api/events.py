@@ -91,7 +91,7 @@ class EventReader:
                 if not events.startswith(_BEGINNINGS):
                     raise self._garbled("sent something that is no event")
                 if b"[DONE]" in events:
-                    done = _is_done(events)
+                    done = self.tally.ended = _is_done(events)
                 if b'"usage"' in events:
                     events = self._counted(events)
                 if b'"error"' in events:

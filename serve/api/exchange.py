@@ -165,9 +165,11 @@ class Exchange:
                 observation.streamed(events, _ended(piece) if several else 0)
                 progressed()
         except (Exception, asyncio.CancelledError) as failure:
-            error = self._cause(failure)
-            if error is None:
-                return
+            # After [DONE] only the backend's connection was waited for, and no failure matters.
+            if not (answer.tally.ended and deadlines.caught()):
+                error = self._cause(failure)
+                if error is None:
+                    return
         finally:
             await _close(rest)
         # From here on the backend is free, and the client has the time that it takes.

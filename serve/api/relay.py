@@ -139,6 +139,7 @@ def _renamer(served_name: str, alias: str) -> Rewrite:
 
     Generated text cannot match: inside a JSON string each quote is escaped.
     """
-    pattern = re.compile(rb'(?<!\\)"model"\s*:\s*' + re.escape(json.dumps(served_name).encode()))
+    written = (json.dumps(served_name, ensure_ascii=ascii).encode() for ascii in (True, False))
+    pattern = re.compile(rb'(?<!\\)"model"\s*:\s*(?:' + b"|".join(map(re.escape, written)) + b")")
     replacement = b'"model":' + json.dumps(alias).encode()
     return lambda piece: pattern.sub(lambda _match: replacement, piece)

@@ -172,19 +172,20 @@ async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
             assert unfit.asked == asked
 
 
-BLAMING = {"request": (400, "invalid", 0), "load": (503, "busy", 0), "model": (500, "CUDA", 2)}
+BLAMING = {"request": (400, "invalid", 5), "load": (503, "busy", 5), "model": (500, "CUDA", 2)}
 
 
-@pytest.mark.parametrize(("status", "message", "counted"), BLAMING.values(), ids=BLAMING)
+@pytest.mark.parametrize(("status", "message", "asked"), BLAMING.values(), ids=BLAMING)
 async def test_an_error_event_counts_for_what_it_says(
-    status: int, message: str, counted: int
+    status: int, message: str, asked: int
 ) -> None:
     event = b'data: {"error":{"message":"%s","code":%d}}\n\n' % (message.encode(), status)
-    backend = Scripted([chunk(), event, DONE])
-    async with in_process(("fake", [backend]), pools=pools(ejection={"failures": 2})) as served:
-        for _ in range(2):
+    erring, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
+    settings = pools(ejection={"failures": 2}, routing={"policy": "round_robin"})
+    async with in_process(("fake", [erring, sound]), pools=settings) as served:
+        for _ in range(10):
             assert (await ask(served, stream=True))[0] == 200
-        assert (await ask(served, stream=True))[0] == (503 if counted else 200)
+        assert (erring.asked, sound.asked) == (asked, 10 - asked)
 
 
 async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
@@ -195,6 +196,32 @@ async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
         for _ in range(6):
             await ask(served, stream=True)
         assert dying.asked == 1
+
+
+class Converting(Scripted):
+    """Calls a request that is cancelled lost: its clean-up failed."""
+
+    async def relay(self, *_arguments: Any) -> Any:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise lost() from None
+
+
+@pytest.mark.parametrize("why", ["gone", "late"])
+async def test_what_a_backend_calls_a_cancellation_is_no_reason_to_try_again(why: str) -> None:
+    backend, gone = Converting(), asyncio.Event()
+    settings = pools(timeouts={"total_s": 60 if why == "gone" else 0.1})
+    async with in_process(("fake", [backend]), pools=settings) as served:
+        asking = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
+        while not backend.asked:
+            await asyncio.sleep(0)
+        if why == "gone":
+            gone.set()
+        async with asyncio.timeout(5):
+            reply = await asking
+        assert (reply.status, backend.asked) == (0 if why == "gone" else 504, 1)
 
 
 async def test_nobody_available_is_a_503_that_names_the_pool() -> None:

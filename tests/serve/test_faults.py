@@ -18,6 +18,7 @@ from tests.serve.upstreams import (
     JSON_HEAD,
     STREAM_HEAD,
     Script,
+    Scripted,
     chunk,
     forever,
     reset,
@@ -178,6 +179,28 @@ async def test_an_error_event_of_the_backend_reaches_the_client_and_is_counted()
         assert served.metric("octet_broken_streams_total", model="fake") == 1
         (member,) = served.gateway.pools["fake"].members
         assert "CUDA error" in member.last_error
+
+
+@pytest.mark.parametrize("why", ["gone", "late"])
+async def test_who_has_had_all_of_a_stream_has_had_an_answer(why: str) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
+    lingering = Scripted([chunk(), usage, DONE, None])  # its connection does not end
+    settings = pools(timeouts={"total_s": 0.2})
+    async with in_process(("fake", [lingering]), pools=settings) as served:
+        gone = asyncio.Event()
+        leave = gone.set if why == "gone" else lambda: None
+        reply = await served.request(
+            "/v1/completions",
+            BODY | {"stream": True},
+            gone=gone,
+            on_piece=lambda reply: reply.body.endswith(DONE) and leave(),
+        )
+        assert reply.events[-1] == "[DONE]" and reply.complete
+        labels = {"key": "anonymous", "model": "fake", "backend": "fake-1", "precision": ""}
+        counted = {"type": "output", "counted": "backend"}
+        assert served.metric("octet_tokens_total", **labels, **counted) == 3
+        (member,) = served.gateway.pools["fake"].members
+        assert member.last_error == ""
 
 
 AFTER_DONE = {"more": send(b"data: x"), "silence": forever(), "a reset": reset(b"")}

@@ -133,6 +133,13 @@ async def test_an_alias_is_written_however_they_arrive(at: list[int]) -> None:
     assert b'\\"model\\":\\"served\\"' in b"".join(pieces)  # the text of an answer stays
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+async def test_a_name_beyond_ascii_is_replaced_however_it_is_written(ascii_only: bool) -> None:
+    body = json.dumps({"model": "modèle", "choices": []}, ensure_ascii=ascii_only).encode()
+    answer = await opened(Upstream([body], "modèle", kind="application/json"), alias="b")
+    assert json.loads(answer.first) == {"model": "b", "choices": []}
+
+
 @pytest.mark.parametrize("length", [0, 10])
 async def test_nothing_whole_is_a_failure_before_the_first_token(length: int) -> None:
     with pytest.raises(BackendError, match="DONE") as failed:

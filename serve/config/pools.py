@@ -61,8 +61,8 @@ class Ejection(Section):
     duration_s: Seconds = 5.0  # of the first ejection; each further one lasts as much longer
     max_duration_s: Seconds = 60.0
     trials: Count = 1  # requests at a time while half-open
-    # At most this part of the pool is ejected for failures (one is always allowed to be); those
-    # that cannot be reached at all are not counted.
+    # At most this part of the pool is ejected for failures: always one of several, never the last
+    # that serves. Those that cannot be reached at all are not counted.
     max_fraction: Fraction = 0.5
 
 

@@ -7,7 +7,7 @@ for that maximum starts again from the first.
 open → half-open: the time has passed and, where a prober looks after the backend (`probed`), a
 generated token came out too. So no client's request is spent on a server that hangs.
 
-half-open → closed or open: a few requests at a time are let through; the first success or failure
+half-open → closed or open: a few requests at a time are let through; the first token or failure
 among them decides. Requests that began before the last change of state decide nothing.
 """
 
@@ -33,7 +33,7 @@ class Breaker:
         may_open: Callable[[], bool] = lambda: True,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`may_open` is asked before failures in a row open it; `changed` is told of each change
+        """`may_open` is asked before failures of requests open it; `changed` is told of each change
         of what it admits."""
         self.config = config
         self._clock = clock
@@ -86,8 +86,22 @@ class Breaker:
         if self._state == "half_open":
             self._become("closed")
 
-    def failed(self, epoch: int, kind: FailureKind) -> bool:
-        """Whether that opened it. `overloaded` is no failure: the server is well, and busy."""
+    def progressed(self, epoch: int) -> int:
+        """A request that goes on has brought its first token; returns the epoch of its outcome.
+
+        That ends the trial, or a long answer would keep everybody else waiting. It takes no
+        failures back: a server may break every stream after its first token.
+        """
+        if epoch == self.epoch and self._state == "half_open":
+            self._become("closed")
+            return self.epoch
+        return epoch
+
+    def failed(self, epoch: int, kind: FailureKind, *, again: bool = False) -> bool:
+        """Whether that opened it. `overloaded` is no failure: the server is well, and busy.
+
+        `again`: the same request has failed here before, and it may be the request's fault.
+        """
         if epoch != self.epoch or self._state == "open":
             return False
         if kind == "overloaded":
@@ -95,8 +109,11 @@ class Breaker:
         elif kind == "dead":
             self.trip()
         elif self._state == "half_open":
-            self._open()
-        else:
+            if self.certain or self._may_open():
+                self._open()
+            else:
+                self.abandoned(epoch)
+        elif not again:
             self._failures += 1
             if self._failures >= self.config.failures and self._may_open():
                 self._open()

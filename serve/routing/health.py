@@ -8,6 +8,7 @@ again by all of it: connection, ready, one token.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import random
 from collections.abc import Callable
@@ -43,7 +44,8 @@ class Watch:
     def start(self) -> None:
         self._member.on_doubt = self._doubt.set
         self.take(self._config)
-        self._task = asyncio.create_task(self._run())
+        # Not in the caller's context: that may be a request's, whose id the log would show.
+        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     def take(self, config: Health) -> None:
         """Goes by these settings from now on."""

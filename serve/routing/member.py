@@ -118,9 +118,12 @@ class Member:
             return "full"
         return "trial" if state == "half_open" else "in"
 
-    def lease(self, tokens: int) -> "Lease":
-        """Gives it a request of so many tokens, until the lease is released."""
-        return Lease(self, tokens, self._clock)
+    def lease(self, tokens: int, *, again: bool = False) -> "Lease":
+        """Gives it a request of so many tokens, until the lease is released.
+
+        `again`: it has failed the same request before.
+        """
+        return Lease(self, tokens, self._clock, again=again)
 
     def come_in(self) -> None:
         """It is reached and says that it is ready."""
@@ -146,10 +149,10 @@ class Member:
             self.changed()
             self.on_doubt()
 
-    def failed(self, error: BackendError, epoch: int) -> None:
-        """It failed a request that began in that epoch of its breaker."""
+    def failed(self, error: BackendError, epoch: int, *, again: bool = False) -> None:
+        """It failed a request that began in that epoch of its breaker; `again` as in `lease`."""
         self.last_error = str(error)
-        opened = self.breaker.failed(epoch, error.kind)
+        opened = self.breaker.failed(epoch, error.kind, again=again)
         if opened:
             _log.warning("%s/%s is ejected: %s", self.pool, self.name, error)
         if error.kind in ("refused", "lost"):
@@ -194,21 +197,30 @@ class Member:
 class Lease:
     """One request at one member. Its first outcome counts; without one, its client went away."""
 
-    __slots__ = ("_began", "_clock", "_epoch", "_open", "_undecided", "member", "tokens")
+    __slots__ = (
+        *("_again", "_began", "_clock", "_epoch", "_open", "_silent", "_undecided"),
+        *("member", "tokens"),
+    )
 
-    def __init__(self, member: Member, tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, member: Member, tokens: int, clock: Callable[[], float], *, again: bool = False
+    ) -> None:
         self.member = member
         self.tokens = tokens
         self._clock = clock
         self._began = clock()
         self._epoch = member.breaker.begin()
-        self._undecided = True
+        self._again = again
+        self._silent = self._undecided = True
         self._open = True
         member._took(tokens)
 
     def progressed(self) -> None:
-        """Tokens came: it is busy, not dead."""
+        """Tokens came: it is busy, not dead. The outcome is still to come."""
         self.member.last_success = self._clock()
+        if self._silent and self._undecided:
+            self._silent = False
+            self._epoch = self.member.breaker.progressed(self._epoch)
 
     def succeeded(self) -> None:
         if self._undecided:
@@ -220,7 +232,7 @@ class Lease:
         """Not for a request that the backend refused as its client's mistake."""
         if self._undecided:
             self._undecided = False
-            self.member.failed(error, self._epoch)
+            self.member.failed(error, self._epoch, again=self._again)
 
     def release(self) -> None:
         """Always, and as often as one likes."""

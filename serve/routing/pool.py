@@ -199,6 +199,7 @@ class Pool:
         self, backend: Backend, config: BackendConfig | None = None, origin: str = "config"
     ) -> Member:
         taken = {member.name for member in (*self.members, *self._leaving, *self._prepared)}
+        taken.update(entry.name for entry in self.config.backends if entry.name)
         numbers = (f"{self.name}-{number}" for number in itertools.count(1))
         name = config.name if config else None
         name = name or next(free for free in numbers if free not in taken)
@@ -229,10 +230,11 @@ class Pool:
         self._stale = False
 
     def _may_eject(self, candidate: Member) -> bool:
-        others = (m for m in self.members if m is not candidate and m.reachable and m.ready)
+        """For failures that may be the requests' fault: never the last that serves."""
+        others = [m for m in self.members if m is not candidate and m.reachable and m.ready]
         ejected = sum(member.breaker.counted for member in others)
         allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))
-        return ejected < allowed
+        return ejected < allowed and any(m.standing in ("in", "full") for m in others)
 
     def _wait_s(self, member: Member) -> float:
         health, now = self.config.health, self._clock()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 import pytest
 
@@ -18,14 +19,18 @@ DEAD = BackendError("Stub process 'x' is not healthy", kind="dead")
 
 
 def play(scene: Scene, server: Server | None = None, **health: float | None) -> None:
-    """`scene` with one started member; afterwards nothing may be left running."""
+    """`scene` with one started member of two; afterwards nothing may be left running.
+
+    The other one is well: the last that serves is not ejected for what it did to requests.
+    """
     server = server or Server()
 
     async def main() -> None:
         config = PoolConfig.model_validate(
             {"health": {"probe_after_s": 30} | health, "ejection": {"duration_s": 5}}
         )
-        pool = Pool.of("p", [server], config, clock=asyncio.get_running_loop().time)
+        backends = [server, Server("http://b")]
+        pool = Pool.of("p", backends, config, clock=asyncio.get_running_loop().time)
         await pool.start()
         await scene(server, pool.members[0])
         await pool.close()
@@ -362,5 +367,25 @@ def test_a_doubt_at_the_last_moment_does_not_hold_up_the_end(turns: int) -> None
         async with asyncio.timeout(60):
             await closing
         assert now() - began < 1
+
+    run(main())
+
+
+def test_checks_know_nothing_of_the_request_that_added_the_member() -> None:
+    """Whose id every line that they log would show."""
+    request: ContextVar[str] = ContextVar("request", default="")
+    seen: set[str] = set()
+
+    class Looking(Server):
+        async def ready(self) -> bool:
+            seen.add(request.get())
+            return await super().ready()
+
+    async def main() -> None:
+        request.set("an administrator's")
+        pool = Pool.of("p", [Looking()], clock=asyncio.get_running_loop().time)
+        await pool.start()
+        await pool.close()
+        assert seen == {""}
 
     run(main())

@@ -65,6 +65,46 @@ def test_a_trial_that_ends_without_an_outcome_leaves_room_for_another() -> None:
     assert it.standing == "trial" and it.available
 
 
+def on_trial() -> tuple[Member, Lease]:
+    it, clock = member()
+    for _ in range(5):
+        lease = it.lease(1)
+        lease.failed(BackendError("x"))
+        lease.release()
+    clock.now = 5
+    assert it.standing == "trial"
+    return it, it.lease(1)
+
+
+def test_the_first_token_of_a_trial_lets_the_others_in_again() -> None:
+    """A stream may take minutes: nobody shall wait for its end."""
+    it, trial = on_trial()
+    assert not it.available
+    trial.progressed()
+    assert it.standing == "in" and it.available
+    trial.progressed()
+    trial.failed(BackendError("no", kind="dead"))  # its outcome counts all the same
+    assert it.standing == "ejected"
+
+
+def test_a_trial_whose_client_leaves_after_the_first_token_changes_nothing() -> None:
+    it, trial = on_trial()
+    trial.progressed()
+    trial.release()
+    assert it.standing == "in" and it.in_flight == 0
+
+
+def test_streams_that_all_break_after_their_first_token_eject() -> None:
+    it, _ = member()
+    for _ in range(5):
+        assert it.standing == "in"
+        lease = it.lease(1)
+        lease.progressed()
+        lease.failed(BackendError("x", kind="garbled"))
+        lease.release()
+    assert it.standing == "ejected"
+
+
 @pytest.mark.parametrize("kind", get_args(FailureKind))
 def test_a_failure_is_remembered_for_people(kind: FailureKind) -> None:
     it, _ = member()

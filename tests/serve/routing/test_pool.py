@@ -62,12 +62,51 @@ def test_failures_eject_no_more_than_a_part_of_the_pool() -> None:
     assert it.members[2].standing == "ejected"
 
 
-def test_one_is_always_allowed_to_be_ejected() -> None:
-    for count in (1, 2):
-        it, _ = pool_of(servers(count), ejection={"failures": 1, "max_fraction": 0.0})
-        for member in it.members:
-            fail(member)
-        assert [m.standing for m in it.members].count("ejected") == 1
+def test_one_of_several_is_always_allowed_to_be_ejected() -> None:
+    it, _ = pool_of(servers(2), ejection={"failures": 1, "max_fraction": 0.0})
+    for member in it.members:
+        fail(member)
+    assert [m.standing for m in it.members].count("ejected") == 1
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_the_last_that_serves_is_not_ejected_for_what_requests_did_to_it(reachable: bool) -> None:
+    """They may be one client's poison: a prompt that the server answers with 500."""
+    it, _ = pool_of(servers(3), ejection={"failures": 1, "max_fraction": 1.0})
+    last, out, tripped = it.members
+    out.go_out("x", reachable=reachable)
+    tripped.breaker.trip()
+    fail(last, 100)
+    assert it.choose(ASK) is last
+    last.lease(1).failed(BackendError("Stub process is not healthy", kind="dead"))
+    assert it.choose(ASK) is None
+
+
+def test_a_trial_that_fails_does_not_eject_the_last_one_again() -> None:
+    it, clock = pool_of(servers(2), ejection={"failures": 1, "duration_s": 5})
+    last, other = it.members
+    fail(last)
+    clock.now = 5
+    other.go_out("x", reachable=False)
+    for _ in range(3):
+        assert it.choose(ASK) is last and last.standing == "trial"
+        fail(last)
+    other.come_in()
+    fail(last)
+    assert last.standing == "ejected"
+
+
+def test_a_request_that_fails_twice_at_one_member_counts_once() -> None:
+    it, _ = pool_of(servers(2), ejection={"failures": 2})
+    member = it.members[0]
+    fail(member)
+    for _ in range(3):
+        lease = member.lease(1, again=True)
+        lease.failed(BackendError("x"))
+        lease.release()
+    assert member.standing == "in"
+    fail(member)
+    assert member.standing == "ejected"
 
 
 def test_those_that_can_serve_nobody_are_ejected_however_many_they_are() -> None:
@@ -148,11 +187,12 @@ def test_members_are_named_by_their_configuration_or_numbered() -> None:
                 {"type": "vllm", "url": "http://a"},
                 {"type": "vllm", "url": "http://b", "name": "left"},
                 {"type": "openai", "url": "http://c"},
+                {"type": "openai", "url": "http://d", "name": "fast-2"},
             ],
         }
     )
     it = Pool.from_config("fast", config, "m")
-    assert [m.name for m in it.members] == ["fast-1", "left", "fast-2"]
+    assert [m.name for m in it.members] == ["fast-1", "left", "fast-3", "fast-2"]
     assert it.precision == "fp8" and it.members[1].config is config.backends[1]
     assert all(m.backend.models == ("m",) for m in it.members)
 

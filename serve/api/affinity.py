@@ -44,12 +44,27 @@ def _prefix(data: dict[str, Any], chars: int) -> bytes:
 
 
 def _texts(messages: list[Any]) -> Iterable[str]:
+    """In pieces that nobody has copied: an image in a message may have megabytes."""
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            yield f"{message.get('role')}\n{content}\n"
-        elif isinstance(content, list):
-            yield from (str(part) for part in content)
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        if isinstance(content, str | list):
+            yield f"{message.get('role')}\n"
+            yield from _leaves(content)
+            yield "\n"
+
+
+def _leaves(value: Any, depth: int = 8) -> Iterable[str]:
+    """The strings in `value`, and what else is in it as text; names of members apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        if depth:
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from _leaves(item, depth - 1)
+    else:
+        yield str(value)
 
 
 def _joined(texts: Iterable[str], chars: int) -> bytes:

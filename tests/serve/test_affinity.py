@@ -1,5 +1,6 @@
 """What two requests must have in common to be sent to the same backend."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def chat(*contents: Any) -> dict[str, Any]:
         ({"prompt": [[1, 2, 3], [4]]}, b"[1, 2, 3]"),
         ({"input": "to be embedded"}, b"to be embedd"),
         (chat("hello", "world"), b"user\nhello\nu"),
-        (chat([{"text": "hi"}]), b"{'text': 'hi"),
+        (chat([{"type": "text", "text": "hi"}]), b"user\ntexthi\n"),
+        (chat([{"n": [1, {"m": None}]}]), b"user\n1None\n"),
+        ({"messages": ["none", {"role": "user", "content": "hi"}]}, b"user\nhi\n"),
         (chat(None), b""),
         ({"messages": "none"}, b""),
         ({"prompt": "\ud800"}, b"?"),
@@ -54,3 +57,21 @@ def test_the_session_is_the_headers_or_the_bodys(
 def test_other_policies_need_to_know_nothing() -> None:
     ask = ask_for(Routing(), 7, {"prompt": "abc", "user": "u"}, {b"x-session-id": b"s"})
     assert (ask.prefix, ask.session) == (b"", "")
+
+
+def test_a_large_image_costs_no_more_than_its_beginning() -> None:
+    image = "x" * 15_000_000
+    body = chat([{"type": "image_url", "image_url": {"url": image}}] * 3)
+    tracemalloc.start()
+    try:
+        assert ask_for(PREFIX, 7, body, {}).prefix == b"user\nimage_u"
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_nested_without_end_is_left_out() -> None:
+    nested: Any = "deep"
+    for _ in range(5000):
+        nested = [nested]
+    assert ask_for(PREFIX, 7, chat(nested), {}).prefix == b"user\n\n"

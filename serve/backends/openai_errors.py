@@ -21,6 +21,8 @@ __all__ = [
     "retry_after",
 ]
 
+LONGEST_S = 86_400.0  # that a server may send clients away for; some digits are infinity
+
 # vLLM's EngineDeadError, and its predecessors', whether the type's name is shown or its text.
 _DEAD = (
     "EngineDeadError",
@@ -99,17 +101,18 @@ def lost_while_answering(name: str, error: Exception) -> BackendError:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds, from the header's seconds or date; None for neither."""
+    """Seconds, from the header's seconds or date, a day at most; None for neither."""
     if value is None:
         return None
     try:
-        return max(0.0, float(value)) if value.strip().isdigit() else _until(value)
+        seconds = float(value) if value.strip().isdigit() else _until(value)
+        return min(max(0.0, seconds), LONGEST_S)
     except (TypeError, ValueError):
         return None
 
 
 def _until(date: str) -> float:
-    return max(0.0, email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
 
 
 def _said(body: bytes) -> tuple[str, str | None, str | None]:

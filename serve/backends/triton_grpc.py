@@ -21,7 +21,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from octet.errors import BackendError, BackendUnavailable, RequestError
+from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
 from serve.backends.base import PROBE, LoadReport, sooner_or_later
 from serve.backends.held import hold_open
 from serve.backends.prometheus import load_of, samples
@@ -83,7 +83,8 @@ class TritonBackend:
         self._channel: grpc.aio.Channel | None = None
         self._spoken: tuple[Signature, Dialect] | None = None  # once its metadata was read
         self._calls: set[Any] = set()  # those under way
-        self._given_up: dict[Any, str] = {}  # of these, those that we end, and why
+        self._given_up: dict[Any, BackendError] = {}  # of these, those that we end, and why
+        self._instances = 1  # of the model: each a process of its own, in the Python backend
 
     async def start(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._config.url, options=_OPTIONS)
@@ -92,7 +93,7 @@ class TritonBackend:
     async def close(self) -> None:
         if self._channel is not None:
             channel, self._channel = self._channel, None
-            self._give_up("closed by the gateway")
+            self._give_up("closed by the gateway", "lost")
             await channel.close(grace=None)
 
     async def ready(self) -> bool:
@@ -140,7 +141,7 @@ class TritonBackend:
         host, _, port = self._config.url.rpartition(":")
         timeout_s = self._config.connect_timeout_s
         await hold_open(self.name, host.strip("[]"), int(port), tls=False, timeout_s=timeout_s)
-        self._give_up("its host is gone")  # if it vanished, they would wait for ever
+        self._give_up("its host is gone", "lost")  # if it vanished, they would wait for ever
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         if self.tokenizer is None:
@@ -207,19 +208,18 @@ class TritonBackend:
             code, details = await call.code(), await call.details()
             raise self._error(code, details or str(error)) from error
         except asyncio.CancelledError as error:
-            reason = self._given_up.get(call)
-            if reason is None:
+            if (reason := self._given_up.get(call)) is None:
                 raise
-            raise BackendError(f"{self.name}: {reason}", kind="lost") from error
+            raise reason from error
         finally:
             self._calls.discard(call)
             self._given_up.pop(call, None)
             call.cancel()  # dropping the call would leave the model running
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, kind: FailureKind) -> None:
         """Ends the calls under way: whoever waits for one gets a BackendError."""
         for call in self._calls:
-            self._given_up[call] = reason
+            self._given_up[call] = BackendError(f"{self.name}: {reason}", kind=kind)
             call.cancel()
 
     async def _speak(self) -> tuple[Signature, Dialect]:
@@ -236,6 +236,8 @@ class TritonBackend:
             failure = self._error(error.code(), error.details() or error.code().name)
             kind = failure.kind if isinstance(failure, BackendError) else "failed"
             raise BackendUnavailable(str(failure), kind=kind) from error
+        groups = config.config.instance_group
+        self._instances = sum(group.count * max(1, len(group.gpus)) for group in groups)
         signature = Signature.of(metadata)
         self._spoken = signature, self._dialect(signature, config.config)
         return self._spoken
@@ -266,4 +268,8 @@ class TritonBackend:
         error = error_of(self.name, code, details)
         if isinstance(error, BackendError) and error.kind in ("refused", "lost", "dead"):
             self._spoken = None  # the model may come back as another
+            # Triton leaves the requests of a process that died without an answer. With several
+            # instances it is unknown which of them were its own: the deadlines end those.
+            if error.kind == "dead" and self._instances <= 1:
+                self._give_up("its model died", "dead")
         return error

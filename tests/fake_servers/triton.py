@@ -50,6 +50,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         self.batched = False  # whether shapes begin with the batch
         self.decoupled = True
         self.platform = "python"
+        self.instances = 1
         self.parameters: dict[str, str] = {}
         self.token_ids = token_ids
         self.inputs = {"text_input": "BYTES", "sampling_parameters": "BYTES"}
@@ -99,6 +100,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         await self._require_known(request.name, context)
         config = model_config_pb2.ModelConfig(name="fake", platform=self.platform)
         config.model_transaction_policy.decoupled = self.decoupled
+        config.instance_group.add(count=self.instances)
         for name, value in self.parameters.items():
             config.parameters[name].string_value = value
         return pb.ModelConfigResponse(config=config)

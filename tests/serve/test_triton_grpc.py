@@ -11,7 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+from octet.errors import (
+    BackendError,
+    BackendUnavailable,
+    FailureKind,
+    OctetError,
+    RequestError,
+)
 from serve.api.fields import UnsupportedField
 from serve.backends import triton_grpc
 from serve.backends.triton_errors import error_of
@@ -199,6 +205,55 @@ async def test_calls_to_a_host_that_vanished_end_when_it_is_seen(
         with pytest.raises(BackendUnavailable, match="host is gone") as failed:
             await waiting
         assert failed.value.kind == "lost"
+
+
+async def begin(backend: TritonBackend, prompt: str, until: asyncio.Event) -> list[Any]:
+    """The events of an answer; `until` is set at the first."""
+    events = []
+    async for event in backend.generate(asked(prompt, max_tokens=400)):
+        events.append(event)
+        until.set()
+    return events
+
+
+@pytest.mark.parametrize("found_by", ["another request", "the probe"])
+async def test_requests_on_a_dead_model_end_when_one_is_told(
+    found_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton never answers those that were under way; before an event they can go elsewhere."""
+    monkeypatch.setattr(triton_grpc, "PROBE", "!stub")
+    begun = asyncio.Event()
+    async with running(FakeTriton(delay_s=0.05)) as triton, started(triton) as backend:
+        waiting = asyncio.create_task(failure_of(backend, "!wait", asyncio.Event()))
+        answering = asyncio.create_task(failure_of(backend, "abc", begun))
+        await begun.wait()
+        while len(triton.requests) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(BackendUnavailable, match="Stub process"):
+            await (backend.probe() if found_by == "the probe" else begin(backend, "!stub", begun))
+        async with asyncio.timeout(5):
+            before, after = await waiting, await answering
+        assert type(before) is BackendUnavailable and type(after) is BackendError
+        assert before.kind == after.kind == "dead" and "its model died" in str(before)
+
+
+@pytest.mark.parametrize(("instances", "prompt"), [(1, "x" * 600), (2, "!stub"), (1, "!internal")])
+async def test_a_request_goes_on_where_its_model_may_live(instances: int, prompt: str) -> None:
+    """After a refusal that quotes anything; and where only one of several processes died."""
+    triton, begun = FakeTriton(delay_s=0.01), asyncio.Event()
+    triton.instances = instances
+    async with running(triton), started(triton) as backend:
+        answering = asyncio.create_task(begin(backend, "abc", begun))
+        await begun.wait()
+        with pytest.raises(OctetError):
+            await events_of(backend, asked(prompt))
+        assert isinstance((await answering)[-1], Finished)
+
+
+async def failure_of(backend: TritonBackend, prompt: str, until: asyncio.Event) -> BackendError:
+    with pytest.raises(BackendError) as failed:
+        await begin(backend, prompt, until)
+    return failed.value
 
 
 async def test_a_server_that_comes_back_is_asked_again_within_two_seconds() -> None:

@@ -33,7 +33,7 @@ def prompt_tokens(prompts: str | Iterable[Any]) -> int:
         if isinstance(item, str):
             total += _text(item)
         elif isinstance(item, Mapping):
-            total += PER_MESSAGE + _values(item)
+            total += PER_MESSAGE + _message(item)
         else:
             total += len(item)
     return total
@@ -50,14 +50,33 @@ def _text(text: str) -> int:
     return -(-size // BYTES_PER_TOKEN)
 
 
+def _message(message: Mapping[str, Any]) -> int:
+    """All texts of a message; only the parts of its content may be attachments."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return _values(message)
+    others = (value for name, value in message.items() if name != "content")
+    return sum(map(_values, others)) + sum(map(_part, content))
+
+
+def _part(part: Any) -> int:
+    """The attachment itself, such as `image_url`, is left out; a text beside it is not."""
+    if not isinstance(part, Mapping) or not _is_attachment(part.get("type", _ATTACHMENTS[0])):
+        return _values(part)
+    others = (value for name, value in part.items() if not _is_attachment(name))
+    attached = any(map(_is_attachment, part))
+    return sum(map(_values, others)) + (PER_ATTACHMENT if attached else 0)
+
+
+def _is_attachment(name: Any) -> bool:
+    return isinstance(name, str) and any(kind in name for kind in _ATTACHMENTS)
+
+
 def _values(found: Any) -> int:
-    """The texts anywhere in a message: its content, its parts, the tool calls it reports."""
+    """The texts anywhere in what JSON holds."""
     if isinstance(found, str):
         return _text(found)
     if isinstance(found, Mapping):
-        kind = found.get("type")
-        if isinstance(kind, str) and any(name in kind for name in _ATTACHMENTS):
-            return PER_ATTACHMENT
         return sum(map(_values, found.values()))
     if isinstance(found, list | tuple):
         return sum(map(_values, found))

@@ -37,7 +37,23 @@ CASES: dict[str, tuple[Any, int]] = {
                 ],
             }
         ],
-        PER_MESSAGE + 1 + 1 + 1 + PER_ATTACHMENT,
+        PER_MESSAGE + 1 + 1 + 1 + PER_ATTACHMENT + 3,
+    ),
+    "an image without a type": (
+        [{"role": "user", "content": [{"image_url": "A" * 100_000}]}],
+        PER_MESSAGE + 1 + PER_ATTACHMENT,
+    ),
+    "what a message says of itself hides nothing": (
+        [{"role": "user", "type": "image", "image": "abcd", "content": "abcd" * 5000}],
+        PER_MESSAGE + 1 + 2 + 1 + 5000,
+    ),
+    "the text of an image's part": (
+        [{"role": "user", "content": [{"type": "image_url", "text": "abcd" * 5000}]}],
+        PER_MESSAGE + 1 + 3 + 5000,
+    ),
+    "a tool's arguments are no attachment": (
+        [{"role": "user", "content": None, "tool_calls": [{"type": "file", "file": "abcd" * 500}]}],
+        PER_MESSAGE + 1 + 1 + 500,
     ),
 }
 

@@ -34,7 +34,8 @@ class Rates:
     def charge(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
         """Counts a request of at most `tokens`, by estimate.
 
-        Raises RequestError (429) if that is over a limit of `key`; then nothing is counted.
+        Raises RequestError if that is over a limit of `key`; then nothing is counted. 429 names the
+        time when it will not be; a request that never fits is a 400: nobody should try it again.
         """
         now = self.clock()
         if key.max_in_flight is not None and self.in_flight >= key.max_in_flight:
@@ -49,10 +50,18 @@ class Rates:
                 raise _too_many(
                     f"the limit is {key.requests_per_minute} requests per minute", key, wait_s
                 )
+        for limit, what in ((key.tokens_per_minute, "minute"), (key.tokens_per_day, "day")):
+            if limit is not None and tokens > limit:
+                raise _impossible(key, tokens, f"{limit} per {what}")
         if key.tokens_per_minute is not None:
             wait_s = self.tokens.wait_s(tokens, key.tokens_per_minute, now)
             if wait_s:
-                raise _too_many_tokens(key, key.tokens_per_minute, self.tokens.used, tokens, wait_s)
+                raise _too_many(
+                    f"the limit is {key.tokens_per_minute} tokens per minute: {self.tokens.used} "
+                    f"are used, this request may take {tokens}",
+                    key,
+                    wait_s,
+                )
         if key.tokens_per_day is not None:
             self._require_quota(key, usage, key.tokens_per_day, tokens)
         self.in_flight += 1
@@ -139,21 +148,13 @@ def _too_many(reason: str, key: KeyConfig, wait_s: float) -> RequestError:
         status=429,
         code="rate_limit_exceeded",
         kind="rate_limit_error",
-        retry_after_s=None if wait_s == math.inf else max(wait_s, 1.0),
+        retry_after_s=max(wait_s, 1.0),
     )
 
 
-def _too_many_tokens(
-    key: KeyConfig, limit: int, used: int, tokens: int, wait_s: float
-) -> RequestError:
-    if wait_s == math.inf:
-        reason = (
-            f"this request may take {tokens} tokens, more than the whole limit of {limit} per "
-            "minute; shorten the prompt or lower max_tokens"
-        )
-    else:
-        reason = (
-            f"the limit is {limit} tokens per minute: {used} are used, this request may take "
-            f"{tokens}"
-        )
-    return _too_many(reason, key, wait_s)
+def _impossible(key: KeyConfig, tokens: int, limit: str) -> RequestError:
+    return RequestError(
+        f"API key '{key.name}': this request may take {tokens} tokens, more than the whole limit "
+        f"of {limit}; shorten the prompt or lower max_tokens",
+        code="rate_limit_impossible",
+    )

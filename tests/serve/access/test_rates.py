@@ -19,10 +19,10 @@ def key(**limits: Any) -> KeyConfig:
     return KeyConfig(name="team", sha256="0" * 64, **limits)
 
 
-def refused(ask: Callable[[], Any]) -> RequestError:
+def refused(ask: Callable[[], Any], status: int = 429) -> RequestError:
     with pytest.raises(RequestError) as caught:
         ask()
-    assert caught.value.status == 429
+    assert caught.value.status == status
     assert "API key 'team': " in str(caught.value)
     return caught.value
 
@@ -58,10 +58,17 @@ def test_tokens_per_minute_are_those_that_were_used(clock: Clock, usage: Usage) 
     refused(lambda: rates.charge(limited, usage, 1))
 
 
-def test_a_request_larger_than_the_whole_limit_is_told_so(clock: Clock, usage: Usage) -> None:
-    error = refused(lambda: Rates(clock).charge(key(tokens_per_minute=1000), usage, 1001))
-    assert "more than the whole limit of 1000" in str(error)
-    assert error.retry_after_s is None  # waiting would not help
+@pytest.mark.parametrize("per", ["minute", "day"])
+def test_a_request_that_never_fits_is_the_requests_fault(
+    per: str, clock: Clock, usage: Usage
+) -> None:
+    rates = Rates(clock)
+    limits = key(**{f"tokens_per_{per}": 1000})
+    # No 429: official clients would try it again, and again in vain.
+    error = refused(lambda: rates.charge(limits, usage, 1001), status=400)
+    assert error.code == "rate_limit_impossible" and error.retry_after_s is None
+    assert f"1001 tokens, more than the whole limit of 1000 per {per}" in str(error)
+    rates.charge(limits, usage, 1000)
 
 
 def test_a_quota_counts_what_is_under_way_and_names_midnight(clock: Clock, usage: Usage) -> None:

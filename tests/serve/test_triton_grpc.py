@@ -210,7 +210,7 @@ async def test_calls_to_a_host_that_vanished_end_when_it_is_seen(
 async def begin(backend: TritonBackend, prompt: str, until: asyncio.Event) -> list[Any]:
     """The events of an answer; `until` is set at the first."""
     events = []
-    async for event in backend.generate(asked(prompt, max_tokens=400)):
+    async for event in backend.generate(asked(prompt, max_tokens=60)):
         events.append(event)
         until.set()
     return events

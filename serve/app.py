@@ -4,7 +4,7 @@ The paths that generate are answered before FastAPI is asked: its routing, its m
 request and response objects take longer than the rest of the gateway together.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -13,6 +13,7 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet import __version__
+from serve.access.keys import Principal
 from serve.api.embeddings import Embeddings
 from serve.api.errors import install
 from serve.api.exchange import Exchange
@@ -89,21 +90,23 @@ def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
 
 
 def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
-    async def require_key(request: Request) -> None:
-        """Names of models are for those who may ask; which of them, a request finds out."""
+    async def asking(request: Request) -> Principal:
         sent = request.headers.get("authorization")
-        gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
+        return gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
 
-    @app.get("/v1/models", dependencies=[Depends(require_key)])
-    async def models() -> JSONResponse:
-        """The models that can be asked for."""
-        data = [_model(gateway, name, route) for route in gateway.routes for name in _names(route)]
+    @app.get("/v1/models")
+    async def models(principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
+        """The models that the key may ask for."""
+        routes = filter(principal.may_use, gateway.routes)
+        data = [_model(gateway, name, route) for route in routes for name in _names(route)]
         return JSONResponse({"object": "list", "data": data})
 
-    @app.get("/v1/models/{name:path}", dependencies=[Depends(require_key)])
-    async def model(name: str) -> JSONResponse:
-        """One model; 404 if it is not served."""
-        return JSONResponse(_model(gateway, name, gateway.routes.resolve(name)))
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
+        """One model; 404 if it is not served, 403 if it is not for this key."""
+        route = gateway.routes.resolve(name, principal.may_use)
+        principal.require_model(route)
+        return JSONResponse(_model(gateway, name, route))
 
 
 def _names(route: Route) -> tuple[str, ...]:

@@ -44,16 +44,21 @@ class Principal:
         self._rates = rates if config and _is_limited(config) else None
         self._usage = usage
 
+    def may_use(self, route: Named) -> bool:
+        """Whether this key may use the model, under any of its names."""
+        if self.config is None or self.config.models is None:
+            return True
+        allowed = self.config.models
+        return route.name in allowed or any(alias in allowed for alias in route.aliases)
+
     def require_model(self, route: Named) -> None:
         """Raises RequestError (403) if this key may not use the model, under any of its names."""
-        if self.config is None or self.config.models is None:
+        if self.may_use(route):
             return
-        allowed = self.config.models
-        if route.name in allowed or any(alias in allowed for alias in route.aliases):
-            return
+        allowed = self.config.models if self.config else None
         raise RequestError(
             f"API key '{self.name}' may not use the model '{route.name}'; "
-            f"it may use: {', '.join(allowed) or 'none'}",
+            f"it may use: {', '.join(allowed or ()) or 'none'}",
             status=403,
             param="model",
             code="model_not_allowed",

@@ -113,7 +113,7 @@ class Exchange:
         self.gateway.admission.require_memory()
         raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
         body, data = await parse_body(operation.schema, raw, limits)
-        route = entry.routes.resolve(data["model"])
+        route = entry.routes.resolve(data["model"], self.principal.may_use)
         self.principal.require_model(route)
         observation.routed(route.name, _choices(body))
         if entry.config.logs.prompts:

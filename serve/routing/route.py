@@ -1,7 +1,7 @@
 """From a model's public name to the pools that answer for it, in the order to ask them."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from octet.errors import ConfigError, RequestError, nearest
 from serve.config import ModelConfig
@@ -86,13 +86,17 @@ class Routes:
         """Of the models, without their aliases."""
         return tuple(self._routes)
 
-    def resolve(self, model: str) -> Route:
-        """Raises RequestError (404) for a name that is not served."""
+    def resolve(self, model: str, may_use: Callable[[Route], bool] = lambda route: True) -> Route:
+        """Raises RequestError (404) for a name that is not served.
+
+        It says which are, of those that the client `may_use`.
+        """
         route = self._by_name.get(model)
         if route is None:
             model = model[:100]
+            names = [name for name, route in self._by_name.items() if may_use(route)]
             raise RequestError(
-                f"the model '{model}' does not exist{nearest(model, self._by_name)}",
+                f"the model '{model}' does not exist{nearest(model, names)}",
                 status=404,
                 param="model",
                 code="model_not_found",

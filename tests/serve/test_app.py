@@ -1,5 +1,6 @@
 """Which path goes where, and who may ask from a browser."""
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ async def test_aliases_are_models_too() -> None:
         assert [(entry["id"], entry["root"]) for entry in found] == [("m", "m"), ("gpt", "m")]
         status, answer = await served.post("/v1/completions", BODY | {"model": "gpt"})
         assert (status, answer["model"]) == (200, "gpt")
+
+
+async def test_a_key_sees_its_own_models_only() -> None:
+    digest = hashlib.sha256(b"sk-one").hexdigest()
+    access = {"keys": [{"name": "one", "sha256": digest, "models": ["gpt"]}]}
+    models = {"fake": {"pool": "fake", "aliases": ["gpt"]}, "secret-fake": {"pool": "fake"}}
+    key = {"Authorization": "Bearer sk-one"}
+    async with serving(("fake", [Scripted(whole())]), models=models, access=access) as served:
+        _, _, listed = await get(served, "/v1/models", **key)
+        _, _, missing = await get(served, "/v1/models/secret-fak", **key)
+        body = BODY | {"model": "secret-fak"}
+        async with served.session.post("/v1/completions", json=body, headers=key) as response:
+            unknown = await response.text()
+            assert response.status == 404
+        assert '"fake"' in listed and '"gpt"' in listed and '"model_not_found"' in missing
+        for text in (listed, missing, unknown):
+            assert "secret-fake" not in text
+        status, _, text = await get(served, "/v1/models/secret-fake", **key)
+        assert status == 403 and '"model_not_allowed"' in text
+        assert (await get(served, "/v1/models"))[0] == 401
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
+        self.admission.memory.warn()  # by now its models are in it
 
     async def close(self) -> None:
         """Lets go of everything, at most 10 s for each pool; safe to call twice."""

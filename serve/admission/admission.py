@@ -61,6 +61,7 @@ class Admission:
         """
         if limits.max_memory_bytes != self.limits.max_memory_bytes:
             self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
+            self.memory.warn()
         self.limits = limits
         for name in [
             name for name, gate in self.gates.items() if not (gate.requests or gate.queue)

@@ -1,5 +1,7 @@
 """Whether this process is about to run out of memory."""
 
+import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +13,8 @@ READ_EVERY_S = 0.25
 PART_OF_CGROUP = 0.8
 # Version 1 writes "no limit" as the largest multiple of a page; so much memory nobody has.
 NO_LIMIT = 1 << 60
+
+_log = logging.getLogger(__name__)
 
 
 class Memory:
@@ -30,25 +34,38 @@ class Memory:
         if limit is None and (most := cgroup_limit(root)) is not None:
             limit = int(most * PART_OF_CGROUP)
         self.limit = limit
-        self._next_read = -1.0
-        self.used = 0  # bytes, when last read
+        self._next_read = -math.inf
+        self._used: int | None = None
 
     def is_short(self) -> bool:
         """Whether the limit is reached. Reads at most every 0.25 s."""
-        if self.limit is None:
-            return False
+        return self.limit is not None and (self.used or 0) >= self.limit
+
+    @property
+    def used(self) -> int | None:
+        """Bytes, of at most 0.25 s ago; None where the system does not say."""
         now = self._clock()
         if now >= self._next_read:
             self._next_read = now + READ_EVERY_S
-            self._read()
-        return self.used >= self.limit
+            self._used = self._read()
+        return self._used
 
-    def _read(self) -> None:
+    def warn(self) -> None:
+        """Logs a limit that is reached before anything is asked for."""
+        if self.is_short():
+            _log.warning(
+                "limits.max_memory_bytes is %s, but the process has %s already: one request at a "
+                "time is served",
+                self.limit,
+                self.used,
+            )
+
+    def _read(self) -> int | None:
         try:
             # proc(5): size, resident, shared, ... in pages
-            self.used = int(self._statm.read_bytes().split()[1]) * self.page_bytes
+            return int(self._statm.read_bytes().split()[1]) * self.page_bytes
         except (OSError, ValueError, IndexError):
-            self.used = 0  # not Linux
+            return None  # not Linux
 
 
 def cgroup_limit(root: Path = Path("/")) -> int | None:

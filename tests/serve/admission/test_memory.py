@@ -99,5 +99,20 @@ def test_this_process_on_this_machine() -> None:
     if not Path("/proc/self/statm").exists():
         assert not memory.is_short()
         return
-    assert memory.is_short() and 10e6 < memory.used < 100e9
+    assert memory.is_short()
+    for limit in (1, 1 << 60, None):
+        used = Memory(limit).used  # known before any request, with a limit and without
+        assert used is not None and 10e6 < used < 100e9
     assert not Memory(1 << 60).is_short()
+
+
+def test_a_limit_below_what_is_loaded_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = (GB // 2) // Memory(root=tmp_path).page_bytes
+    write(tmp_path, {"proc/self/statm": f"999999 {pages} 1 1 0 1 0\n"})
+    Memory(GB, root=tmp_path).warn()
+    assert not caplog.messages
+    Memory(GB // 4, root=tmp_path).warn()
+    (message,) = caplog.messages
+    assert f"is {GB // 4}, but the process has {GB // 2} already" in message

@@ -74,6 +74,8 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
     if addresses:
         entry["address"] = member.backend.name
         entry["last_error"] = member.last_error or None
+        entry["last_error_s_ago"] = _ago(member.last_error_at, now)
+        entry["recovered"] = member.recovered if member.last_error else None
     return entry
 
 

@@ -67,7 +67,8 @@ class Member:
         self.doubtful = False  # a request lost its connection, which is being looked into
         self.leaving = False
         self.out_since: float | None = None  # unreachable or not ready, by the clock
-        self.last_error = ""  # for people
+        self._last_error = ""
+        self.last_error_at = self.came_in_at = -math.inf  # by the clock
         self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
 
         self.in_flight = 0  # requests
@@ -125,8 +126,24 @@ class Member:
         """
         return Lease(self, tokens, self._clock, again=again)
 
+    @property
+    def last_error(self) -> str:
+        """For people."""
+        return self._last_error
+
+    @last_error.setter
+    def last_error(self, error: str) -> None:
+        self._last_error, self.last_error_at = error, self._clock()
+
+    @property
+    def recovered(self) -> bool:
+        """Whether it serves, and has come in or succeeded since its last error."""
+        return self.up and max(self.last_success, self.came_in_at) > self.last_error_at
+
     def come_in(self) -> None:
         """It is reached and says that it is ready."""
+        if not (self.reachable and self.ready):
+            self.came_in_at = self._clock()
         self.reachable = self.ready = True
         self.doubtful = False
         self.out_since = None

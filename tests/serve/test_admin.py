@@ -127,6 +127,7 @@ class TestBackends:
         status, backend = await call(served, "POST", "/admin/pools/p/backends", json=sent)
         assert (status, backend["standing"]) == (201, "unreachable")
         assert "Connection refused" in backend["last_error"]
+        assert backend["last_error_s_ago"] < 60 and not backend["recovered"]
         assert (await served.post("/v1/completions", BODY))[0] == 200
 
     @pytest.mark.parametrize(

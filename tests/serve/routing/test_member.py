@@ -105,6 +105,22 @@ def test_streams_that_all_break_after_their_first_token_eject() -> None:
     assert it.standing == "ejected"
 
 
+def test_an_error_is_over_when_it_serves_again() -> None:
+    it, clock = member()
+    for recover in (it.come_in, it.lease(1).progressed):
+        clock.now += 1
+        it.go_out("away", reachable=False)
+        clock.now += 1
+        assert not it.recovered and it.last_error_at == clock.now - 1
+        it.reachable = it.ready = recover != it.come_in
+        recover()
+        assert it.recovered and it.last_error == "away"
+        clock.now += 1
+        it.lease(1).failed(BackendError("once"))
+        assert it.standing == "in" and not it.recovered
+        assert (it.last_error, it.last_error_at) == ("once", clock.now)
+
+
 @pytest.mark.parametrize("kind", get_args(FailureKind))
 def test_a_failure_is_remembered_for_people(kind: FailureKind) -> None:
     it, _ = member()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
-from serve.config import GatewayConfig, PoolConfig
+from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig
 from serve.lifecycle.discovery import origin_of
 from serve.lifecycle.epoch import Epoch
 from serve.routing import Member, Pool, Routes
@@ -53,7 +53,7 @@ class Change:
     def __init__(self, gateway: "Gateway", config: GatewayConfig) -> None:
         self._gateway = gateway
         self.config, self.restart = _for_this_process(gateway.config, config)
-        self._fresh: dict[str, Pool] = {}  # in place of nothing, or of one for another model
+        self._fresh: dict[str, Pool] = {}
         self._changes: dict[str, _PoolChange] = {}  # of pools that stay
 
     @classmethod
@@ -74,10 +74,10 @@ class Change:
             pool = gateway.pools.get(name)
             if not models:
                 continue
-            if pool is None or pool.model != models[0]:
+            if pool is None:
                 self._fresh[name] = Pool.from_config(name, pool_config, models[0])
             else:
-                self._changes[name] = _PoolChange(pool, pool_config)
+                self._changes[name] = _PoolChange(pool, pool_config, models[0])
         self.keys = Keys.from_config(config.access, gateway.keys)
         await all_of(
             [pool.start() for pool in self._fresh.values()]
@@ -120,15 +120,18 @@ class Change:
 class _PoolChange:
     """One pool that stays: the members that its new configuration lists, old ones among them."""
 
-    def __init__(self, pool: Pool, config: PoolConfig) -> None:
+    def __init__(self, pool: Pool, config: PoolConfig, model: str) -> None:
+        """`model` is the public name for which new backends are made from now on."""
         self.pool = pool
         self.config = config
+        self.model = model
         self.come: list[Member] = []
         self._listed: list[Member] = []
 
     async def prepare(self) -> None:
         """A member stays if some entry is equal to its own; for other entries new ones start."""
-        free = [m for m in self.pool.members if m.origin in ("config", "admin")]
+        members = filter(self._serves_the_same, self.pool.members)
+        free = [member for member in members if member.origin in ("config", "admin")]
         found: list[Member | None] = []
         for entry in self.config.backends:
             member = next((m for m in free if m.config == entry), None)
@@ -144,8 +147,14 @@ class _PoolChange:
             found[i] = outcome
         self._listed = [member for member in found if member is not None]
 
+    def _serves_the_same(self, member: Member) -> bool:
+        """Whether it is asked for the same model as before, if the public name is another."""
+        config = member.config
+        own = config is None or isinstance(config, EmbeddedConfig) or config.model is not None
+        return own or self.model == self.pool.model
+
     async def _start(self, entry: Any) -> Member:
-        member = await self.pool.prepare(entry)
+        member = await self.pool.prepare(entry, model=self.model)
         self.come.append(member)
         return member
 
@@ -154,7 +163,12 @@ class _PoolChange:
         before = self.pool.members
         origins = {origin_of(source) for source in self.config.discover}
         names = {member.name for member in self._listed}
-        discovered = [m for m in before if m.origin in origins and m.name not in names]
+        discovered = [
+            member
+            for member in filter(self._serves_the_same, before)
+            if member.origin in origins and member.name not in names
+        ]
+        self.pool.model = self.model
         self.pool.swap(self.config, [*self._listed, *discovered])
         return sum(member not in self.pool.members for member in before)
 

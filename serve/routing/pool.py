@@ -148,12 +148,15 @@ class Pool:
         await asyncio.gather(*map(self._close, [*self.members, *self._leaving, *self._prepared]))
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def prepare(self, config: BackendConfig, origin: str = "config") -> Member:
+    async def prepare(
+        self, config: BackendConfig, origin: str = "config", *, model: str | None = None
+    ) -> Member:
         """One more, made, started and looked at; nothing is given to it before `swap` takes it.
 
-        Raises OctetError if it can never work.
+        `model` is the public name where it is about to change. Raises OctetError if it can never
+        work.
         """
-        member = self._member(make_backend(self.model, config), config, origin)
+        member = self._member(make_backend(model or self.model, config), config, origin)
         self._prepared.add(member)
         try:
             await member.backend.start()

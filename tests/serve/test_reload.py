@@ -71,6 +71,28 @@ async def test_what_is_unchanged_stays_and_the_rest_comes_and_goes(
         assert report["backends_added"] == report["backends_removed"] == 0
 
 
+async def test_a_pool_stays_whatever_its_models_are_called(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    own, public = upstreams[:2]  # the one says which model it is asked for, the other does not
+    unnamed = pool(public).replace(", model: fake", "")
+    pools = f"pools: {{p: {pool(own)}, q: {unnamed}}}\n"
+    first = "models: {a: {pool: q, fallback: [p]}, m: {pool: p}}\n" + pools
+    then = "models: {m: {pool: p}, fake: {pool: q}}\n" + pools
+    gateway = configured(tmp_path / "octet.yaml", first)
+    async with serving_gateway(gateway) as served:
+        before, kept, rebuilt = dict(gateway.pools), *(gateway.pools[n].members[0] for n in "pq")
+        answer = await streaming(served, own, BODY)
+        report = await reload(served, then)
+        assert gateway.pools == before and gateway.pools["p"].members == (kept,)
+        assert (report["pools_added"], report["pools_removed"]) == ([], [])
+        assert [report[f"backends_{what}"] for what in ("added", "removed", "kept")] == [1, 1, 1]
+        assert kept.in_flight == 1 and (await answer)[-1] == "[DONE]"
+        assert gateway.pools["q"].members != (rebuilt,)
+        status, _ = await served.post("/v1/completions", BODY | {"model": "fake"})
+        assert status == 200 and public.requests[-1]["model"] == "fake"
+
+
 async def test_one_that_leaves_finishes_and_is_closed(
     tmp_path: Path, upstreams: list[FakeOpenAI]
 ) -> None:

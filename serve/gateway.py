@@ -152,6 +152,8 @@ class Gateway:
 
     async def _finish(self, epoch: Epoch, epochs: list[Epoch], pools: list[Pool]) -> None:
         await all_of(earlier.ended() for earlier in epochs)
+        if copies := list(self.background):  # of their requests; each has its own time limit
+            await asyncio.wait(copies)
         await all_of(map(_closed, pools))
         self.finishing = [pool for pool in self.finishing if pool not in pools]
         del self.earlier[epoch]

@@ -18,9 +18,9 @@ from serve.api.affinity import ask_for
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.deadlines import Deadlines
+from serve.api.failures import unavailable, without_address
 from serve.api.fields import UnsupportedField
 from serve.api.operation import Operation
-from serve.api.relay import AnsweredFailure
 from serve.routing.budget import RetryBudget
 from serve.routing.member import Lease, Member
 from serve.routing.pool import Pool
@@ -58,14 +58,12 @@ class Attempts:
         self.deadlines = deadlines
         self.headers = headers
         self.pool: Pool | None = None
-        self.member: Member | None = None
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
         self.prompt_tokens = 0  # estimated
-        self._budget: RetryBudget | None = None  # that the attempt under way was taken from
+        self._budget: RetryBudget | None = None  # of `pool`, in which it has a place
         self._redispatched = False
         self._waits: list[tuple[str, float]] = []  # member's name, when it was asked
-        self._queued_at: float | None = None
         self._queued_s = 0.0
 
     async def open(self) -> Answer:
@@ -81,7 +79,7 @@ class Attempts:
             except UnsupportedField as error:
                 last = last or error
             except RequestError as error:
-                if error.status != 503:
+                if error.status != 503 or self.deadlines.interrupting:
                     raise
                 last = error
             except BackendError as error:
@@ -120,7 +118,7 @@ class Attempts:
         """The answer broke off; `error` names the member from now on, and no address."""
         if self.lease is not None:
             self.lease.failed(error)
-            _without_address(error, self.lease.member)
+            without_address(error, self.lease.member)
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """What the key is charged for."""
@@ -154,8 +152,7 @@ class Attempts:
     def _spent(self) -> str:
         """Where the time went."""
         now = time.monotonic()
-        queued_s = self._queued_s if self._queued_at is None else now - self._queued_at
-        parts = [f"{queued_s:.2f} s queued"]
+        parts = [f"{self._queued_s:.2f} s queued"]
         ends = [*(asked for _, asked in self._waits), now]
         for (name, asked), end in zip(self._waits, ends[1:], strict=True):
             parts.append(f"{end - asked:.2f} s waiting for {name}")
@@ -171,21 +168,23 @@ class Attempts:
         self._ask_of = ask_for(
             pool.config.routing, self.prompt_tokens + answer, self.call.data, self.headers
         )
-        self._queued_at = time.monotonic()
-        deadline = self._queued_at + self.deadlines.remaining_s
-        if self.ticket is None:
-            self.ticket = await self.admission.admit(
-                pool,
-                self.principal,
-                tokens=self._ask_of.tokens,
-                deadline=deadline,
-                prompt_tokens=self.prompt_tokens,
-            )
-        else:
-            await self.ticket.move_to(pool, deadline=deadline)
-        self._queued_s += time.monotonic() - self._queued_at
-        self._queued_at = None
-        self.observation.queued(self.ticket.queued_s)
+        since = time.monotonic()
+        deadline = since + self.deadlines.remaining_s
+        before_s = 0.0 if self.ticket is None else self.ticket.queued_s
+        try:
+            if self.ticket is None:
+                self.ticket = await self.admission.admit(
+                    pool,
+                    self.principal,
+                    tokens=self._ask_of.tokens,
+                    deadline=deadline,
+                    prompt_tokens=self.prompt_tokens,
+                )
+            else:
+                await self.ticket.move_to(pool, deadline=deadline)
+        finally:  # who waited in vain has waited, too
+            self._queued_s += time.monotonic() - since
+        self.observation.queued(self.ticket.queued_s - before_s)
         pool.active += 1
         self.pool = pool
 
@@ -195,37 +194,57 @@ class Attempts:
         retries = 0
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
-        while True:
-            member = pool.choose(self._ask_of, tried)
-            if member is None and failure is not None and failure.kind in _AGAIN:
-                member = pool.choose(self._ask_of, unfit)
-            if member is None:
-                raise failure or refusal or _unavailable(pool)
+        member = pool.choose(self._ask_of)
+        while member is not None:
+            again = member in tried
             tried.append(member)
             try:
-                return await self._attempt(pool, member)
+                return await self._attempt(pool, member, again=again)
             except UnsupportedField as error:  # another backend of the pool may take the field
                 refusal = refusal or error
                 unfit.append(member)
+                member = self._next(pool, tried, unfit, failure)
                 continue
             except BackendError as error:
                 failure = error
+            member = self._next(pool, tried, unfit, failure)
+            if member is None:
+                break
             if failure.kind in ("refused", "lost") and not self._redispatched:
                 self._redispatched = True
+            else:
+                retries += 1
+                await self._may_retry(pool, retries, failure)
+                if not member.available:  # any more
+                    member = self._next(pool, tried, unfit, failure)
+            if member is not None:
                 self.observation.retried(failure.kind)
-                continue
-            retries += 1
-            if retries >= pool.config.retries.attempts or not pool.budget.take():
-                self.observation.metrics.retries_exhausted.labels(pool.name).inc()
-                raise failure
-            self._budget = pool.budget
-            self.observation.retried(failure.kind)
-            if backoff_s := pool.budget.backoff_s(retries):
-                await asyncio.sleep(backoff_s)
+        raise failure or refusal or unavailable(pool)
 
-    async def _attempt(self, pool: Pool, member: Member) -> Answer:
-        lease = self.lease = member.lease(self._ask_of.tokens)
-        self.member = member
+    def _next(
+        self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
+    ) -> Member | None:
+        """Who is asked after `failure`: one that was not, or else who may do better now."""
+        member = pool.choose(self._ask_of, tried)
+        if member is None and failure is not None and failure.kind in _AGAIN:
+            member = pool.choose(self._ask_of, unfit)
+        return member
+
+    async def _may_retry(self, pool: Pool, retries: int, failure: BackendError) -> None:
+        """Returns when the request may be tried again; raises `failure` if it may not.
+
+        It has one place in the pool's budget, from its first retry until it leaves the pool.
+        """
+        budget = pool.budget
+        if retries >= pool.config.retries.attempts or not (self._budget or budget.take()):
+            self.observation.metrics.retries_exhausted.labels(pool.name).inc()
+            raise failure
+        self._budget = budget
+        if backoff_s := budget.backoff_s(retries):
+            await asyncio.sleep(backoff_s)
+
+    async def _attempt(self, pool: Pool, member: Member, *, again: bool) -> Answer:
+        lease = self.lease = member.lease(self._ask_of.tokens, again=again)
         self.observation.attempt(pool.name, member.name, pool.precision or "")
         if self.observation.trace is not None:  # each attempt has a span of its own
             self.call.headers.update(self.observation.headers_out())
@@ -235,22 +254,11 @@ class Attempts:
             self.deadlines.within("first_token", first_token_s)
         try:
             answer = await self.operation.open(member.backend, self.call)
-        except asyncio.CancelledError:
-            if self.deadlines.gone or self.deadlines.expired != "first_token":
-                raise
-            if not self.deadlines.caught():
-                raise
-            self.observation.metrics.deadlines.labels("first_token").inc()
-            error: BackendError = BackendUnavailable(
-                f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
-            )
         except RequestError as refused:
             self._leave_member()
-            raise _without_address(refused, member) from None
-        except BackendError as failed:
-            if self.deadlines.interrupting:  # what a backend's clean-up made of our cancellation
-                raise asyncio.CancelledError from failed
-            error = failed
+            raise without_address(refused, member) from None
+        except (BackendError, asyncio.CancelledError) as failed:
+            error = self._fault(failed, member, first_token_s)
         else:
             return answer
         finally:
@@ -258,40 +266,35 @@ class Attempts:
         _log.warning("pool %s, %s: %s", pool.name, member.name, error)
         lease.failed(error)
         self._leave_member()
-        raise _without_address(error, member)
+        raise without_address(error, member)
+
+    def _fault(
+        self, failure: BackendError | asyncio.CancelledError, member: Member, first_token_s: float
+    ) -> BackendError:
+        """What the backend did wrong. Raises CancelledError if the request was to end.
+
+        What a backend's clean-up makes of a cancellation may be anything.
+        """
+        deadlines = self.deadlines
+        if isinstance(failure, BackendError) and not deadlines.interrupting:
+            return failure
+        late = deadlines.expired == "first_token" and not deadlines.gone
+        if not (late and deadlines.caught()):
+            raise asyncio.CancelledError from failure
+        self.observation.metrics.deadlines.labels("first_token").inc()
+        return BackendUnavailable(
+            f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
+        )
 
     def _leave_member(self) -> None:
-        budget, self._budget = self._budget, None
-        if budget is not None:
-            budget.give_back()
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
 
     def _leave_pool(self) -> None:
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget.give_back()
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.active -= 1
-
-
-def _unavailable(pool: Pool) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"no backend of the pool '{pool.name}' is available now",
-        retry_after_s=pool.retry_after_s(),
-    )
-
-
-def _without_address(error: OctetError, member: Member) -> OctetError:
-    """`error` naming the member as clients know it: addresses are nobody's business."""
-    kind_and_address = member.backend.name
-    address = kind_and_address.split(" ", 1)[-1]
-    bare = address.partition("://")[2] or address
-    answer = error.answer if isinstance(error, AnsweredFailure) else None
-    text = str(error)
-    for shown in (kind_and_address, address, bare):
-        text = text.replace(shown, member.name)
-        if answer is not None:
-            answer.first = answer.first.replace(shown.encode(), member.name.encode())
-    if text != str(error):
-        error.args = (text,)
-    return error

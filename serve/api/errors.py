@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from serve.backends.openai_errors import Refusal
 
 __all__ = [
     "code_of",
@@ -44,7 +45,9 @@ def _is_unavailable(error: Exception) -> bool:
 
 
 def code_of(error: Exception) -> str:
-    """The code that programs and metrics know `error` by."""
+    """The code that metrics know `error` by: one of a few, whatever a server calls it."""
+    if isinstance(error, Refusal):
+        return "refused_by_backend"
     if isinstance(error, RequestError):
         return error.code or "invalid_request"
     if _is_unavailable(error):

@@ -145,6 +145,7 @@ class Exchange:
         progressed, several = attempts.progressed, observation.choices > 1
         error: Exception | None = None
         try:
+            progressed()  # before anything else: others wait for the end of a trial
             deadlines.within("inter_token", attempts.inter_token_s)
             deadlines.sending()
             await self._send_start(answer)
@@ -152,7 +153,6 @@ class Exchange:
             deadlines.sent()
             self.tokens = _events(answer.first)
             observation.first_token(self.tokens)
-            progressed()
             async for piece in rest:
                 deadlines.sending()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -8,7 +8,7 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from octet.errors import BackendError, OctetError
+from octet.errors import BackendError, OctetError, RequestError
 from serve.api.call import Call
 from serve.api.operation import Operation
 from serve.routing.ask import Ask
@@ -41,10 +41,7 @@ def cast_shadow(gateway: "Gateway", operation: Operation, call: Call) -> None:
 async def _shadow(gateway: "Gateway", operation: Operation, call: Call, pool: Pool) -> None:
     outcome = "failed"
     try:
-        async with asyncio.timeout(pool.config.timeouts.total_s):
-            outcome = await _answered(operation, call, pool)
-    except TimeoutError:
-        outcome = "timeout"
+        outcome = await _answered(operation, call, pool)
     except OctetError as error:
         _log.info("shadow pool %s: %s", pool.name, error)
     except asyncio.CancelledError:
@@ -57,26 +54,34 @@ async def _shadow(gateway: "Gateway", operation: Operation, call: Call, pool: Po
 
 
 async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
-    """Asks one member, and reads its answer to the end: `ok`, `refused` or `unavailable`."""
+    """Asks one member, and reads its answer to the end; returns what came of it."""
     tokens = sum(operation.cost(call.body, pool.config.admission.answer_tokens))
     member = pool.choose(Ask(tokens))
     if member is None:
         return "unavailable"
     lease = member.lease(tokens)
+    total_s, began = pool.config.timeouts.total_s, False
     try:
-        answer = await operation.open(member.backend, call)
-        if answer.rest is not None:
-            async with aclosing(answer.rest) as rest:
-                async for _piece in rest:
-                    lease.progressed()
-        if answer.status != 200:
-            return "refused"
+        async with asyncio.timeout(total_s):
+            answer = await operation.open(member.backend, call)
+            if answer.rest is not None:
+                began = True
+                lease.progressed()
+                async with aclosing(answer.rest) as rest:
+                    async for _piece in rest:
+                        lease.progressed()
         if answer.tally.failed is not None:
             raise answer.tally.failed
         lease.succeeded()
-        return "ok"
+        return "ok" if answer.status == 200 else "refused"
+    except TimeoutError:
+        if not began:  # else it is slow, or was asked for much
+            lease.failed(BackendError(f"{member.name}: no answer in {total_s:g} s", kind="timeout"))
+        return "timeout"
     except BackendError as error:
         lease.failed(error)
         raise
+    except RequestError:
+        return "refused"
     finally:
         lease.release()

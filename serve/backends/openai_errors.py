@@ -12,6 +12,7 @@ from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestE
 from serve.backends.held import reason_of
 
 __all__ = [
+    "Refusal",
     "failure",
     "from_event",
     "is_dead",
@@ -33,6 +34,10 @@ _DEAD = (
 )
 
 
+class Refusal(RequestError):
+    """What a server refuses a request with, in its own words: `code` may be anything."""
+
+
 def failure(
     name: str, status: int, headers: Mapping[str, str], body: bytes
 ) -> BackendUnavailable | RequestError:
@@ -45,7 +50,7 @@ def failure(
     line = f"{name}: {message or f'answered {status}'}"
     kind = kind_of(status, body)
     if kind is None:
-        return RequestError(message or line, status=status, param=param, code=code)
+        return Refusal(message or line, status=status, param=param, code=code)
     if status in (401, 403, 407):
         line += " (it refuses the gateway's key)"
     after = retry_after(headers.get("retry-after")) if kind == "overloaded" else None
@@ -72,7 +77,7 @@ def from_event(name: str, error: Any) -> BackendError | RequestError:
         return BackendError(line, kind="dead")
     status = error.get("code") if isinstance(error, dict) else None
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
-        return RequestError(message, status=status, param=param, code=code)
+        return Refusal(message, status=status, param=param, code=code)
     return BackendError(line, kind="overloaded" if status in (429, 503) else "failed")
 
 

@@ -10,7 +10,7 @@ import re
 import grpc
 
 from octet.errors import BackendError, FailureKind, RequestError
-from serve.backends.openai_errors import is_dead
+from serve.backends.openai_errors import Refusal, is_dead
 
 __all__ = ["error_of"]
 
@@ -74,7 +74,7 @@ def _own_refusal(details: str) -> RequestError | None:
     """What our own entry says of a request that it refuses: JSON, with the field at fault."""
     try:
         error = json.loads(details)
-        return RequestError(str(error["message"]), param=error["param"], code=error["code"])
+        return Refusal(str(error["message"]), param=error["param"], code=error["code"])
     except (ValueError, TypeError, KeyError):
         return None
 

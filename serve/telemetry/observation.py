@@ -90,7 +90,8 @@ class Observation:
         self.choices = choices
 
     def queued(self, seconds: float) -> None:
-        self.queued_s = seconds
+        """It waited for so long at the gate of `pool`; once for each pool."""
+        self.queued_s += seconds
         self.metrics.queue.labels(self.pool).observe(seconds)
         if self.trace is not None:
             self.trace.queued(seconds)

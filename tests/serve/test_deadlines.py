@@ -60,6 +60,18 @@ async def test_a_client_cannot_have_more_time_than_the_gateway_gives() -> None:
         assert status == 504 and "deadline of 0.1 s" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("whose", ["gateway", "client"])
+async def test_a_client_in_a_hurry_ejects_nobody(whose: str) -> None:
+    total_s, asked = (0.05, None) if whose == "gateway" else (60, "0.05")
+    settings = within(total=total_s)
+    settings["fake"] |= {"ejection": {"failures": 1}, "routing": {"policy": "round_robin"}}
+    async with in_process(("fake", [Scripted([None]), Scripted([None])]), pools=settings) as served:
+        for _ in range(4):
+            assert (await ask(served, asked))[0] == 504
+        standings = [member.standing for member in served.gateway.pools["fake"].members]
+        assert standings == (["ejected", "in"] if whose == "gateway" else ["in", "in"])
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", "", "1e999"])
 async def test_a_timeout_that_is_no_time_is_refused(value: str) -> None:
     backend = Scripted(whole())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable, RequestError
+from serve.admission.memory import Memory
 from serve.api.receiving import read_body
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import pools
@@ -110,6 +111,21 @@ async def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_known(declared:
     with pytest.raises(Exception, match="larger than the limit of 100 bytes"):
         await read_body(receive, headers, 100)
     assert taken == (0 if declared else 2)
+
+
+async def test_no_body_is_read_while_memory_is_short() -> None:
+    holding = Scripted([chunk(), None])
+    async with in_process(("fake", [holding])) as served:
+        gone = asyncio.Event()
+        request = served.request("/v1/completions", BODY | {"stream": True}, gone=gone)
+        first = asyncio.create_task(request)
+        while not holding.running:
+            await asyncio.sleep(0)
+        served.gateway.admission.memory = Memory(1)  # byte
+        reply = await served.request("/v1/completions", b"this would be a 400")
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "overloaded")
+        gone.set()
+        await first
 
 
 async def test_a_key_pays_for_what_it_got() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.config import Shadow
+from serve.config import ModelConfig, Shadow
+from serve.lifecycle.epoch import Epoch
+from serve.routing import Routes
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 4}
 STREAM = [chunk("a"), DONE]
+TURNS = {"policy": "round_robin"}
 
 
 @asynccontextmanager
@@ -97,3 +100,52 @@ async def test_a_copy_has_a_deadline_too() -> None:
     ) as served:
         assert (await served.post("/v1/completions", BODY))[0] == 200
         assert await outcomes(served) == {"timeout": 1}
+
+
+async def test_a_hung_backend_of_copies_is_a_failure_and_a_slow_one_none() -> None:
+    quick = {"timeouts": {"total_s": 0.03}, "health": {"probe_after_s": None}}
+    models = {"m": {"pool": "main", "shadow": {"pool": "trial"}}}
+    slow, hung = Scripted([chunk(), None]), Scripted([None])
+    async with in_process(
+        ("main", [Scripted(whole())]),
+        ("trial", [slow, hung]),
+        models=models,
+        pools={"trial": quick | {"ejection": {"failures": 2}, "routing": TURNS}},
+    ) as served:
+        for _ in range(8):
+            await served.request("/v1/completions", BODY | {"stream": True})
+            while served.gateway.background:
+                await asyncio.sleep(0.005)
+        standings = [member.standing for member in served.gateway.pools["trial"].members]
+        assert standings == ["in", "ejected"]
+
+
+async def test_the_pool_of_a_copy_is_closed_after_it() -> None:
+    """Though the request that it copies is long done, and a reload took the pool out of use."""
+    goes_on = asyncio.Event()
+
+    class Waiting(Scripted):
+        closed = False
+
+        async def relay(self, *arguments: Any) -> Any:
+            await goes_on.wait()
+            assert not self.closed
+            return await super().relay(*arguments)
+
+        async def close(self) -> None:
+            self.closed = True
+
+    trial = Waiting(whole())
+    async with shadowed(trial) as served:
+        gateway = served.gateway
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        config = gateway.config.model_copy(update={"models": {"m": ModelConfig(pool="main")}})
+        pools = {"main": gateway.pools["main"]}
+        gateway.replace(Epoch(config, Routes(config.models, pools), gateway.keys), pools)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not trial.closed and gateway.background
+        goes_on.set()
+        while not trial.closed:
+            await asyncio.sleep(0)
+        assert await outcomes(served) == {"ok": 1}

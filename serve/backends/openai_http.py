@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from typing import Any, Self
 import aiohttp
 from yarl import URL
 
-from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
+from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, LoadReport, Relay, sooner_or_later
 from serve.backends.held import hold_open, keep_alive
 from serve.backends.openai_completion import completion_body, completion_events
@@ -52,14 +51,7 @@ class OpenAiHttpBackend:
         self._load_from = LOAD_SOURCES  # where it may say how busy it is
         # All that aiohttp would add by itself, which takes it longer.
         self._headers = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "octet"}
-        key = config.api_key.get_secret_value() if config.api_key else None
-        if config.api_key_env is not None:
-            key = os.environ.get(config.api_key_env)
-            if not key:
-                raise ConfigError(
-                    f"{self.name}: the environment variable {config.api_key_env} is not set"
-                )
-        if key:
+        if key := config.key():
             self._headers["authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
         self._answering: set[aiohttp.ClientResponse] = set()

@@ -1,15 +1,41 @@
 """One backend: an engine in this process, or a server and how to reach it."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Discriminator, Field, SecretStr, Tag, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    field_validator,
+)
 
-from octet.errors import nearest
+from octet.errors import ConfigError, nearest
 from serve.config.section import Count, Integer, Name, Seconds, Section, tag
 
 __all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig"]
+
+
+def _of_a_header(key: str) -> str:
+    """`key` without the line end that a file or a Docker secret leaves there.
+
+    Raises ValueError, which does not show it, for what no `Authorization` can hold.
+    """
+    key = key.removesuffix("\n").removesuffix("\r")
+    if not key:
+        raise ValueError("is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("holds a line end, a control character or one that is not ASCII")
+    return key
+
+
+def _secret(key: SecretStr) -> SecretStr:
+    return SecretStr(_of_a_header(key.get_secret_value()))
 
 
 class _Backend(Section):
@@ -40,7 +66,8 @@ class HttpConfig(_Backend):
     type: Literal["vllm", "openai"]
     url: str  # without /v1
     model: str | None = None  # the name the server knows; the public name if left out
-    api_key: SecretStr | None = None  # for `Authorization`; write it as ${VARIABLE}
+    # For `Authorization`; write it as ${VARIABLE}.
+    api_key: Annotated[SecretStr, AfterValidator(_secret)] | None = None
     api_key_env: str | None = None  # or the name of the environment variable that holds it
     connect_timeout_s: Seconds = 2.0
 
@@ -64,6 +91,20 @@ class HttpConfig(_Backend):
         if variable is not None and info.data.get("api_key") is not None:
             raise ValueError("give either api_key or api_key_env, not both")
         return variable
+
+    def key(self) -> str | None:
+        """What `Authorization` is to say. Raises ConfigError if its variable does not hold it."""
+        if self.api_key is not None:
+            return self.api_key.get_secret_value()
+        variable = self.api_key_env
+        if variable is None:
+            return None
+        if variable not in os.environ:
+            raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
+        try:
+            return _of_a_header(os.environ[variable])
+        except ValueError as error:
+            raise ConfigError(f"api_key_env: the environment variable {variable} {error}") from None
 
 
 class TritonConfig(_Backend):
@@ -96,6 +137,8 @@ class TritonConfig(_Backend):
 
 
 def _has_host_and_port(url: str, needs_port: bool = False) -> bool:
+    if not url.isprintable() or " " in url:  # of which urlsplit would remove some
+        return False
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0 and bool(parts.port or not needs_port)

@@ -17,7 +17,7 @@ from serve.lifecycle.listening import AdminServer, DrainingServer, say
 from serve.lifecycle.reload import reload_from
 from serve.telemetry.logs import logging_to
 
-__all__ = ["DrainingServer", "bind", "check", "run", "serve_gateway"]
+__all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
 
 FORCED = 1  # exit code when a second signal, or the deadline, cut requests short
 
@@ -68,27 +68,6 @@ def _spare_the_collector(_server: DrainingServer) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def check(config: Path) -> list[str]:
-    """Reads the file as `run` would, and makes its backends without starting them.
-
-    Returns what it found, a line each. Raises OctetError for what cannot work.
-    """
-    settings = GatewayConfig.load(config)
-    gateway = Gateway.from_config(settings)
-    lines = [f"warning: {warning}" for warning in settings.warnings]
-    for name, model in settings.models.items():
-        names = dict.fromkeys(model.pool_names(name))
-        aliases = f" ({', '.join(model.aliases)})" if model.aliases else ""
-        lines.append(f"model {name}{aliases}: {', '.join(names)}")
-    for name, pool in gateway.pools.items():
-        found = [f"{member.name} ({member.backend.name})" for member in pool.members]
-        found += [origin for origin in (d.origin for d in gateway.discoveries if d.pool is pool)]
-        lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
-    keys = len(settings.access.keys)
-    lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
-    return lines
 
 
 async def serve_gateway(

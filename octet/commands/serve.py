@@ -1,6 +1,7 @@
 """`octet serve` and `octet evaluate`: what an artifact answers, and how well."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,10 +72,21 @@ def serve(
         raise ConfigError("give either an export to serve, or --config FILE")
     if check and config is None:
         raise ConfigError("--check is for a configuration: give --config FILE")
-    from serve.server import check as checked
+    if check and config is not None:
+        _check(config)
+        return
     from serve.server import run
 
-    if check and config is not None:
-        print("\n".join(checked(config)))
-        return
     run(target, config=config, host=host, port=port)
+
+
+def _check(config: Path) -> None:
+    """Prints what the file holds; or every problem of it, and exits 2."""
+    from serve.check import check
+    from serve.config.load import Refused
+
+    try:
+        print("\n".join(check(config)))
+    except Refused as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        raise typer.Exit(2) from None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +18,7 @@ from serve.config.section import Section, tag
 if TYPE_CHECKING:
     from serve.config.gateway import GatewayConfig
 
-__all__ = ["at_address", "needs_model", "problems", "warnings"]
+__all__ = ["at_address", "needs_model", "pools_of", "problems", "warnings"]
 
 _BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
@@ -26,7 +27,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 def problems(config: "GatewayConfig") -> list[Problem]:
     """In the order of the file's documentation: access, pools, models."""
     found = [*_access(config), *_names(config)]
-    for name, loc, pool in _pools(config):
+    for name, loc, pool in pools_of(config):
         found += _pool(config, name, loc, pool)
     for name, model in config.models.items():
         found += _model(config, ("models", name), model)
@@ -36,7 +37,12 @@ def problems(config: "GatewayConfig") -> list[Problem]:
 def warnings(config: "GatewayConfig") -> list[str]:
     """What works, and is likely not meant."""
     unused = [name for name in config.pools if not config.models_of(name)]
-    return [f"pools.{name}: no model uses it; it is not started" for name in unused]
+    now = datetime.now(UTC)
+    expired = [key for key in config.access.keys if key.expires is not None and key.expires <= now]
+    return [
+        *(f"pools.{name}: no model uses it; it is not started" for name in unused),
+        *(f"access.keys: the key '{key.name}' expired at {key.expires}" for key in expired),
+    ]
 
 
 def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig | TritonConfig:
@@ -55,7 +61,8 @@ def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
     return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
 
 
-def _pools(config: "GatewayConfig") -> Iterator[tuple[str, Loc, PoolConfig]]:
+def pools_of(config: "GatewayConfig") -> Iterator[tuple[str, Loc, PoolConfig]]:
+    """Each pool with its name, and where in the file it is."""
     for name, pool in config.pools.items():
         yield name, ("pools", name), pool
     for name, model in config.models.items():

@@ -1,5 +1,6 @@
 """From a file to a checked configuration, or to one line that says why not."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,12 +9,20 @@ from pydantic import TypeAdapter, ValidationError
 from octet.errors import ConfigError
 from serve.config.backends import BackendConfig, HttpConfig
 from serve.config.document import Document, Problem
-from serve.config.problems import key_path, one_line, problems_of
+from serve.config.problems import key_path, lines, one_line, problems_of
 from serve.config.section import Section
 
-__all__ = ["load", "load_backends", "refuse", "validated"]
+__all__ = ["Refused", "load", "load_backends", "refuse", "validated"]
 
 T = TypeVar("T")
+
+
+class Refused(ConfigError):
+    """A file with problems: as a text the first, in `lines` all of them."""
+
+    def __init__(self, path: Path, first: str, lines: Sequence[str]) -> None:
+        super().__init__(f"configuration {path}: {first}")
+        self.lines = [f"configuration {path}: {line}" for line in lines]
 
 
 def load(path: Path, form: type[T], root: type[Section]) -> T:
@@ -62,8 +71,9 @@ def validated(path: Path, document: Document, form: type[T], root: type[Section]
 def refuse(path: Path, document: Document, found: list[Problem]) -> None:
     """Raises ConfigError if anything was found."""
     if found:
-        line = document.redacted(one_line(found, document.data))
-        raise ConfigError(f"configuration {path}: {line}") from None
+        first = document.redacted(one_line(found, document.data))
+        every = [document.redacted(line) for line in lines(found, document.data)]
+        raise Refused(path, first, every) from None
 
 
 def _relative(value: Any, directory: Path) -> Any:

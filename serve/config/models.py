@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 from serve.config.pools import PoolConfig
 from serve.config.section import Count, Fraction, Name, Section, tag
@@ -51,6 +51,15 @@ class ModelConfig(Section):
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
     fallback: tuple[Name, ...] = ()  # pools to ask, in this order, when `pool` cannot answer
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_section(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError("should be a section; the list of backends belongs under `pool:`")
+        if isinstance(value, str):
+            raise ValueError(f"should be a section, such as {{pool: {value}}}")
+        return value
 
     def pool_names(self, own: str) -> tuple[str, ...]:
         """Every pool that its requests may go to; one written in place is called `own`."""

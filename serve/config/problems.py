@@ -9,7 +9,7 @@ from octet.errors import nearest
 from serve.config.document import Loc, Problem
 from serve.config.section import PATTERNS, Section, tag
 
-__all__ = ["key_path", "one_line", "problems_of"]
+__all__ = ["key_path", "lines", "one_line", "problems_of"]
 
 _MESSAGES = {
     "missing": "missing",
@@ -19,11 +19,14 @@ _MESSAGES = {
     "list_type": "should be a list",
     "too_short": "needs at least one entry",
 }
+_ORDER = {"extra_forbidden": 0, "missing": 2}
 
 
 def problems_of(error: ValidationError, root: type[Section]) -> list[Problem]:
     """Each problem of a file whose top level is `root`, or a list of it."""
     found = error.errors(include_url=False, include_input=False)
+    # A key that is missing is often there, but misspelled.
+    found.sort(key=lambda item: _ORDER.get(item["type"], 1))
     return [(item["loc"], _message(item, root)) for item in found]
 
 
@@ -44,9 +47,13 @@ def key_path(loc: Loc, data: Any) -> str:
 
 def one_line(problems: Sequence[Problem], data: Any) -> str:
     """The first problem, and how many more there are."""
-    loc, message = problems[0]
-    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{key_path(loc, data)}: {message}{others}"
+    first, *others = lines(problems, data)
+    return f"{first} (and {len(others)} more)" if others else first
+
+
+def lines(problems: Sequence[Problem], data: Any) -> list[str]:
+    """Each problem at its key."""
+    return [f"{key_path(loc, data)}: {message}" for loc, message in problems]
 
 
 def _message(item: Any, root: type[Section]) -> str:

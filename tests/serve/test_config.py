@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from octet.cli import app
 from octet.errors import ConfigError
 from serve.config import (
     EmbeddedConfig,
@@ -87,7 +85,7 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         (f"{POOL}\nlimits: {{max_m: 3}}", "limits.max_m: unknown key; did you mean 'max_n'?"),
         (
             "models: {m: {pool: [{type: vllm, ulr: x}]}}",
-            "models.m.pool.0.url: missing (and 1 more)",
+            "models.m.pool.0.ulr: unknown key; did you mean 'url'? (and 1 more)",
         ),
         (
             "models: {m: {pool: [{type: vllm, url: 'http://h', modle: x}]}}",
@@ -111,6 +109,23 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         ("models: {m: {pool: []}}", "models.m.pool: has no backends, and nothing that discovers"),
         ("models: {m: {pool: 3}}", "models.m.pool: should be the name of a pool, a pool's section"),
         ("models: {m: {}}", "models.m.pool: missing"),
+        (
+            f"models: {{m: [{VLLM}]}}",
+            "models.m: should be a section; the list of backends belongs ",
+        ),
+        ("models: {m: p}", "models.m: should be a section, such as {pool: p}"),
+        (
+            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key: \"abc\\ndef\"}]}}",
+            "models.m.pool.0.api_key: holds a line end, a control character or one that is not",
+        ),
+        (
+            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key: \"\\n\"}]}}",
+            "models.m.pool.0.api_key: is empty",
+        ),
+        (
+            'models: {m: {pool: [{type: vllm, url: "http://h\\n"}]}}',
+            "models.m.pool.0.url: must name a host",
+        ),
         ("models: {}", "models: needs at least one entry"),
         ("models: {3: {pool: p}}", "models.3: should be a valid string"),
         ("listen: {port: 1}", "models: missing"),
@@ -203,13 +218,25 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         GatewayConfig.load(tmp_path / "bytes.yaml")
 
 
-def test_check_says_what_it_found(tmp_path: Path) -> None:
-    path = tmp_path / "octet.yaml"
-    path.write_text(f"pools: {{spare: {{backends: [{VLLM}]}}}}\n{POOL}")
-    result = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"])
-    assert result.exit_code == 0
-    assert "model m: m" in result.output and "m-1 (vllm http://h:1)" in result.output
-    assert "warning: pools.spare: no model uses it" in result.output
-    path.write_text("models: {m: {pool: p}}")
-    result = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"])
-    assert isinstance(result.exception, ConfigError)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_key_may_end_as_a_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setenv("UPSTREAM_KEY", SECRET + end)
+    for key in ("api_key: '${UPSTREAM_KEY}'", "api_key_env: UPSTREAM_KEY"):
+        config = load(
+            tmp_path, f"models: {{m: {{pool: [{{type: vllm, url: 'http://h', {key}}}]}}}}"
+        )
+        (loaded,) = config.all_pools["m"].backends
+        assert isinstance(loaded, HttpConfig) and loaded.key() == SECRET
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "a\x7fb", "sm\xf8rrebr\xf8d", "", "\n", "a\n\n"])
+def test_a_key_that_no_header_can_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("UPSTREAM_KEY", key)
+    config = HttpConfig(type="vllm", url="http://h", api_key_env="UPSTREAM_KEY")
+    with pytest.raises(ConfigError, match="the environment variable UPSTREAM_KEY ") as error:
+        config.key()
+    assert "two" not in str(error.value)

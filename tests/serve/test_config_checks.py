@@ -126,6 +126,15 @@ def test_a_pool_that_nobody_uses_is_a_warning(tmp_path: Path) -> None:
     assert load(tmp_path, POOL).warnings == []
 
 
+def test_a_key_that_has_expired_is_a_warning(tmp_path: Path) -> None:
+    keys = "".join(
+        f"{{name: {name}, sha256: {digest}, expires: {day}}}, "
+        for name, digest, day in (("old", DIGEST, "2020-01-01"), ("new", OTHER, "2999-01-01"))
+    )
+    (warning,) = load(tmp_path, f"{POOL}\naccess: {{keys: [{keys}]}}").warnings
+    assert warning == "access.keys: the key 'old' expired at 2020-01-01 00:00:00+00:00"
+
+
 class TestKeysFile:
     def test_its_keys_come_to_those_of_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "keys.yaml").write_text(

@@ -1,0 +1,91 @@
+"""`octet serve --check`: what a configuration holds, and all that can be found wrong without it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from octet.artifact import Manifest
+from octet.errors import OctetError
+from serve.config import BackendConfig, EmbeddedConfig, FileDiscovery, GatewayConfig, ModelConfig
+from serve.config.checks import pools_of
+from serve.config.document import Document, Problem
+from serve.config.load import load_backends, refuse
+from serve.gateway import Gateway
+from serve.routing.make import make_backend
+from serve.tokenizer import Tokenizer
+
+__all__ = ["check"]
+
+
+def check(path: Path) -> list[str]:
+    """Reads the file as `octet serve` would, and makes its backends without starting them.
+
+    Returns what it found, a line each. Raises OctetError for what cannot work: `Refused` with every
+    problem of the file.
+    """
+    config = GatewayConfig.load(path)
+    refuse(path, Document.read(path), list(_problems(config)))
+    lines = [f"warning: {warning}" for warning in (*config.warnings, *_warnings(config))]
+    lines += [_model(name, model) for name, model in config.models.items()]
+    gateway = Gateway.from_config(config)
+    for name, pool in gateway.pools.items():
+        found = [f"{member.name} ({member.backend.name})" for member in pool.members]
+        found += [d.origin for d in gateway.discoveries if d.pool is pool]
+        lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
+    keys = len(config.access.keys)
+    lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
+    return lines
+
+
+def _model(name: str, model: ModelConfig) -> str:
+    """Its pools in the order in which they are asked, and with which share."""
+    main = model.pool if isinstance(model.pool, str) else name
+    parts = [main]
+    parts += [f"canary {canary.pool} ({canary.fraction:.4g})" for canary in model.canary]
+    parts += [f"fallback {fallback}" for fallback in model.fallback]
+    if model.shadow is not None:
+        parts.append(f"shadow {model.shadow.pool} ({model.shadow.fraction:.4g})")
+    aliases = f" ({', '.join(model.aliases)})" if model.aliases else ""
+    return f"model {name}{aliases}: {', '.join(parts)}"
+
+
+def _problems(config: GatewayConfig) -> Iterator[Problem]:
+    """What only the file system and the environment show."""
+    for name, loc, pool in pools_of(config):
+        model = next(iter(config.models_of(name)), name)
+        for i, backend in enumerate(pool.backends):
+            if said := _wrong_with(backend, model):
+                yield (*loc, "backends", i), said
+        for i, source in enumerate(pool.discover):
+            if isinstance(source, FileDiscovery) and source.file.exists():
+                try:
+                    found = load_backends(source.file)
+                except OctetError as error:
+                    yield (*loc, "discover", i, "file"), str(error)
+                    continue
+                for j, backend in enumerate(found):
+                    if said := _wrong_with(backend, model):
+                        yield (*loc, "discover", i, "file"), f"{source.file}: {j}: {said}"
+
+
+def _warnings(config: GatewayConfig) -> Iterator[str]:
+    for name, _, pool in pools_of(config):
+        for source in pool.discover:
+            if isinstance(source, FileDiscovery) and not source.file.exists():
+                yield f"pool {name}: {source.file} is not there (yet): it brings no backends"
+
+
+def _wrong_with(backend: BackendConfig, model: str) -> str | None:
+    """Why it could not be started; an embedded one's weights are not read."""
+    try:
+        make_backend(model, backend)
+        if isinstance(backend, EmbeddedConfig):
+            manifest = Manifest.load(backend.path, verify=False)
+            if manifest.kind != "engine":
+                Manifest.load(backend.path, "onnx", verify=False)
+            for file in manifest.files:
+                if not (backend.path / file).is_file():
+                    return f"{backend.path / file}: missing; its manifest lists it"
+            Tokenizer.load(backend.path)
+    except OctetError as error:
+        return str(error)
+    return None

@@ -139,6 +139,7 @@ class _PoolChange:
                 free.remove(member)
             found.append(member)
         missing = [i for i, member in enumerate(found) if member is None]
+        missing.sort(key=lambda i: self.config.backends[i].name is None)  # names are not taken away
         starts = (self._start(self.config.backends[i]) for i in missing)
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for i, outcome in zip(missing, outcomes, strict=True):

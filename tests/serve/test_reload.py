@@ -93,6 +93,17 @@ async def test_a_pool_stays_whatever_its_models_are_called(
         assert status == 200 and public.requests[-1]["model"] == "fake"
 
 
+async def test_a_new_one_without_a_name_takes_no_name_that_another_is_given(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    first, second, third = upstreams
+    gateway = configured(tmp_path / "octet.yaml", one_pool(first))
+    async with serving_gateway(gateway) as served:
+        text = one_pool(first, second, third)
+        await reload(served, text.replace(f"'{third.url}'", f"'{third.url}', name: p-2"))
+        assert [member.name for member in gateway.pools["p"].members] == ["p-1", "p-3", "p-2"]
+
+
 async def test_one_that_leaves_finishes_and_is_closed(
     tmp_path: Path, upstreams: list[FakeOpenAI]
 ) -> None:

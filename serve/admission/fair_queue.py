@@ -133,6 +133,22 @@ class FairQueue:
         """Tokens of what waits at `priority` and above."""
         return sum(level.tokens for level in self._order if level.priority >= priority)
 
+    def tokens_ahead(self, flow: Flow) -> int:
+        """Tokens of what waits that goes before a new request of `flow`, if nothing else comes.
+
+        Those are of higher priorities, of its own flow, and of each other flow what starts before
+        it: as many as its weight gives that flow until then. O(waiting requests).
+        """
+        level = flow.level
+        ahead = sum(other.tokens for other in self._order if other.priority > level.priority)
+        mine = sum(flow.waiting.values())
+        start = (flow.start if mine else max(level.virtual, flow.finish)) + mine / flow.weight
+        for other in level.flows.values():
+            if other is not flow and other.waiting and other.start < start:
+                share = int((start - other.start) * other.weight)
+                ahead += min(share, sum(other.waiting.values()))
+        return ahead + mine
+
     def to_push_out(self, newcomer: Flow) -> tuple[Flow, object] | None:
         """Whose place `newcomer` may take in a full queue: the last request of the longest flow.
 

@@ -1,6 +1,8 @@
 """One pool's token budget and the queue before it."""
 
 import asyncio
+import functools
+import math
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ __all__ = ["Gate"]
 
 # Clients told the same time would all come back at once: up to a quarter is added.
 SPREAD = 0.25
+DOUBT = 2.0  # of the time that tokens stay: the next ones may be so much faster
 
 
 class _Waiter:
@@ -67,14 +70,16 @@ class Gate:
     ) -> None:
         """Returns when the request is in. Cancelled, it leaves no trace.
 
-        Raises RequestError: 503 if the queue is full or `max_wait_s` is over, 504 at the deadline
-        (a time of `clock`).
+        Raises RequestError: 503 if the queue is full, if `max_wait_s` is over or at once where
+        that is certain to happen, 504 at the deadline (a time of `clock`).
         """
-        waiter = self._enqueue(flow, tokens, max_queue)
+        self._require_hope(flow, tokens, max_wait_s)
+        waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
         loop = waiter.future.get_loop()
         left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
         late = deadline is not None and left_s < max_wait_s
-        waiter.expiry = loop.call_later(max(left_s, 0.0), self._expire, waiter, left_s, late)
+        expire = functools.partial(self._expire, waiter, left_s, max_wait_s, late)
+        waiter.expiry = loop.call_later(max(left_s, 0.0), expire)
         try:
             await waiter.future
         except BaseException:
@@ -91,19 +96,41 @@ class Gate:
         if self.queue:
             self._let_in()
 
-    def retry_after_s(self, tokens: int, priority: int = 0) -> float:
-        """When a request of `tokens` would find room, behind what waits now; at least 1."""
+    def retry_after_s(self, tokens: int, priority: int = 0, max_wait_s: float = math.inf) -> float:
+        """When a request of `tokens` would find room, behind what waits now; at least 1.
+
+        After `max_wait_s` nobody waits any more who waits now.
+        """
         before = self.queue.tokens_before(priority) + tokens
         room = self.limit - self.tokens if self.limit is not None else 0
         wait_s = self.drain.wait_s(max(before - room, 1), self.tokens, self._clock())
-        return wait_s * (1.0 + SPREAD * self._chance())
+        return max(1.0, min(wait_s, max_wait_s)) * (1.0 + SPREAD * self._chance())
+
+    def _require_hope(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
+        """Raises RequestError (503) if a request would wait for nothing.
+
+        That is if its turn would not come in time even in a pool that is always full, and in which
+        tokens stay `DOUBT` times as short as they do. Nothing is known where none has left yet.
+        """
+        assert self.limit is not None
+        within = DOUBT * max_wait_s * self.limit  # token seconds
+        stay_s = self.drain.stay_s
+        room = self.limit - self.tokens - min(tokens, self.limit)  # a larger one goes alone
+        if (self.queue.tokens - room) * stay_s <= within:
+            return
+        if (self.queue.tokens_ahead(flow) - room) * stay_s > within:
+            raise overloaded(
+                f"'{self.pool}' will have no room within {max_wait_s:g} s",
+                self.retry_after_s(tokens, flow.level.priority, max_wait_s),
+                reason="queue_too_long",
+            )
 
     def _fits(self, tokens: int) -> bool:
         return self.limit is None or self.tokens + tokens <= self.limit or not self.requests
 
-    def _enqueue(self, flow: Flow, tokens: int, max_queue: int) -> _Waiter:
+    def _enqueue(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> _Waiter:
         if len(self.queue) >= max_queue:
-            self._make_place(flow, tokens, max_queue)
+            self._make_place(flow, tokens, max_queue, max_wait_s)
         waiter = _Waiter(flow, tokens, asyncio.get_running_loop().create_future())
         if not self.queue:
             self.drain.queued(self.tokens, self._clock())
@@ -111,20 +138,20 @@ class Gate:
         self._let_in()  # it may go before those that wait: a higher priority that fits
         return waiter
 
-    def _make_place(self, flow: Flow, tokens: int, max_queue: int) -> None:
+    def _make_place(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> None:
         found = self.queue.to_push_out(flow) if max_queue else None
         if found is None:
-            raise self._full(flow, tokens)
+            raise self._full(flow, tokens, max_wait_s)
         other, waiter = found
         assert isinstance(waiter, _Waiter)
         if not waiter.future.done():
-            waiter.future.set_exception(self._full(other, waiter.tokens))
+            waiter.future.set_exception(self._full(other, waiter.tokens, max_wait_s))
         self.queue.remove(other, waiter)
 
-    def _full(self, flow: Flow, tokens: int) -> RequestError:
+    def _full(self, flow: Flow, tokens: int, max_wait_s: float) -> RequestError:
         return overloaded(
             f"the queue of '{self.pool}' is full: {len(self.queue)} requests wait",
-            self.retry_after_s(tokens, flow.level.priority),
+            self.retry_after_s(tokens, flow.level.priority, max_wait_s),
             reason="queue_full",
         )
 
@@ -145,7 +172,7 @@ class Gate:
             waiter.future.set_result(None)
         self.drain.emptied()
 
-    def _expire(self, waiter: _Waiter, waited_s: float, late: bool) -> None:
+    def _expire(self, waiter: _Waiter, waited_s: float, max_wait_s: float, late: bool) -> None:
         if waiter.future.done():
             return
         self.queue.remove(waiter.flow, waiter)
@@ -160,7 +187,7 @@ class Gate:
         else:
             error = overloaded(
                 f"'{self.pool}' had no room within {waited_s:g} s",
-                self.retry_after_s(waiter.tokens, waiter.flow.level.priority),
+                self.retry_after_s(waiter.tokens, waiter.flow.level.priority, max_wait_s),
                 reason="queue_timeout",
             )
         waiter.future.set_exception(error)

@@ -6,7 +6,7 @@ __all__ = ["Overloaded", "overloaded"]
 
 
 class Overloaded(RequestError):
-    """503; `reason` (queue_full, queue_timeout, memory) is for metrics."""
+    """503; `reason` (queue_full, queue_too_long, queue_timeout, memory) is for metrics."""
 
     reason = ""
 

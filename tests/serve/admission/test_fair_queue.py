@@ -142,6 +142,36 @@ def test_a_newcomer_waits_for_at_most_one_request_of_each_other_key(
     assert found is not None and before <= others
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from([0, 0, 5]), st.integers(1, 50)),
+        max_size=40,
+    ),
+    st.tuples(WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
+    st.integers(0, 10),
+)
+def test_what_goes_before_a_newcomer_is_known(
+    waiting: list[tuple[str, int, int]], chosen: tuple[float, ...], gone: int
+) -> None:
+    queue, weights = FairQueue(), dict(zip("abcd", chosen, strict=True))
+    for number, (key, priority, tokens) in enumerate(waiting):
+        queue.push(queue.flow(key, priority, weights[key]), number, tokens)
+    for _ in range(min(gone, len(waiting))):
+        first = queue.first()
+        assert first is not None
+        queue.pop(first[0])
+    newcomer = queue.flow("a", 0, weights["a"])
+    ahead = queue.tokens_ahead(newcomer)
+    queue.push(newcomer, "new", 1)
+    went = 0
+    while (first := queue.first()) is not None and first[1] != "new":
+        went += first[2]
+        queue.pop(first[0])
+    # Of each other flow, the request that has begun by then goes whole.
+    assert ahead <= went <= ahead + 3 * 51
+
+
 def test_priorities_go_first_and_fall_back_to_arrival() -> None:
     queue = FairQueue()
     for number, priority in enumerate((0, -5, 10, 0, 10)):

@@ -1,63 +1,14 @@
 """A pool's budget: never over it, nobody lost in the queue, nothing left behind."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.errors import RequestError
-from serve.admission.gate import Gate
+from tests.serve.admission.gates import asked, assert_empty, enter, full, make_gate, virtual
 from tests.serve.routing.virtual_time import run
-
-
-def make_gate(limit: int | None) -> Gate:
-    gate = Gate("pool", clock=asyncio.get_running_loop().time, chance=lambda: 0.0)
-    gate.set_limit(limit)
-    return gate
-
-
-async def enter(
-    gate: Gate,
-    tokens: int,
-    key: str = "key",
-    *,
-    priority: int = 0,
-    weight: float = 1.0,
-    max_queue: int = 100,
-    max_wait_s: float = 60.0,
-    deadline: float | None = None,
-) -> str:
-    """As `Admission` does; returns the key, for lists of who came in."""
-    flow = gate.queue.flow(key, priority, weight)
-    if not gate.try_enter(flow, tokens):
-        await gate.wait(flow, tokens, max_queue=max_queue, max_wait_s=max_wait_s, deadline=deadline)
-    return key
-
-
-async def asked(*requests: Awaitable[str]) -> list[asyncio.Task[str]]:
-    """Tasks that have reached the gate, in this order."""
-    tasks = []
-    for request in requests:
-        tasks.append(asyncio.ensure_future(request))
-        await asyncio.sleep(0)
-    return tasks  # type: ignore[return-value]
-
-
-def virtual(test: Callable[[], Any]) -> Callable[[], None]:
-    """Runs a coroutine test on a loop whose clock jumps to the next timer."""
-
-    def wrapped() -> None:
-        run(test())
-
-    wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
-    return wrapped
-
-
-def assert_empty(gate: Gate) -> None:
-    assert (gate.tokens, gate.requests, len(gate.queue), gate.queue.tokens) == (0, 0, 0, 0)
 
 
 @virtual
@@ -107,48 +58,8 @@ async def test_a_higher_priority_goes_first_and_fits_past_a_large_one() -> None:
 
 
 @virtual
-async def test_a_full_queue_refuses_with_the_time_it_takes() -> None:
-    gate, loop = make_gate(100), asyncio.get_running_loop()
-    await enter(gate, 100)
-    tasks = await asked(*(enter(gate, 100) for _ in range(6)))
-    for _ in range(3):  # 100 tokens leave every 4 s
-        await asyncio.sleep(4)
-        gate.leave(100, 4.0)
-        await asyncio.sleep(0)
-    with pytest.raises(RequestError) as caught:
-        await enter(gate, 100, max_queue=3)
-    error = caught.value
-    assert (error.status, error.code) == (503, "overloaded")
-    assert "the queue of 'pool' is full: 3 requests wait" in str(error)
-    # Three wait, one is under way: its own turn comes after 4 of them.
-    assert error.retry_after_s == pytest.approx(16, rel=0.5)
-    until, told = loop.time() + error.retry_after_s, 0
-    while gate.queue:
-        await asyncio.sleep(4)
-        gate.leave(100, 4.0)
-        told += 1
-    assert loop.time() <= until + 8
-    await asyncio.gather(*tasks)
-
-
-@virtual
-async def test_the_time_told_counts_the_room_there_is() -> None:
-    gate = make_gate(1000)
-    for _ in range(10):
-        gate.drain.left(100, 4.0, 1000, 0.0)  # a token stays 4 s
-    await enter(gate, 400)
-    (large,) = await asked(enter(gate, 700))
-    # 700 before it and 200 of its own, 600 of which have room; 400 in flight leave in 4 s.
-    assert gate.retry_after_s(200) == pytest.approx(3.0)
-    assert gate.retry_after_s(200, priority=1) == 1.0  # which the large one does not stand before
-    gate.leave(400, 4.0)
-    await large
-
-
-@virtual
 async def test_a_key_that_floods_the_queue_pushes_out_only_itself() -> None:
-    gate = make_gate(10)
-    await enter(gate, 10)
+    gate = await full(10)
     flood = await asked(*(enter(gate, 1, "flood", max_queue=5) for _ in range(5)))
     (quiet,) = await asked(enter(gate, 1, "quiet", max_queue=5))
     with pytest.raises(RequestError, match="is full"):
@@ -169,8 +80,7 @@ async def test_no_queue_at_all() -> None:
 
 @virtual
 async def test_the_wait_ends_at_its_limit_or_at_the_deadline() -> None:
-    gate, loop = make_gate(10), asyncio.get_running_loop()
-    await enter(gate, 10)
+    gate, loop = await full(10), asyncio.get_running_loop()
     with pytest.raises(RequestError) as caught:
         await enter(gate, 1, max_wait_s=30.0, deadline=1000.0)
     error = caught.value
@@ -204,27 +114,26 @@ async def test_one_that_gives_up_lets_the_next_try() -> None:
     assert_empty(gate)
 
 
-@virtual
-async def test_one_that_is_cancelled_as_it_is_let_in_gives_its_room_back() -> None:
-    gate = make_gate(10)
-    await enter(gate, 10)
-    first, second = await asked(enter(gate, 10), enter(gate, 10))
-    gate.leave(10, 1.0)  # lets the first in, which does not know it yet
-    first.cancel()
-    await second
-    assert first.cancelled() and gate.tokens == 10
-    third, fourth = await asked(enter(gate, 10), enter(gate, 10))
-    third.cancel()
-    gate.leave(10, 1.0)  # the third is cancelled, and not yet told
-    await fourth
-    gate.leave(10, 1.0)
-    assert_empty(gate)
+@pytest.mark.parametrize("let_in_first", [False, True])
+def test_one_that_is_cancelled_as_it_is_let_in_gives_its_room_back(let_in_first: bool) -> None:
+    async def main() -> None:
+        gate = await full(10)
+        first, second = await asked(enter(gate, 10), enter(gate, 10))
+        # Let in before it is cancelled, and not yet told; or cancelled first, and not yet told.
+        steps = [lambda: gate.leave(10, 1.0), first.cancel]
+        for step in steps if let_in_first else reversed(steps):
+            step()
+        await second
+        assert first.cancelled() and gate.tokens == 10
+        gate.leave(10, 1.0)
+        assert_empty(gate)
+
+    run(main())
 
 
 @virtual
 async def test_a_limit_that_grows_or_goes_lets_them_in() -> None:
-    gate = make_gate(10)
-    await enter(gate, 10)
+    gate = await full(10)
     a, b = await asked(enter(gate, 10), enter(gate, 100))
     gate.set_limit(20)
     await a

@@ -73,8 +73,8 @@ async def _refusal(name: str, relay: Relay) -> Answer:
     body = await _read(name, relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
-    if not headers["content-type"].startswith(JSON):
-        # A proxy's error page: the status stays, the body becomes an error object.
+    if not (headers["content-type"].startswith(JSON) and body):
+        # A proxy's error page, or none: the status stays, the body becomes an error object.
         headers["content-type"], body = JSON, error_bytes(error)
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):

@@ -47,10 +47,13 @@ def failure(
     key. What is left is the client's: a RequestError with the server's status, field and code.
     """
     message, param, code = _said(body)
-    line = f"{name}: {message or f'answered {status}'}"
     kind = kind_of(status, body)
     if kind is None:
-        return Refusal(message or line, status=status, param=param, code=code)
+        message = message or f"the backend answered {status}"
+        return Refusal(message, status=status, param=param, code=code)
+    if status < 400:  # a redirect's page tells a place that is nobody's business
+        message = f"answered {status}, which is not followed"
+    line = f"{name}: {message or f'answered {status}'}"
     if status in (401, 403, 407):
         line += " (it refuses the gateway's key)"
     after = retry_after(headers.get("retry-after")) if kind == "overloaded" else None
@@ -73,11 +76,12 @@ def from_event(name: str, error: Any) -> BackendError | RequestError:
     body = json.dumps({"error": error}).encode()
     message, param, code = _said(body)
     line = f"{name}: {message or 'failed while answering'}"
-    if is_dead(message):
-        return BackendError(line, kind="dead")
     status = error.get("code") if isinstance(error, dict) else None
+    # Before its words are looked at, which may quote the client's.
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
         return Refusal(message, status=status, param=param, code=code)
+    if is_dead(message):
+        return BackendError(line, kind="dead")
     return BackendError(line, kind="overloaded" if status in (429, 503) else "failed")
 
 
@@ -112,7 +116,7 @@ def retry_after(value: str | None) -> float | None:
     try:
         seconds = float(value) if value.strip().isdigit() else _until(value)
         return min(max(0.0, seconds), LONGEST_S)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -124,7 +128,7 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, field and code of an error object, however this server shapes it."""
     try:
         data = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return " ".join(body[:200].decode(errors="replace").split()), None, None
     # vLLM, SGLang: {"error": {...}}; older ones without the wrapping; FastAPI: {"detail": ...}
     error = data.get("error", data) if isinstance(data, dict) else data
@@ -137,11 +141,21 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
 
 
 def _reason(error: Exception) -> str:
-    """A few words for people; aiohttp's own repeat the address and its internals."""
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return "it closed the connection"
+    """A few words for people. aiohttp's own repeat the address, which is no client's business."""
     if isinstance(error, aiohttp.ClientResponseError):
-        return error.message
-    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    said = reason_of(inner) if isinstance(inner, OSError) else str(inner)
-    return said or type(error).__name__
+        return error.message.partition("\n")[0].rstrip(" :")  # what follows is what it sent
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return reason_of(error.os_error)
+    if isinstance(error, OSError):  # TimeoutError is one
+        return reason_of(error)
+    if type(error) is aiohttp.ClientConnectionError:  # ours: see OpenAiHttpBackend.close
+        return str(error)
+    known = (kind for kind in _WORDS if isinstance(error, kind))
+    return _WORDS.get(next(known, type(error)), "the connection failed")
+
+
+_WORDS: dict[type[Exception], str] = {
+    aiohttp.ClientPayloadError: "it closed the connection",
+    aiohttp.ServerDisconnectedError: "no answer came",
+    aiohttp.InvalidURL: "its URL is not one",
+}

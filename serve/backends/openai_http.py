@@ -105,32 +105,34 @@ class OpenAiHttpBackend:
         return None
 
     async def probe(self) -> None:
-        """One token, by a completion; by a chat of a server that has only that."""
-        while True:
-            path, fields = _PROBES[self._probe]
-            body = {"model": self.served_name, "max_tokens": 1, "temperature": 0, **fields}
-            relay = await self.relay(path, json.dumps(body).encode(), _JSON)
+        """One token, by a completion; a chat or an embedding of a server that has only those."""
+        refusal: RequestError | None = None
+        for turn in range(len(_PROBES)):
+            which = (self._probe + turn) % len(_PROBES)
+            path, fields = _PROBES[which]
+            body = json.dumps({"model": self.served_name, **fields}).encode()
+            relay = await self.relay(path, body, _JSON)
             answer = b"".join([piece async for piece in relay.body])
             if relay.status == 200:
-                return self._require_choice(answer)
-            if relay.status in (404, 405) and self._probe + 1 < len(_PROBES):
-                self._probe += 1
-                continue
+                self._require_result(answer)
+                self._probe = which
+                return
             error = failure(self.name, relay.status, relay.headers, answer)
-            if isinstance(error, RequestError):  # the request is ours: no client made a mistake
-                self._probe = 0
-                raise BackendUnavailable(
-                    f"{self.name}: refuses to generate a token: {error}", kind="failed"
-                )
-            raise error
+            if not isinstance(error, RequestError):
+                raise error
+            refusal = refusal or error  # 404, or vLLM's 400 "does not support Completions API"
+        # The requests were ours: no client made a mistake.
+        line = f"{self.name}: refuses to generate a token: {refusal}"
+        raise BackendUnavailable(line, kind="failed")
 
-    def _require_choice(self, answer: bytes) -> None:
+    def _require_result(self, answer: bytes) -> None:
         try:
-            ended = bool(json.loads(answer)["choices"])
-        except (ValueError, TypeError, KeyError):
+            content = json.loads(answer)
+            ended = bool(content.get("choices") or content.get("data"))
+        except (ValueError, AttributeError, RecursionError):
             ended = False
         if not ended:
-            raise BackendError(f"{self.name}: answered a probe without a choice", kind="garbled")
+            raise BackendError(f"{self.name}: answered a probe without a result", kind="garbled")
 
     async def hold(self) -> None:
         url = self._url("/")
@@ -252,9 +254,11 @@ class _Body:
 
 
 _JSON = {"content-type": "application/json"}
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
 _PROBES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/v1/completions", {"prompt": PROBE}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBE}]}),
+    ("/v1/completions", {"prompt": PROBE, **_ONE_TOKEN}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBE}], **_ONE_TOKEN}),
+    ("/v1/embeddings", {"input": PROBE}),
 )
 
 

@@ -13,7 +13,7 @@ def _server_load(body: bytes) -> LoadReport | None:
     """vLLM's /load, with --enable-server-load-tracking: requests that it has, running or not."""
     try:
         return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
@@ -30,7 +30,7 @@ def context_length(body: bytes, served_name: str) -> int | None:
     try:
         models = json.loads(body)["data"]
         lengths = {model["id"]: model.get("max_model_len") for model in models}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     length = lengths.get(served_name)
     return length if isinstance(length, int) else None

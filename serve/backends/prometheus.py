@@ -15,6 +15,8 @@ __all__ = ["load_of", "samples"]
 Sample = tuple[dict[str, str], float]  # labels and value
 Samples = Mapping[str, list[Sample]]
 
+_MOST = 1e15  # more than any server has of anything
+_DIGITS = re.compile(r"[0-9]{1,15}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -47,7 +49,8 @@ def samples(page: bytes, names: Iterable[str]) -> Samples:
             sample = (dict(_LABEL.findall(labels.decode(errors="replace"))), float(value))
         except ValueError:
             continue
-        found.setdefault(name.decode(), []).append(sample)
+        if 0 <= sample[1] <= _MOST:  # neither NaN, of an engine that has not measured yet, nor Inf
+            found.setdefault(name.decode(), []).append(sample)
     return found
 
 
@@ -80,7 +83,8 @@ def _vllm_capacity(found: Samples) -> int:
     total = 0
     for labels, _ in found.get("vllm:cache_config_info", ()):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-        total += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+        if _DIGITS.fullmatch(blocks) and _DIGITS.fullmatch(size):
+            total += int(blocks) * int(size)
     return total
 
 

@@ -41,6 +41,11 @@ _CLIENT = (
     (re.compile(r"number of context tokens \(\d+\) exceeds the limit"), *_CONTEXT),
     (re.compile(r"max_tokens must be a single value > 0"), "max_tokens", None),
 )
+# Where gRPC has looked for the server: "ipv4:10.0.0.1:8001: ", "for triton.internal:8001".
+_ADDRESS = re.compile(
+    r"\b(?:ipv[46]|unix|dns|vsock):\S*\s?|\bname=\S+\s?"
+    r"|(?<=failed) for \S+?(?=:? )|(?<=resolving) \S+?(?=:? )"
+)
 _STATUS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.CANCELLED: "lost",
     grpc.StatusCode.NOT_FOUND: "refused",
@@ -52,11 +57,12 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
     """The error for a call that ended with `details`."""
     said = " ".join(details.split())
-    if (refusal := _own_refusal(details)) is not None:  # may quote the request: told first
+    # Refusals first: they may quote the request, and with it anything.
+    if (refusal := _own_refusal(details) or _known_refusal(said)) is not None:
         return refusal
-    kind = _kind(code, said)
-    refusal = None if kind else _known_refusal(said)
-    return refusal or BackendError(f"{name}: {said}", kind=kind or "failed")
+    if code is not None:  # of gRPC itself
+        said = _ADDRESS.sub("", said)
+    return BackendError(f"{name}: {said}", kind=_kind(code, said) or "failed")
 
 
 def _kind(code: grpc.StatusCode | None, said: str) -> FailureKind | None:
@@ -66,7 +72,8 @@ def _kind(code: grpc.StatusCode | None, said: str) -> FailureKind | None:
         if sign.search(said):
             return kind
     if code == grpc.StatusCode.UNAVAILABLE:  # of the connection: it broke, or none could be made
-        return "refused" if "onnect" in said and "reset" not in said else "lost"
+        unmade = ("onnect" in said and "reset" not in said) or "resol" in said
+        return "refused" if unmade else "lost"
     return _STATUS.get(code) if code is not None else None
 
 

@@ -37,21 +37,23 @@ class FakeOpenAI(FakeServer):
     [DONE], `!garbage` is no JSON, `!inside` an error event, `!drip` a byte a second without end.
     """
 
-    def __init__(self, delay_s: float = 0.0, *, flavour: str = "vllm", chat_only: bool = False):
+    def __init__(self, delay_s: float = 0.0, *, flavour: str = "vllm", only: str = ""):
         super().__init__(delay_s)
         self.flavour = FLAVOURS[flavour]
         self.healthy = True
         self.load_tracking = False  # vLLM's --enable-server-load-tracking
         self.log_stats = True  # without, vLLM has no metrics of its engine
-        self._chat_only = chat_only
+        self._only = only  # one of the paths that generate or embed; the others are refused
 
     async def start(self, port: int = 0) -> None:
         await self.engine.start()
         app = web.Application(client_max_size=64 * 1024 * 1024)
-        if not self._chat_only:
-            app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._completions)
-        app.router.add_post("/v1/embeddings", self._embeddings)
+        for path, answer in (
+            ("/v1/completions", self._completions),
+            ("/v1/chat/completions", self._completions),
+            ("/v1/embeddings", self._embeddings),
+        ):
+            app.router.add_post(path, answer if self._only in ("", path) else self._cannot)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         if self.log_stats:
@@ -100,6 +102,12 @@ class FakeOpenAI(FakeServer):
         usage = {"prompt_tokens": sum(map(len, inputs)), "total_tokens": sum(map(len, inputs))}
         answer = {"object": "list", "data": data, "model": body["model"], "usage": usage}
         return web.json_response(answer)
+
+    async def _cannot(self, request: web.Request) -> web.Response:
+        """As vLLM, of a model for something else."""
+        message = f"The model does not support {request.path}"
+        error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+        return web.json_response({"error": error}, status=400)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request)

@@ -11,7 +11,7 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
 from serve.backends import openai_http
-from serve.backends.openai_errors import retry_after
+from serve.backends.openai_errors import from_event, retry_after
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.types import Finished
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
@@ -264,6 +264,18 @@ async def test_why_a_server_cannot_be_reached_is_said_in_words() -> None:
             said = str(failed.value).removeprefix(backend.name)
             assert "no.such.host" not in said and "Unknown error" not in said, said
             assert failed.value.kind == "refused"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, None), (404, None), (429, "overloaded"), (503, "overloaded"), (500, "failed")],
+)
+def test_an_error_event_is_told_by_its_code_before_its_words(status: int, kind: str | None) -> None:
+    error = from_event("vllm", {"message": "no", "code": status})
+    assert (error.kind if isinstance(error, BackendError) else None) == kind
+    quoting = from_event("vllm", {"message": "bad regex 'EngineDeadError('", "code": status})
+    dead = isinstance(quoting, BackendError) and quoting.kind == "dead"
+    assert dead == (kind is not None)  # a client cannot take a server out by what it sends
 
 
 def test_when_to_come_back() -> None:

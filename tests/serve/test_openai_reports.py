@@ -8,8 +8,12 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.backends import held, openai_http
+from serve.backends.base import LoadReport
+from serve.backends.openai_reports import LOAD_SOURCES
+from serve.config import Health, PoolConfig
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
-from tests.serve.openai_clients import asked, listening, started
+from tests.serve.in_process import in_process
+from tests.serve.openai_clients import asked, listening, relay_to, started
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -49,6 +53,23 @@ async def test_engines_of_one_server_are_added_up() -> None:
         assert (report.kv_usage, report.capacity_tokens) == (0.375, 1600)
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e400", "9e300"])
+async def test_figures_that_are_none_are_not_taken(value: str) -> None:
+    """vLLM writes NaN until it has measured; whatever is there, `load` does not raise."""
+    page = (
+        f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
+        f"vllm:kv_cache_usage_perc {value}\n"
+        'vllm:cache_config_info{block_size="²",num_gpu_blocks="9"} 1.0\n'
+    )
+    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
+        vllm.flavour = replace(vllm.flavour, metrics=page)
+        assert await backend.load() == LoadReport(0, 2, None, None)
+        vllm.flavour = replace(vllm.flavour, metrics=f"vllm:num_requests_running {value}\n")
+        assert await backend.load() is None
+    body = f'{{"server_load": {value.replace("+Inf", "Infinity")}}}'.encode()
+    assert LOAD_SOURCES[-1][1](body) is None or value in ("-1", "9e300")
+
+
 async def test_without_metrics_vllm_tells_its_load_if_it_tracks_it() -> None:
     vllm = FakeOpenAI(0.02)
     vllm.log_stats, vllm.load_tracking = False, True
@@ -82,14 +103,50 @@ async def test_the_context_is_known_once_it_is_ready() -> None:
             assert not await backend.ready() and backend.context_length is None
 
 
-async def test_a_probe_is_one_token_of_a_completion_or_of_a_chat() -> None:
-    for chat_only in (False, True):
-        async with running(FakeOpenAI(chat_only=chat_only)) as server:
-            async with started(server.url, type="openai") as backend:
+PROBED = {"": "prompt", "/v1/chat/completions": "messages", "/v1/embeddings": "input"}
+
+
+@pytest.mark.parametrize("only", PROBED)
+async def test_a_probe_is_one_token_of_what_the_server_does(only: str) -> None:
+    async with running(FakeOpenAI(only=only)) as server:
+        async with started(server.url, type="openai") as backend:
+            await backend.probe()
+            await backend.probe()
+        assert len(server.requests) == 2
+        assert all(PROBED[only] in request for request in server.requests)
+        if only != "/v1/embeddings":
+            assert [request["max_tokens"] for request in server.requests] == [1, 1]
+
+
+async def test_a_server_of_embeddings_alone_serves() -> None:
+    async with running(FakeOpenAI(only="/v1/embeddings")) as server:
+        probed = PoolConfig(health=Health(probe_after_s=0.01))
+        async with (
+            in_process(("fake", [relay_to(server.url)]), pools={"fake": probed}) as served,
+            asyncio.timeout(5),
+        ):
+            while not server.requests:  # its probe
+                await asyncio.sleep(0.01)
+            status, answer = await served.post("/v1/embeddings", {"model": "fake", "input": "hi"})
+            assert status == 200 and answer["data"][0]["embedding"] == [2.5, -1e-7]
+            (member,) = served.gateway.pools["fake"].members
+            assert member.standing == "in"
+
+
+async def test_a_probe_answered_with_nothing_is_garbled() -> None:
+    for answer in (b"{}", b'{"data": []}', b"[]", b"1", b"no JSON", b"[" * 100_000):
+
+        async def say(
+            _: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = answer
+        ) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            await writer.drain()
+            writer.close()
+
+        async with listening(say) as url, started(url) as backend:
+            with pytest.raises(BackendError, match="without a result") as failed:
                 await backend.probe()
-                await backend.probe()
-            assert [r["max_tokens"] for r in server.requests] == [1, 1]
-            assert all(("messages" in r) == chat_only for r in server.requests)
+            assert failed.value.kind == "garbled"
 
 
 @pytest.mark.parametrize(

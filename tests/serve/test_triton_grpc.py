@@ -340,6 +340,7 @@ LENGTH = (
             "prompt",
         ),
         (json.dumps({"message": "m", "param": "top_p", "code": "c"}), "top_p"),
+        (f"{LENGTH} (Stub process x is not healthy)", "prompt"),
         (json.dumps({"message": "'X is not healthy'", "param": "stop", "code": "c"}), "stop"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value[:60]),

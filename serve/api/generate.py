@@ -8,10 +8,10 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from serve.api.answer import DONE, EVENT_STREAM, JSON, Answer, Tally
 from serve.api.schemas import ChatRequest, CompletionRequest
@@ -169,14 +169,14 @@ async def _chunks(
     yield usage + DONE
 
 
-async def _in_step(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+async def _in_step(stream: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """The same events, each log-probability not before the text of its token.
 
     A stop string's tokens have no text in the answer, so they have no place in its lists either.
     """
     shown = 0  # characters
     held: list[PositionLogprobs] = []
-    async with aclosing(cast(AsyncGenerator[Event, None], stream)) as events:
+    async with aclosing(stream) as events:
         async for event in events:
             if isinstance(event, Delta):
                 shown += len(event.text)
@@ -190,12 +190,12 @@ async def _in_step(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
                 yield event
 
 
-async def _named_by_id(stream: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+async def _named_by_id(stream: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """The same events, each token of their log-probabilities called `token_id:<id>`, as in vLLM.
 
     Texts are no names: several tokens have the same one, or are half a character.
     """
-    async with aclosing(cast(AsyncGenerator[Event, None], stream)) as events:
+    async with aclosing(stream) as events:
         async for event in events:
             if isinstance(event, Delta) and event.logprobs:
                 event = replace(event, logprobs=tuple(map(_position_by_id, event.logprobs)))
@@ -212,11 +212,11 @@ def _position_by_id(position: PositionLogprobs) -> PositionLogprobs:
 
 
 async def _merge(
-    streams: Sequence[AsyncIterator[Event]],
+    streams: Sequence[AsyncGenerator[Event, None]],
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of all streams as they come, each with its index; the first failure ends all."""
     if len(streams) == 1:
-        async with aclosing(cast(AsyncGenerator[Event, None], streams[0])) as stream:
+        async with aclosing(streams[0]) as stream:
             async for event in stream:
                 yield 0, event
         return
@@ -230,10 +230,7 @@ async def _merge(
         except Exception as error:
             await queue.put((index, error))
 
-    tasks = [
-        asyncio.create_task(pump(index, cast(AsyncGenerator[Event, None], stream)))
-        for index, stream in enumerate(streams)
-    ]
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         running = len(tasks)
         while running:

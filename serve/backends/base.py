@@ -1,6 +1,6 @@
 """The interface of a backend, as the gateway sees it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -59,7 +59,7 @@ class Backend(Protocol):
     async def ready(self) -> bool:
         """Whether a request sent now would be served. Never raises."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Zero or more Deltas, then one Finished. Closing the iterator cancels the request.
 
         RequestError and BackendUnavailable are raised before the first event only, any other

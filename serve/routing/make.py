@@ -15,14 +15,7 @@ def make_backend(model: str, config: BackendConfig) -> Backend:
     if isinstance(config, EmbeddedConfig):
         from serve.backends.embedded import EmbeddedBackend
 
-        return EmbeddedBackend(
-            config.path,
-            model=model,
-            slots=config.slots,
-            context=config.context,
-            threads=config.threads,
-            max_waiting=config.max_waiting,
-        )
+        return EmbeddedBackend.from_config(model, config)
     if isinstance(config, HttpConfig):
         from serve.backends.openai_http import OpenAiHttpBackend
 

@@ -34,6 +34,7 @@ class Usage:
         self,
         path: Path | None = None,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         *,
         before: "Usage | None" = None,
     ) -> None:
@@ -43,10 +44,11 @@ class Usage:
         """
         self.path = path
         self._wall = wall
+        self._clock = clock  # goes on when the other is set back
         self._day = self._today()
         self._tokens: dict[str, int] = {}
         self._unwritten = False
-        self._next_write = wall() + WRITE_EVERY_S
+        self._next_write = clock() + WRITE_EVERY_S
         if path is not None and path.exists():
             self._read(path)
         for key, tokens in before._tokens.items() if before and before._day == self._day else ():
@@ -63,7 +65,7 @@ class Usage:
         self._turn_day()
         self._tokens[key] = self._tokens.get(key, 0) + tokens
         self._unwritten = True
-        if self.path is not None and self._wall() >= self._next_write:
+        if self.path is not None and self._clock() >= self._next_write:
             self.write()
 
     def reset_s(self) -> float:
@@ -74,7 +76,7 @@ class Usage:
         """Writes the file, whole or not at all. A failure is logged: the requests go on."""
         if self.path is None or not self._unwritten:
             return
-        self._next_write = self._wall() + WRITE_EVERY_S
+        self._next_write = self._clock() + WRITE_EVERY_S
         day = datetime.fromtimestamp(self._day * DAY_S, UTC).strftime("%Y-%m-%d")
         document = _Document(version=1, day=day, tokens=self._tokens)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")

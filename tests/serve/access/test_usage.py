@@ -25,11 +25,12 @@ def test_what_was_spent_is_known_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_the_file_is_written_now_and_then_not_each_time(tmp_path: Path) -> None:
-    path, wall = tmp_path / "usage.json", Clock(NOON)
-    usage = Usage(path, wall)
+    path, wall, clock = tmp_path / "usage.json", Clock(NOON), Clock()
+    usage = Usage(path, wall, clock)
     usage.add("a", 1)
     assert not path.exists()
-    wall.now += WRITE_EVERY_S
+    wall.now -= 60  # set back: the time goes on all the same
+    clock.now += WRITE_EVERY_S
     usage.add("a", 1)
     assert json.loads(path.read_text()) == {"version": 1, "day": "2027-03-01", "tokens": {"a": 2}}
     usage.add("a", 1)

@@ -104,11 +104,6 @@ class Attempts:
         assert self.pool is not None
         return self.pool.config.timeouts.inter_token_s
 
-    def progressed(self) -> None:
-        """Tokens came from the member that answers."""
-        if self.lease is not None:
-            self.lease.progressed()
-
     def succeeded(self) -> None:
         """The answer is complete."""
         if self.lease is not None:

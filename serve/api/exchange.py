@@ -80,8 +80,7 @@ class Exchange:
         watch: asyncio.Task[None] | None = None
         try:
             attempts = await self._checked(entry)
-            assert self.deadlines is not None
-            watch = asyncio.create_task(_watch(self.receive, self.deadlines))
+            watch = asyncio.create_task(_watch(self.receive, attempts.deadlines))
             answer = await attempts.open()
             cast_shadow(self.gateway, self.operation, attempts.call)
             if answer.rest is None:
@@ -142,7 +141,8 @@ class Exchange:
     ) -> None:
         """Sends every piece as it comes; a failure on the way becomes an error event."""
         send, observation, deadlines = self.send, self.observation, attempts.deadlines
-        progressed, several = attempts.progressed, observation.choices > 1
+        assert attempts.lease is not None
+        progressed, several = attempts.lease.progressed, observation.choices > 1
         error: Exception | None = None
         try:
             progressed()  # before anything else: others wait for the end of a trial

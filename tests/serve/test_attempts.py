@@ -1,19 +1,12 @@
 """Who is asked, how often, and what the client is told when nobody answers."""
 
 import asyncio
-import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.api.errors import code_of, error_bytes
 from serve.api.fields import UnsupportedField
-from serve.backends.openai_errors import failure
-from serve.backends.triton_errors import error_of
-from tests.fakes import fake_backend
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
@@ -122,50 +115,6 @@ async def test_when_all_are_overloaded_the_client_learns_when_to_come_again() ->
         assert reply.status == 503 and reply.headers["retry-after"] == "8"
 
 
-MODELS = {"m": {"pool": "fp8", "fallback": ["bf16"]}}
-
-
-@pytest.mark.parametrize("failure", [refused, failed, lambda: busy(1)])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_another_pool_answers_when_the_first_cannot(failure: Any, stream: bool) -> None:
-    broken, sound = Scripted(failure()), Scripted(STREAM if stream else whole())
-    settings = {name: pools(precision=name)["fake"] for name in ("fp8", "bf16")}
-    async with in_process(
-        ("fp8", [broken]), ("bf16", [sound]), models=MODELS, pools=settings
-    ) as served:
-        body = BODY | {"model": "m", "stream": stream}
-        reply = await served.request("/v1/completions", body)
-        assert reply.status == 200 and (b"[DONE]" in reply.body) == stream
-        labels = {"key": "anonymous", "model": "m", "backend": "bf16-1", "precision": "bf16"}
-        counted = {"type": "output", "counted": "estimated" if stream else "backend"}
-        assert served.metric("octet_tokens_total", **labels, **counted) >= 1
-
-
-async def test_a_full_pool_passes_on_to_the_next() -> None:
-    busy_one, sound = Scripted([chunk(), None]), Scripted(whole())
-    full = {"admission": {"max_tokens": 8, "max_queue": 0}}
-    async with in_process(
-        ("fp8", [busy_one]), ("bf16", [sound]), models=MODELS, pools={"fp8": full}
-    ) as served:
-        body, gone = BODY | {"model": "m"}, asyncio.Event()
-        request = served.request("/v1/completions", body | {"stream": True}, gone=gone)
-        first = asyncio.create_task(request)
-        while not busy_one.running:
-            await asyncio.sleep(0)
-        status, _ = await served.post("/v1/completions", body)
-        assert (status, sound.asked) == (200, 1)
-        gone.set()
-        await first
-
-
-async def test_a_field_that_one_pool_cannot_take_goes_to_one_that_can() -> None:
-    relaying = Scripted(whole())
-    async with in_process(("fp8", [fake_backend()]), ("bf16", [relaying]), models=MODELS) as served:
-        body = BODY | {"model": "m", "min_p": 0.5}
-        status, _ = await served.post("/v1/completions", body)
-        assert (status, relaying.asked) == (200, 1)
-
-
 @pytest.mark.parametrize("failure", [lost, failed])
 async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
     failure: Any,
@@ -178,46 +127,20 @@ async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
             assert unfit.asked == asked
 
 
-BLAMING = {"request": (400, "invalid", 5), "load": (503, "busy", 5), "model": (500, "CUDA", 2)}
-
-
-@pytest.mark.parametrize(("status", "message", "asked"), BLAMING.values(), ids=BLAMING)
-async def test_an_error_event_counts_for_what_it_says(
-    status: int, message: str, asked: int
-) -> None:
-    event = b'data: {"error":{"message":"%s","code":%d}}\n\n' % (message.encode(), status)
-    erring, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
-    settings = pools(ejection={"failures": 2}, routing={"policy": "round_robin"})
-    async with in_process(("fake", [erring, sound]), pools=settings) as served:
-        for _ in range(10):
-            assert (await ask(served, stream=True))[0] == 200
-        assert (erring.asked, sound.asked) == (asked, 10 - asked)
-
-
-async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
-    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
-    dying, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
-    settings = pools(routing={"policy": "round_robin"})
-    async with in_process(("fake", [dying, sound]), pools=settings) as served:
-        for _ in range(6):
-            await ask(served, stream=True)
-        assert dying.asked == 1
-
-
 class Converting(Scripted):
-    """Calls a request that is cancelled lost: its clean-up failed."""
+    """Its clean-up failed, and calls a request that is cancelled something else."""
 
     async def relay(self, *_arguments: Any) -> Any:
         self.asked += 1
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            raise lost() from None
+            raise self.outcomes[0] from None
 
 
 @pytest.mark.parametrize("why", ["gone", "late"])
 async def test_what_a_backend_calls_a_cancellation_is_no_reason_to_try_again(why: str) -> None:
-    backend, gone = Converting(), asyncio.Event()
+    backend, gone = Converting(lost()), asyncio.Event()
     settings = pools(timeouts={"total_s": 60 if why == "gone" else 0.1})
     async with in_process(("fake", [backend]), pools=settings) as served:
         asking = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
@@ -231,106 +154,13 @@ async def test_what_a_backend_calls_a_cancellation_is_no_reason_to_try_again(why
 
 
 async def test_a_late_first_token_is_late_whatever_the_backend_calls_it() -> None:
-    converting, sound = Converting(), Scripted(STREAM)
+    converting, sound = Converting(lost()), Scripted(STREAM)
     settings = pools(timeouts={"first_token_s": 0.1}, routing={"policy": "round_robin"})
     async with in_process(("fake", [converting, sound]), pools=settings) as served:
         for _ in range(2):
             assert (await ask(served, stream=True))[0] == 200
         assert (converting.asked, sound.asked) == (1, 2)
         assert served.metric("octet_retries_total", pool="fake", reason="timeout") == 1
-
-
-class Poisoned(Scripted):
-    """Fails where the prompt says so."""
-
-    async def relay(self, path: str, body: bytes, headers: Any) -> Any:
-        self.outcomes = [failed() if b"poison" in body else whole()]
-        return await super().relay(path, body, headers)
-
-
-async def test_what_one_client_asks_takes_the_only_backend_from_nobody() -> None:
-    async with in_process(
-        ("fake", [Poisoned()]), pools=pools(ejection={"failures": 2}, retries=NO_BUDGET)
-    ) as served:
-        for _ in range(9):
-            assert (await served.post("/v1/completions", BODY | {"prompt": "poison"}))[0] == 502
-        assert (await ask(served))[0] == 200
-
-
-async def test_a_request_counts_once_at_each_member_however_often_it_is_tried() -> None:
-    backends = [Poisoned(), Poisoned()]
-    settings = pools(ejection={"failures": 2}, retries={"attempts": 6})
-    async with in_process(("fake", backends), pools=settings) as served:
-        assert (await served.post("/v1/completions", BODY | {"prompt": "poison"}))[0] == 502
-        assert [backend.asked for backend in backends] != [1, 1]
-        members = served.gateway.pools["fake"].members
-        assert [member.standing for member in members] == ["in", "in"]
-
-
-@asynccontextmanager
-async def on_trial(*outcomes: Any) -> AsyncIterator[tuple[Client, Scripted]]:
-    """One backend that was ejected, and may show that it is well again."""
-    backend = Scripted(*outcomes)
-    settings = pools(ejection={"duration_s": 0.01})
-    async with in_process(("fake", [backend]), pools=settings) as served:
-        (member,) = served.gateway.pools["fake"].members
-        member.breaker.trip()
-        while member.standing != "trial":
-            await asyncio.sleep(0.005)
-        yield served, backend
-
-
-async def test_one_long_stream_keeps_a_recovered_backend_from_nobody() -> None:
-    async with on_trial([chunk(), None], whole()) as (served, _):
-        gone, came = asyncio.Event(), asyncio.Event()
-        request = served.request(
-            "/v1/completions", BODY | {"stream": True}, gone=gone, on_piece=lambda _: came.set()
-        )
-        long = asyncio.create_task(request)
-        await came.wait()
-        for _ in range(3):
-            assert (await ask(served))[0] == 200
-        gone.set()
-        await long
-
-
-async def test_a_client_that_leaves_during_the_trial_leaves_room_for_another() -> None:
-    async with on_trial([None], whole()) as (served, backend):
-        gone = asyncio.Event()
-        trial = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
-        while not backend.running:
-            await asyncio.sleep(0)
-        assert (await ask(served))[0] == 503
-        gone.set()
-        await trial
-        assert (await ask(served))[0] == 200
-
-
-@pytest.mark.parametrize("failure", [refused, lambda: busy(1)])
-async def test_what_nobody_follows_is_no_retry(failure: Any) -> None:
-    broken, flaky, sound = Scripted(failure()), Scripted(lost()), Scripted([chunk(), None])
-    settings = {
-        "fp8": pools(retries={"budget": 0, "min_concurrent": 1})["fake"],
-        "bf16": pools(retries=NO_BUDGET, routing={"policy": "round_robin"})["fake"],
-    }
-    async with in_process(
-        ("fp8", [broken]), ("bf16", [flaky, sound]), models=MODELS, pools=settings
-    ) as served:
-        gone, asking = asyncio.Event(), []
-        for count in (1, 2, 3):
-            body = BODY | {"model": "m", "stream": True}
-            asking.append(asyncio.create_task(served.request("/v1/completions", body, gone=gone)))
-            while sound.running < count:
-                await asyncio.sleep(0)
-        assert served.gateway.pools["fp8"].budget.retrying == 0
-        for reason in ("refused", "overloaded"):
-            assert served.metric("octet_retries_total", pool="fp8", reason=reason) == 0
-        assert served.metric("octet_retries_exhausted_total", pool="fp8") == 0
-        # Where the connection was lost there was another: the request had its one re-dispatch left.
-        again = served.metric("octet_retries_total", pool="bf16", reason="lost")
-        assert again == flaky.asked > 0
-        gone.set()
-        await asyncio.gather(*asking)
 
 
 async def test_a_place_in_the_budget_is_kept_from_retry_to_retry_and_then_given_back() -> None:
@@ -342,65 +172,18 @@ async def test_a_place_in_the_budget_is_kept_from_retry_to_retry_and_then_given_
         assert served.gateway.pools["fake"].budget.retrying == 0
 
 
-async def test_a_wait_counts_at_the_gate_that_it_was_at() -> None:
-    holding, sound = Scripted([chunk(), None], busy(1)), Scripted(whole())
-    small = pools(admission={"max_tokens": 8})["fake"]
-    async with in_process(
-        ("fp8", [holding]), ("bf16", [sound]), models=MODELS, pools={"fp8": small}
-    ) as served:
-        body, gone = BODY | {"model": "m"}, asyncio.Event()
-        request = served.request("/v1/completions", body | {"stream": True}, gone=gone)
-        first = asyncio.create_task(request)
-        while not holding.running:
+async def test_who_went_out_during_the_pause_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    overloaded, leaving = Scripted(busy(1)), Scripted(whole())
+    settings = pools(routing={"policy": "round_robin"})
+    async with in_process(("fake", [overloaded, leaving]), pools=settings) as served:
+        pool = served.gateway.pools["fake"]
+        monkeypatch.setattr(pool.budget, "backoff_s", lambda retry: 0.03)
+        asking = asyncio.create_task(ask(served))
+        while not overloaded.asked:
             await asyncio.sleep(0)
-        second = asyncio.create_task(served.post("/v1/completions", body))
-        await asyncio.sleep(0.05)
-        gone.set()
-        assert (await second)[0] == 200 and await first
-        assert served.metric("octet_queue_seconds_sum", pool="fp8") >= 0.05
-        assert served.metric("octet_queue_seconds_count", pool="bf16") == 1
-        assert served.metric("octet_queue_seconds_sum", pool="bf16") == 0
-
-
-async def test_who_waited_in_vain_at_one_gate_is_told_so_at_the_end() -> None:
-    holding, silent = Scripted([chunk(), None]), Scripted([None])
-    small = pools(admission={"max_tokens": 8, "max_wait_s": 0.2})["fake"]
-    async with in_process(
-        ("fp8", [holding]), ("bf16", [silent]), models=MODELS, pools={"fp8": small}
-    ) as served:
-        body, gone = BODY | {"model": "m"}, asyncio.Event()
-        request = served.request("/v1/completions", body | {"stream": True}, gone=gone)
-        first = asyncio.create_task(request)
-        while not holding.running:
-            await asyncio.sleep(0)
-        reply = await served.request("/v1/completions", body, {"x-request-timeout": "0.4"})
-        assert reply.status == 504 and silent.asked == 1
-        message = reply.json()["error"]["message"]
-        (queued,) = re.findall(r": (\S+) s queued", message)
-        assert 0.19 <= float(queued) < 0.4, message
-        gone.set()
-        await first
-
-
-REFUSING = b'data: {"error":{"message":"bad","code":422,"type":"x"}}\n\n'
-
-
-@pytest.mark.parametrize("before", [[], [chunk()]], ids=["first", "later"])
-async def test_what_a_backend_calls_an_error_names_no_series(before: list[bytes]) -> None:
-    async with in_process(("fake", [Scripted([*before, REFUSING, DONE])])) as served:
-        await ask(served, stream=True)
-        labels = {"endpoint": "/v1/completions", "code": "refused_by_backend"}
-        assert served.metric("octet_errors_total", **labels) == 1
-
-
-def test_a_code_from_outside_reaches_the_client_and_no_metric() -> None:
-    said = b'{"error": {"message": "no", "code": "code_of_today_4711"}}'
-    for refusal in (failure("a", 400, {}, said), error_of("a", None, OUR_ENTRY)):
-        assert code_of(refusal) == "refused_by_backend"
-        assert b"code_of_today_4711" in error_bytes(refusal)
-
-
-OUR_ENTRY = '{"message": "no", "param": null, "code": "code_of_today_4711"}'
+        pool.members[1].go_out("away", reachable=False)
+        assert (await asking)[0] == 503 and leaving.asked == 0
+        assert served.metric("octet_retries_total", pool="fake", reason="overloaded") == 0
 
 
 async def test_nobody_available_is_a_503_that_names_the_pool() -> None:

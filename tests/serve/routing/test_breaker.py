@@ -155,6 +155,15 @@ def test_it_stays_closed_where_too_many_are_ejected_already() -> None:
     assert it.state == "open"
 
 
+def test_who_was_ejected_by_a_fact_and_fails_its_trial_stays_out_however_few_are_left() -> None:
+    it = Breaker(Ejection(duration_s=5), clock=(clock := Clock(0.0)), may_open=lambda: False)
+    fail(it, kind="dead")
+    clock.now = 5
+    assert it.state == "half_open"
+    fail(it)
+    assert it.state == "open"
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), st.just(0)),

@@ -1,0 +1,127 @@
+"""What counts against a backend, and what against nobody; and how one comes back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from serve.api.errors import code_of, error_bytes
+from serve.backends.openai_errors import failure
+from serve.backends.triton_errors import error_of
+from tests.serve.in_process import Client, in_process
+from tests.serve.test_attempts import BODY, NO_BUDGET, STREAM, ask, failed, pools
+from tests.serve.upstreams import DONE, Scripted, chunk, whole
+
+BLAMING = {"request": (400, "invalid", 5), "load": (503, "busy", 5), "model": (500, "CUDA", 2)}
+
+
+@pytest.mark.parametrize(("status", "message", "asked"), BLAMING.values(), ids=BLAMING)
+async def test_an_error_event_counts_for_what_it_says(
+    status: int, message: str, asked: int
+) -> None:
+    event = b'data: {"error":{"message":"%s","code":%d}}\n\n' % (message.encode(), status)
+    erring, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
+    settings = pools(ejection={"failures": 2}, routing={"policy": "round_robin"})
+    async with in_process(("fake", [erring, sound]), pools=settings) as served:
+        for _ in range(10):
+            assert (await ask(served, stream=True))[0] == 200
+        assert (erring.asked, sound.asked) == (asked, 10 - asked)
+
+
+async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
+    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+    dying, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
+    settings = pools(routing={"policy": "round_robin"})
+    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+        for _ in range(6):
+            await ask(served, stream=True)
+        assert dying.asked == 1
+
+
+class Poisoned(Scripted):
+    """Fails where the prompt says so."""
+
+    async def relay(self, path: str, body: bytes, headers: Any) -> Any:
+        self.outcomes = [failed() if b"poison" in body else whole()]
+        return await super().relay(path, body, headers)
+
+
+async def test_what_one_client_asks_takes_the_only_backend_from_nobody() -> None:
+    async with in_process(
+        ("fake", [Poisoned()]), pools=pools(ejection={"failures": 2}, retries=NO_BUDGET)
+    ) as served:
+        for _ in range(9):
+            assert (await served.post("/v1/completions", BODY | {"prompt": "poison"}))[0] == 502
+        assert (await ask(served))[0] == 200
+
+
+async def test_a_request_counts_once_at_each_member_however_often_it_is_tried() -> None:
+    backends = [Poisoned(), Poisoned()]
+    settings = pools(ejection={"failures": 2}, retries={"attempts": 6})
+    async with in_process(("fake", backends), pools=settings) as served:
+        assert (await served.post("/v1/completions", BODY | {"prompt": "poison"}))[0] == 502
+        assert [backend.asked for backend in backends] != [1, 1]
+        members = served.gateway.pools["fake"].members
+        assert [member.standing for member in members] == ["in", "in"]
+
+
+@asynccontextmanager
+async def on_trial(*outcomes: Any) -> AsyncIterator[tuple[Client, Scripted]]:
+    """One backend that was ejected, and may show that it is well again."""
+    backend = Scripted(*outcomes)
+    settings = pools(ejection={"duration_s": 0.01})
+    async with in_process(("fake", [backend]), pools=settings) as served:
+        (member,) = served.gateway.pools["fake"].members
+        member.breaker.trip()
+        while member.standing != "trial":
+            await asyncio.sleep(0.005)
+        yield served, backend
+
+
+async def test_one_long_stream_keeps_a_recovered_backend_from_nobody() -> None:
+    async with on_trial([chunk(), None], whole()) as (served, _):
+        gone, came = asyncio.Event(), asyncio.Event()
+        request = served.request(
+            "/v1/completions", BODY | {"stream": True}, gone=gone, on_piece=lambda _: came.set()
+        )
+        long = asyncio.create_task(request)
+        await came.wait()
+        for _ in range(3):
+            assert (await ask(served))[0] == 200
+        gone.set()
+        await long
+
+
+async def test_a_client_that_leaves_during_the_trial_leaves_room_for_another() -> None:
+    async with on_trial([None], whole()) as (served, backend):
+        gone = asyncio.Event()
+        trial = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
+        while not backend.running:
+            await asyncio.sleep(0)
+        assert (await ask(served))[0] == 503
+        gone.set()
+        await trial
+        assert (await ask(served))[0] == 200
+
+
+REFUSING = b'data: {"error":{"message":"bad","code":422,"type":"x"}}\n\n'
+
+
+@pytest.mark.parametrize("before", [[], [chunk()]], ids=["first", "later"])
+async def test_what_a_backend_calls_an_error_names_no_series(before: list[bytes]) -> None:
+    async with in_process(("fake", [Scripted([*before, REFUSING, DONE])])) as served:
+        await ask(served, stream=True)
+        labels = {"endpoint": "/v1/completions", "code": "refused_by_backend"}
+        assert served.metric("octet_errors_total", **labels) == 1
+
+
+def test_a_code_from_outside_reaches_the_client_and_no_metric() -> None:
+    said = b'{"error": {"message": "no", "code": "code_of_today_4711"}}'
+    for refusal in (failure("a", 400, {}, said), error_of("a", None, OUR_ENTRY)):
+        assert code_of(refusal) == "refused_by_backend"
+        assert b"code_of_today_4711" in error_bytes(refusal)
+
+
+OUR_ENTRY = '{"message": "no", "param": null, "code": "code_of_today_4711"}'

@@ -7,13 +7,14 @@ request and response objects take longer than the rest of the gateway together.
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet import __version__
 from serve.access.keys import Principal
+from serve.api import docs_page
 from serve.api.embeddings import Embeddings
 from serve.api.errors import install
 from serve.api.exchange import Exchange
@@ -77,12 +78,19 @@ class _Endpoint:
 
 def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
     """What is asked for now and then; also knows the other paths, to refuse wrong methods."""
-    app = FastAPI(title="Octet", version=__version__, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Octet", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
     install(app)
     for path, endpoint in endpoints.items():
         app.router.routes.append(HttpRoute(path, endpoint, methods=["POST"]))
     app.openapi = lambda: document(gateway.config)  # type: ignore[method-assign]
+
+    @app.get("/docs")
+    def docs(request: Request) -> HTMLResponse:
+        model = next(iter(gateway.config.models))
+        page = docs_page.render(app.openapi(), str(request.base_url), model)
+        return HTMLResponse(page, headers=docs_page.headers())
+
     _status_routes(app, gateway)
     app.include_router(probe_router(gateway))
     app.include_router(admin_router(gateway, own_port=False))

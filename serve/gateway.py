@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from octet.errors import RequestError
 from serve.access.keys import Keys
 from serve.admission.admission import Admission
+from serve.admission.overloaded import shutting_down
 from serve.config import GatewayConfig
 from serve.lifecycle import status
 from serve.lifecycle.discovery import Discovery
@@ -77,13 +77,7 @@ class Gateway:
     def require_accepting(self) -> None:
         """Raises RequestError (503) once draining has begun."""
         if self.draining:
-            raise RequestError(
-                "the server is shutting down",
-                status=503,
-                code="draining",
-                kind="service_unavailable_error",
-                retry_after_s=max(1.0, self._drain_until - time.monotonic()),
-            )
+            raise shutting_down(max(1.0, self._drain_until - time.monotonic()))
 
     def drain(self, timeout_s: float) -> None:
         """Takes no more requests; who asks is told to come again after `timeout_s`."""

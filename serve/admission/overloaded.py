@@ -1,8 +1,8 @@
-"""The refusal of a request that the server has no room for."""
+"""The refusal of a request that the server has no room for, or no time left."""
 
 from octet.errors import RequestError
 
-__all__ = ["Overloaded", "overloaded"]
+__all__ = ["Overloaded", "overloaded", "shutting_down"]
 
 
 class Overloaded(RequestError):
@@ -21,3 +21,13 @@ def overloaded(message: str, retry_after_s: float, *, reason: str) -> Overloaded
     )
     error.reason = reason
     return error
+
+
+def shutting_down(retry_after_s: float = 1.0) -> RequestError:
+    return RequestError(
+        "the server is shutting down",
+        status=503,
+        code="draining",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
+from serve.admission.overloaded import shutting_down
 from serve.api.affinity import ask_for
 from serve.api.answer import Answer
 from serve.api.call import Call
@@ -100,6 +101,11 @@ class Attempts:
                     ticket.release()
 
     @property
+    def closing(self) -> bool:
+        """Whether a drain is over, and running answers end."""
+        return self.pool is not None and self.pool.closing
+
+    @property
     def inter_token_s(self) -> float:
         assert self.pool is not None
         return self.pool.config.timeouts.inter_token_s
@@ -137,8 +143,9 @@ class Attempts:
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:
         """504, with what was spent: members are named, their addresses are not."""
+        sent = f"{tokens} tokens" if tokens else "nothing"
         return RequestError(
-            f"{what}: {self._spent()}; {tokens} tokens",
+            f"{what}: {self._spent()}; {sent} had been sent",
             status=504,
             code="deadline_exceeded",
             kind="timeout_error",
@@ -156,6 +163,8 @@ class Attempts:
     async def _enter(self, pool: Pool) -> None:
         """Waits for room. Raises RequestError if there is none, or the key has no more."""
         self._leave_pool()
+        if pool.closing:
+            raise shutting_down()
         unlimited = pool.config.admission.answer_tokens
         self.prompt_tokens, answer = self.operation.cost(self.call.body, unlimited)
         self.observation.estimated_prompt_tokens = self.prompt_tokens
@@ -258,6 +267,8 @@ class Attempts:
             return answer
         finally:
             self.deadlines.idle()
+        if pool.closing:
+            raise shutting_down()
         _log.warning("pool %s, %s: %s", pool.name, member.name, error)
         lease.failed(error)
         self._leave_member()

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
+from serve.admission.overloaded import shutting_down
 from serve.api.answer import JSON, Answer
 from serve.api.attempts import Attempts
 from serve.api.body import require_json
@@ -235,7 +236,9 @@ class Exchange:
     def _broken(self, error: Exception) -> bytes:
         """The event that ends a stream which failed."""
         assert self.attempts is not None
-        if isinstance(error, BackendError):
+        if self.attempts.closing:
+            error = shutting_down()
+        elif isinstance(error, BackendError):
             self.attempts.failed(error)
         _log.warning("a stream broke: %s", error)
         self.observation.broken(code_of(error))

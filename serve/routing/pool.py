@@ -45,6 +45,7 @@ class Pool:
         self._clock = clock
         self._rng = rng or random.Random()
         self._policy = self._make_policy()
+        self.closing = False  # what its members fail from then on is not their fault
         self.active = 0  # requests that are in it, those that wait for a retry included
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
         self._watches: dict[Member, Watch] = {}
@@ -142,6 +143,7 @@ class Pool:
 
     async def close(self) -> None:
         """Lets go of every backend; those that are retiring do not finish. Twice is no mistake."""
+        self.closing = True
         tasks = list(self._leaving.values())
         for task in tasks:
             task.cancel()

@@ -230,7 +230,8 @@ class Observation:
         if self.prompt_tokens is not None:
             return self.prompt_tokens, self.completion_tokens or 0, True
         asked = self.backend and self.operation in ("text_completion", "chat", "embeddings")
-        if asked and (self.first_s is not None or self.outcome in ("", "client_gone")):
+        cut_short = ("client_gone", "deadline_exceeded")
+        if asked and (self.first_s is not None or self.outcome in ("", *cut_short)):
             roles = self.choices if self.operation == "chat" else 0
             return self.estimated_prompt_tokens, max(self.events - roles, 0), False
         return None

@@ -1,6 +1,7 @@
 """Deadlines: of the first token, of silence, of all; the gateway's, and the client's own."""
 
 import asyncio
+import hashlib
 import json
 import re
 import time
@@ -49,9 +50,25 @@ async def test_the_total_is_a_504_with_what_was_spent(whose: str, stream: bool) 
         assert 0.15 < time.monotonic() - started < 1
         error = answer["error"]
         assert (status, error["code"], error["type"]) == (504, "deadline_exceeded", "timeout_error")
-        spent = r"0\.0\d s queued, 0\.[12]\d s waiting for fake-1; 0 tokens"
+        spent = r"0\.0\d s queued, 0\.[12]\d s waiting for fake-1; nothing had been sent"
         assert re.fullmatch(f"the deadline of 0.2 s passed: {spent}", error["message"])
         assert deadlines(served) == {"total": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_of_a_request_that_is_too_late_counts(stream: bool) -> None:
+    digest = hashlib.sha256(b"sk-one").hexdigest()
+    access = {"keys": [{"name": "one", "sha256": digest, "tokens_per_day": 1000}]}
+    key = {"Authorization": "Bearer sk-one"}
+    settings = within(total=0.1)
+    async with in_process(("fake", [Scripted([None])]), pools=settings, access=access) as served:
+        body = BODY | {"prompt": "abcd" * 30, "stream": stream}
+        reply = await served.request("/v1/completions", body, key)
+        assert reply.status == 504
+        labels = {"key": "one", "model": "fake", "backend": "fake-1", "precision": ""}
+        counted = {"type": "input", "counted": "estimated"}
+        assert served.metric("octet_tokens_total", **labels, **counted) == 30
+        assert served.gateway.keys.usage.spent("one") == 30
 
 
 async def test_a_client_cannot_have_more_time_than_the_gateway_gives() -> None:
@@ -167,7 +184,7 @@ async def test_after_the_first_token_a_deadline_is_an_error_event(stage: str) ->
         error = json.loads(last)["error"]
         assert error["code"] == "deadline_exceeded"
         said = "was silent for 0.2 s" if stage == "inter_token" else "the deadline of 0.2 s passed"
-        assert said in error["message"] and error["message"].endswith("; 2 tokens")
+        assert said in error["message"] and error["message"].endswith("; 2 tokens had been sent")
         assert deadlines(served) == {stage: 1}
         assert stalling.running == 0
 
@@ -199,7 +216,7 @@ async def test_a_comment_is_no_sign_of_life_of_a_model() -> None:
     async with in_process(("fake", [Hung([])]), pools=within(inter_token=0.2)) as served:
         reply = await served.request("/v1/completions", BODY | {"stream": True})
         assert b": ping" in reply.body and b"was silent for 0.2 s" in reply.body
-        assert b"; 1 tokens" in reply.body
+        assert b"; 1 tokens had been sent" in reply.body
         assert deadlines(served) == {"inter_token": 1}
 
 

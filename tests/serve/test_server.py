@@ -95,8 +95,10 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: st
             backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
         pools = ("fake", [backend])
         served = await stack.enter_async_context(serving(pools, drain_timeout_s=timeout_s))
-        answer = asyncio.create_task(served.events("/v1/completions", BODY | {"max_tokens": 400}))
-        while not served.gateway.running:
+        body = BODY | {"max_tokens": 400}
+        answer = asyncio.create_task(served.events("/v1/completions", body))
+        whole = asyncio.create_task(served.post("/v1/completions", body))
+        while served.gateway.running < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         served.server.handle_exit(signal.SIGINT, None)
@@ -104,8 +106,17 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: st
             served.server.handle_exit(signal.SIGTERM, None)
         started = time.monotonic()
         events = await answer
-        assert '"error"' in events[-1] and len(events) > 1
+        assert len(events) > 1
+        status, error = await whole
+        assert status == 503 and error == json.loads(events[-1])
+        assert error["error"]["code"] == "draining"
         assert time.monotonic() - started < 3
+        # That is nobody's failure: neither tried again nor held against the backend.
+        (member,) = served.gateway.pools["fake"].members
+        assert (member.standing, member.last_error) == ("in", "")
+        assert not served.gateway.metrics.registry.get_sample_value(
+            "octet_retries_exhausted_total", {"pool": "fake"}
+        )
         await stack.aclose()
         assert served.server.cut_short
 

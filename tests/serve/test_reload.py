@@ -16,6 +16,7 @@ from octet.errors import OctetError
 from serve.lifecycle.reload import reload_from
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.process import octet_serve
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 20, "ignore_eos": True}
 QUIET = "health: {probe_after_s: null, interval_s: 60, load_interval_s: 60}"
@@ -259,8 +260,6 @@ async def test_reloads_under_load_lose_nothing(tmp_path: Path, upstreams: list[F
 
 
 async def test_a_hangup_reloads(tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
-    from tests.serve.test_server import octet_serve
-
     path = tmp_path / "octet.yaml"
     path.write_text(one_pool(upstreams[0]))
     with octet_serve(path) as process:

@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from serve.server import bind, run
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
+from tests.serve.process import octet_serve
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
 SLOW = FakeRunner(delay_s=0.01)  # 60 tokens take 0.6 s
@@ -137,7 +135,7 @@ async def go_away(served: Served, index: int) -> None:
 async def test_clients_that_go_away_leave_nothing_in_the_engine() -> None:
     backend = fake_backend(FakeRunner(delay_s=0.005))
     async with serving(("fake", [backend])) as served:
-        for start in range(0, 400, 50):
+        for start in range(0, 200, 50):  # test_streams.py has thousands, at a stand-in
             await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
         await served.idle()
         async with asyncio.timeout(5):
@@ -145,7 +143,7 @@ async def test_clients_that_go_away_leave_nothing_in_the_engine() -> None:
                 await asyncio.sleep(0.01)
         endpoint = {"endpoint": "/v1/completions"}
         assert await served.metric("octet_requests_in_flight", **endpoint) == 0
-        assert await served.metric("octet_client_disconnects_total", **endpoint) > 100
+        assert await served.metric("octet_client_disconnects_total", **endpoint) > 50
         status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 2})
         assert status == 200
 
@@ -195,17 +193,3 @@ def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Si
         process.send_signal(number)
         _, errors = process.communicate(timeout=10)
     assert process.returncode == 0, errors
-
-
-@contextmanager
-def octet_serve(config: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, killed if the test forgets it."""
-    command = [sys.executable, "-m", "octet.cli", "serve", "--config", str(config), "--port", "0"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONWARNINGS": "error"}, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()

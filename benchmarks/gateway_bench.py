@@ -1,6 +1,7 @@
 """What the gateway benchmarks share: an upstream and a client on their cores."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ class Bench:
         return {
             "gateways": sorted({version(gateway) for gateway in gateways}),
             "workers": 1,
+            "niceness": os.nice(0),
             "cores_used": dict(zip(("upstream", "client", "gateway"), self.cores, strict=True)),
             "upstream": f"answers at once; a stream is {CHUNKS} events, each written by itself",
             "request": f"chat completion, {PROMPT_CHARACTERS} characters, kept connections",

@@ -82,14 +82,24 @@ class Document:
 class _UniqueKeys(yaml.SafeLoader):
     """YAML lets a repeated key replace the first in silence; here it is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """PyYAML's own errors, of 2026-02-30 for one, say neither where nor what."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, AttributeError, LookupError):
+            line, kind = node.start_mark.line + 1, node.tag.rpartition(":")[2]
+            raise yaml.YAMLError(f"line {line}: not a valid {kind}") from None
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Checked as it is written: merging (<<) then repeats keys, as it should."""
+        node = super().compose_mapping_node(anchor)
         seen: set[Any] = set()
         for key in _scalars(node):
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise yaml.YAMLError(f"line {line}: the key '{key.value}' is repeated")
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _scalars(node: yaml.MappingNode) -> Iterator[yaml.ScalarNode]:

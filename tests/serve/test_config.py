@@ -152,6 +152,10 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         ),
         (f"{POOL}\n{POOL}", "line 2: the key 'models' is repeated"),
         ("models: [", "line 1, column 10: "),
+        (f"{POOL}\naccess: {{keys: [{{expires: 2026-02-30}}]}}", "line 2: not a valid timestamp"),
+        ("models: !!int x", "line 1: not a valid int"),
+        ("models: !!float [x]", "line 1"),
+        ("models: !!binary x", "line 1"),
         ("", "top level: should be a section"),
         ("- a", "top level: should be a section"),
     ],
@@ -206,6 +210,22 @@ class TestVariables:
     )
     def test_a_secret_is_in_no_message(self, tmp_path: Path, text: str) -> None:
         assert SECRET not in refusal(tmp_path, text)
+
+
+def test_yaml_may_merge(tmp_path: Path) -> None:
+    """Also what has merged itself; what is written twice is still refused."""
+    text = (
+        "pools:\n"
+        f"  a: {{backends: [{VLLM}], health: &a {{interval_s: 7, timeout_s: 3}}}}\n"
+        f"  b: {{backends: [{VLLM}], health: &b {{<<: *a, interval_s: 8}}}}\n"
+        f"  c: {{backends: [{VLLM}], health: {{<<: *b, timeout_s: 4}}}}\n"
+        "models: {m: {pool: a, fallback: [b, c]}}"
+    )
+    health = [pool.health for pool in load(tmp_path, text).pools.values()]
+    assert [(h.interval_s, h.timeout_s) for h in health] == [(7, 3), (8, 3), (8, 4)]
+    assert "the key 'timeout_s' is repeated" in refusal(
+        tmp_path, text.replace("timeout_s: 4", "timeout_s: 4, timeout_s: 5")
+    )
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class Gateway:
         self.last_reload: dict[str, Any] | None = None
         self.draining = False
         self.changing = asyncio.Lock()  # held by whoever changes the members of pools
+        self.reloading = asyncio.Lock()  # held from the reading of the file to the end of it
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
         self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # those before, while requests are left
         self.finishing: list[Pool] = []  # out of use, while somebody may wait for them
@@ -68,6 +69,14 @@ class Gateway:
     def running(self) -> int:
         """Requests being answered."""
         return self.epoch.running + sum(epoch.running for epoch in self.earlier)
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken, and some backend works whose answers clients get."""
+        models = self.config.models.items()
+        answering = {pool for name, model in models for pool in model.answering(name)}
+        works = any(pool.ready for name, pool in self.pools.items() if name in answering)
+        return works and not self.draining
 
     def enter(self) -> Entry:
         """Counts a request until it leaves. Raises RequestError (503) once draining has begun."""

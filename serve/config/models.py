@@ -63,6 +63,10 @@ class ModelConfig(Section):
 
     def pool_names(self, own: str) -> tuple[str, ...]:
         """Every pool that its requests may go to; one written in place is called `own`."""
-        main = self.pool if isinstance(self.pool, str) else own
         shadow = () if self.shadow is None else (self.shadow.pool,)
-        return (main, *(canary.pool for canary in self.canary), *self.fallback, *shadow)
+        return (*self.answering(own), *shadow)
+
+    def answering(self, own: str) -> tuple[str, ...]:
+        """Those whose answers clients get: all but the shadow's."""
+        main = self.pool if isinstance(self.pool, str) else own
+        return (main, *(canary.pool for canary in self.canary), *self.fallback)

@@ -112,21 +112,16 @@ class Discovery:
 
     async def _become(self, wanted: Sequence[BackendConfig]) -> None:
         """Members that are not wanted go when their last request ends; new ones come in."""
-        problem: OctetError | None = None
         async with self._changing:
             own = [member for member in self.pool.members if member.origin == self.origin]
             gone = [member for member in own if member.config not in wanted]
             present = [member.config for member in own]
             staying = [member for member in self.pool.members if member not in gone]
-            come: list[Member] = []
-            for config in wanted:
-                if config in present:
-                    continue
-                try:
-                    refuse_unfit(config, staying + come, self._models)
-                    come.append(await self.pool.prepare(config, self.origin))
-                except OctetError as error:  # the others are as good as they were
-                    problem = error
+            missing = [config for config in wanted if config not in present]
+            missing.sort(key=lambda config: config.name is None)  # who has a name gets that one
+            outcomes = await self._prepared(missing, staying)
+            come = [outcome for outcome in outcomes if isinstance(outcome, Member)]
+            problem = next((o for o in outcomes if isinstance(o, OctetError)), None)
             if come or gone:
                 self.pool.swap(self.pool.config, staying + come)
                 _log.info(
@@ -135,6 +130,32 @@ class Discovery:
                 )
         if problem is not None:
             raise problem
+
+    async def _prepared(
+        self, wanted: Sequence[BackendConfig], staying: Sequence[Member]
+    ) -> list[Member | OctetError]:
+        """A member for each, or why not: the others are as good as they were.
+
+        All at once, as each may take as long as its health check. Leaves nothing if cancelled.
+        """
+        come: list[Member] = []
+
+        async def prepare(config: BackendConfig) -> Member | OctetError:
+            try:
+                refuse_unfit(config, staying, self._models)
+                member = await self.pool.prepare(config, self.origin)
+            except OctetError as error:
+                return error
+            come.append(member)
+            return member
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(prepare(config)) for config in wanted]
+        except BaseException:
+            await asyncio.gather(*map(self.pool.discard, come), return_exceptions=True)
+            raise
+        return [task.result() for task in tasks]
 
 
 async def _at_addresses(source: DnsDiscovery) -> list[BackendConfig]:

@@ -32,12 +32,14 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
     try:
         if path is None:
             raise ConfigError("there is no configuration file to read again")
-        config = await asyncio.to_thread(GatewayConfig.load, path)
-        report = await gateway.reload(config)
-    except OctetError as error:
-        _log.error("not reloaded, nothing has changed: %s", error)
+        async with gateway.reloading:  # one that was asked for later reads, and wins, later
+            config = await asyncio.to_thread(GatewayConfig.load, path)
+            report = await gateway.reload(config)
+    except Exception as error:
+        defect = None if isinstance(error, OctetError) else error
+        _log.error("not reloaded, nothing has changed: %s", error, exc_info=defect)
         gateway.metrics.reloads.labels("failed").inc()
-        gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error)}
+        gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error) or repr(error)}
         raise
     for warning in config.warnings:
         _log.warning("%s", warning)

@@ -17,7 +17,7 @@ def readiness(gateway: "Gateway") -> dict[str, Any]:
     """Whether a request sent now would be served, and by which backends."""
     models: dict[str, list[dict[str, Any]]] = {}
     for name, config in gateway.config.models.items():
-        pools = dict.fromkeys(config.pool_names(name))
+        pools = dict.fromkeys(config.answering(name))
         models[name] = [
             {
                 "pool": pool,
@@ -28,8 +28,7 @@ def readiness(gateway: "Gateway") -> dict[str, Any]:
             for pool in pools
             for member in gateway.pools[pool].members
         ]
-    ready = not gateway.draining and any(pool.ready for pool in gateway.pools.values())
-    return {"ready": ready, "draining": gateway.draining, "models": models}
+    return {"ready": gateway.ready, "draining": gateway.draining, "models": models}
 
 
 def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
     return {
         "version": __version__,
         "uptime_s": round(time.time() - gateway.created, 1),
-        "ready": not gateway.draining and any(pool.ready for pool in gateway.pools.values()),
+        "ready": gateway.ready,
         "draining": gateway.draining,
         "requests": gateway.running,
         "memory": admission["memory"],

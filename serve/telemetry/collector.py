@@ -73,9 +73,8 @@ class GatewayCollector(Collector):
         for pool in gateway.pools.values():
             pools.add_metric((pool.name, pool.precision or ""), pool.ready)
         yield pools
-        ready = not gateway.draining and any(pool.ready for pool in gateway.pools.values())
         yield GaugeMetricFamily(
-            "octet_ready", "Whether new requests are taken and some backend works.", ready
+            "octet_ready", "Whether new requests are taken and some backend works.", gateway.ready
         )
         yield from self._queues()
         yield from self._backends()

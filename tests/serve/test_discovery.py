@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from serve.config import DnsDiscovery
 from serve.gateway import Gateway
 from serve.lifecycle import discovery
 from serve.lifecycle.discovery import Discovery
-from serve.routing import Pool
+from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.test_reload import BODY, QUIET, reload, streaming
@@ -93,6 +94,52 @@ class TestFile:
             write(found, listing(upstreams[0], upstreams[1]))
             await until(lambda: len(addresses(gateway)) == 2)
             await until(lambda: not source.problem)
+
+    async def test_all_are_looked_at_at_once(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or many that do not answer would hold up the one that does, and each reload."""
+        preparing, most = 0, 0
+        prepare = Pool.prepare
+
+        async def counted(*args: Any) -> Member:
+            nonlocal preparing, most
+            preparing += 1
+            most = max(most, preparing)
+            try:
+                return await prepare(*args)
+            finally:
+                preparing -= 1
+
+        monkeypatch.setattr(Pool, "prepare", counted)
+        named = listing(upstreams[2]).replace("{", "{name: m-1, ")
+        write(tmp_path / "found.yaml", listing(*upstreams[:2]) + named)
+        gateway = configured(tmp_path / "octet.yaml", self.CONFIG)
+        async with serving_gateway(gateway):
+            assert most == 3
+            names = {member.name: member.backend.name for member in gateway.pools["m"].members}
+            assert len(names) == 3 and names["m-1"] == f"vllm {upstreams[2].url}"
+
+    async def test_what_is_prepared_when_it_ends_is_closed(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepare, done = Pool.prepare, list[Member]()
+
+        async def one_hangs(pool: Pool, config: Any, origin: str) -> Member:
+            if config.url == upstreams[1].url:
+                await asyncio.Event().wait()
+            done.append(await prepare(pool, config, origin))
+            return done[-1]
+
+        monkeypatch.setattr(Pool, "prepare", one_hangs)
+        monkeypatch.setattr(discovery, "FIRST_ROUND_S", 0.01)
+        write(tmp_path / "found.yaml", listing(*upstreams[:2]))
+        gateway = configured(tmp_path / "octet.yaml", self.CONFIG)
+        async with serving_gateway(gateway):
+            await until(lambda: done)
+            assert await done[0].backend.ready()
+            await gateway.discoveries[0].close()
+            assert not await done[0].backend.ready()
 
     async def test_what_was_found_outlives_a_reload(
         self, tmp_path: Path, upstreams: list[FakeOpenAI]

@@ -6,14 +6,20 @@ import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from octet.errors import OctetError
+from octet.errors import OctetError, RequestError
+from serve.access.keys import Keys
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.config import Access, GatewayConfig
+from serve.lifecycle.epoch import Epoch
 from serve.lifecycle.reload import reload_from
+from serve.routing import Routes
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.process import octet_serve
@@ -191,6 +197,95 @@ async def test_nothing_changes_if_anything_is_wrong(
         status = gateway.status()
         assert status["last_reload"]["outcome"] == "failed"
         assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
+async def test_what_was_prepared_in_vain_is_closed(
+    tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool stays as it was; one of its new backends could work, the other has no files."""
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    started: list[OpenAiHttpBackend] = []
+    start = OpenAiHttpBackend.start
+
+    async def noted(backend: OpenAiHttpBackend) -> None:
+        await start(backend)
+        started.append(backend)
+
+    async with serving_gateway(gateway) as served:
+        monkeypatch.setattr(OpenAiHttpBackend, "start", noted)
+        both = one_pool(upstreams[1]).replace("}],", "}, {type: embedded, path: none}],")
+        with pytest.raises(OctetError, match="none"):
+            await reload(served, both)
+        (prepared,) = started
+        assert prepared.name == f"vllm {upstreams[1].url}" and not await prepared.ready()
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
+async def test_a_defect_is_recorded_as_a_failure(
+    tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_path: Path) -> None:
+        raise ValueError("a defect")
+
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    async with serving_gateway(gateway) as served:
+        monkeypatch.setattr(GatewayConfig, "load", load)
+        with pytest.raises(ValueError, match="a defect"):
+            await reload_from(gateway, gateway.path)
+        assert gateway.last_reload is not None
+        assert (gateway.last_reload["outcome"], gateway.last_reload["reason"]) == (
+            *("failed", "a defect"),
+        )
+        assert await served.metric("octet_reloads_total", outcome="failed") == 1
+
+
+async def test_the_later_of_two_reloads_wins(
+    tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the file that the first one reads is slow to come."""
+    reading, go_on = threading.Event(), threading.Event()
+    load = GatewayConfig.load
+
+    def slow(path: Path) -> GatewayConfig:
+        config = load(path)
+        if config.limits.max_n == 2:
+            reading.set()
+            assert go_on.wait(10)
+        return config
+
+    text = one_pool(upstreams[0]) + "limits: {max_n: %d}\n"
+    gateway = configured(tmp_path / "octet.yaml", text % 1)
+    async with serving_gateway(gateway) as served:
+        monkeypatch.setattr(GatewayConfig, "load", slow)
+        first = asyncio.create_task(reload(served, text % 2))
+        await asyncio.to_thread(reading.wait, 10)
+        second = asyncio.create_task(reload(served, text % 3))
+        await asyncio.sleep(0.05)  # for the second to be done, if nothing holds it
+        go_on.set()
+        await asyncio.gather(first, second)
+        assert gateway.config.limits.max_n == 3
+
+
+async def test_a_gateway_that_drains_is_not_reloaded(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+    async with serving_gateway(gateway) as served:
+        gateway.drain(5)
+        before = gateway.epoch
+        with pytest.raises(RequestError) as refused:
+            await reload(served, one_pool(upstreams[1]))
+        assert (refused.value.status, refused.value.code) == (503, "draining")
+        assert gateway.epoch is before
+        served.server.should_exit = True
+
+
+def test_a_request_that_leaves_twice_has_left_once() -> None:
+    epoch = Epoch(GatewayConfig.model_construct(), Routes({}, {}), Keys.from_config(Access()))
+    first, _second = epoch.enter(), epoch.enter()
+    first.leave()
+    first.leave()
+    assert epoch.running == 1
 
 
 async def test_what_takes_a_restart_is_said_and_stays(

@@ -149,3 +149,16 @@ async def test_the_pool_of_a_copy_is_closed_after_it() -> None:
         while not trial.closed:
             await asyncio.sleep(0)
         assert await outcomes(served) == {"ok": 1}
+
+
+async def test_a_shadow_alone_makes_nothing_ready() -> None:
+    """Clients get no answer of its: a gateway with nothing else must get no traffic."""
+    async with shadowed(Scripted(whole())) as served:
+        gateway = served.gateway
+        assert gateway.readiness()["ready"] and served.metric("octet_ready") == 1
+        (main,) = gateway.pools["main"].members
+        main.go_out("gone", reachable=False)
+        assert gateway.pools["trial"].ready
+        assert not gateway.readiness()["ready"] and not gateway.status()["ready"]
+        assert served.metric("octet_ready") == 0
+        assert [entry["pool"] for entry in gateway.readiness()["models"]["m"]] == ["main"]

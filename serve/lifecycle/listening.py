@@ -34,6 +34,7 @@ class DrainingServer(uvicorn.Server):
         self.cut_short = False
         self._on_started = on_started
         self._give_up_at = 0.0  # while draining
+        self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
@@ -47,9 +48,18 @@ class DrainingServer(uvicorn.Server):
             self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain; another one ends it."""
+        """The first signal starts the drain; another one ends it.
+
+        As a callback of the event loop: inside of a signal's handler, not even printing is safe.
+        """
+        self._loop.call_soon_threadsafe(self._exit, sig)
+
+    def _exit(self, sig: int) -> None:
         if self.gateway.draining:
             self._give_up_at = 0.0
+            self.force_exit = True
+            if not self.gateway.running:  # else they hear first that it ends: see on_tick
+                self._cut_off()
             return
         timeout_s = self.gateway.config.drain_timeout_s
         self._give_up_at = time.monotonic() + timeout_s
@@ -71,6 +81,18 @@ class DrainingServer(uvicorn.Server):
         # Slow readers have what is left of the deadline to take what was written for them.
         self.config.timeout_graceful_shutdown = max(round(left_s), LAST_BYTES_S)
         return True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for clients to take what was written for them; if forced, hardly."""
+        if self.force_exit:
+            await asyncio.sleep(0.1)
+            self._cut_off()
+        await super().shutdown(sockets)
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            self.cut_short |= connection.transport.get_write_buffer_size() > 0
+            connection.transport.abort()
 
     async def _settle(self) -> None:
         """Lets the requests that lost their backend say so to their clients."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -117,6 +118,42 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: st
         )
         await stack.aclose()
         assert served.server.cut_short
+
+
+async def test_a_second_signal_waits_for_no_reader() -> None:
+    """No request runs any more, but a client has not taken all that was written for it."""
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=60) as served:
+        port = int(served.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
+            connections = served.server.server_state.connections
+            async with asyncio.timeout(10):
+                while not any(c.transport.get_write_buffer_size() for c in connections):
+                    await asyncio.sleep(0.01)
+            served.server.handle_exit(signal.SIGTERM, None)
+            await asyncio.sleep(0.3)
+            assert connections
+            served.server.handle_exit(signal.SIGTERM, None)
+            async with asyncio.timeout(2):
+                while connections:
+                    await asyncio.sleep(0.01)
+    assert served.server.cut_short
+
+
+def test_nothing_is_done_inside_of_a_signal_handler(capfd: pytest.CaptureFixture[str]) -> None:
+    """Which may come amid a line that is being printed: that would be a RuntimeError."""
+
+    async def signalled() -> None:
+        async with serving(("fake", [fake_backend(SLOW)])) as served:
+            served.server.handle_exit(signal.SIGTERM, None)
+            assert not served.gateway.draining and "draining" not in capfd.readouterr().err
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert served.gateway.draining
+
+    asyncio.run(signalled())
+    assert "SIGTERM: draining 0 requests" in capfd.readouterr().err
 
 
 async def go_away(served: Served, index: int) -> None:

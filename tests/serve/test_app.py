@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from serve import app
+from serve.api import openapi
 from serve.app import OPERATIONS
+from serve.config import GatewayConfig
 from tests.serve.conftest import Served, serving
 from tests.serve.upstreams import Scripted, whole
 
@@ -42,6 +45,26 @@ async def test_browsers_may_ask_from_where_the_configuration_says() -> None:
         origin = {"Origin": "https://a.example"}
         async with served.session.post("/v1/completions", json=BODY, headers=origin) as response:
             assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+async def test_the_openapi_document_is_made_once_for_a_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making it holds the event loop, and everybody may ask for it."""
+    made = []
+
+    def document(config: GatewayConfig) -> dict[str, Any]:
+        made.append(config)
+        return openapi.document(config)
+
+    monkeypatch.setattr(app, "document", document)
+    async with serving(("fake", [Scripted(whole())])) as served:
+        texts = {(await get(served, "/openapi.json"))[2] for _ in range(3)}
+        assert len(texts) == 1 and len(made) == 1
+        access = {"keys": [{"name": "k", "sha256": "0" * 64}]}
+        raw = {"models": {"fake": {"pool": "fake"}}, "access": access}
+        served.gateway.config = GatewayConfig.model_validate(raw)  # as a reload does
+        assert (await get(served, "/openapi.json"))[2] not in texts
 
 
 async def test_aliases_are_models_too() -> None:

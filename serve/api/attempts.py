@@ -64,6 +64,7 @@ class Attempts:
         self.prompt_tokens = 0  # estimated
         self._budget: RetryBudget | None = None  # of `pool`, in which it has a place
         self._redispatched = False
+        self._retries = 0  # that took from a budget
         self._waits: list[tuple[str, float]] = []  # member's name, when it was asked
         self._queued_s = 0.0
 
@@ -195,7 +196,6 @@ class Attempts:
     async def _ask(self, pool: Pool) -> Answer:
         tried: list[Member] = []
         unfit: list[Member] = []  # for this request, however often they are asked
-        retries = 0
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
         member = pool.choose(self._ask_of)
@@ -217,8 +217,7 @@ class Attempts:
             if failure.kind in ("refused", "lost") and not self._redispatched:
                 self._redispatched = True
             else:
-                retries += 1
-                await self._may_retry(pool, retries, failure)
+                await self._may_retry(pool, failure)
                 if not member.available:  # any more
                     member = self._next(pool, tried, unfit, failure)
             if member is not None:
@@ -234,17 +233,20 @@ class Attempts:
             member = pool.choose(self._ask_of, unfit)
         return member
 
-    async def _may_retry(self, pool: Pool, retries: int, failure: BackendError) -> None:
+    async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
         """Returns when the request may be tried again; raises `failure` if it may not.
 
-        It has one place in the pool's budget, from its first retry until it leaves the pool.
+        Its retries in all pools count together: the first attempt in each is none. It has one place
+        in the pool's budget, from its first retry there until it leaves the pool.
         """
         budget = pool.budget
-        if retries >= pool.config.retries.attempts or not (self._budget or budget.take()):
+        attempts = pool.config.retries.attempts
+        if self._retries + 1 >= attempts or not (self._budget or budget.take()):
             self.observation.metrics.retries_exhausted.labels(pool.name).inc()
             raise failure
         self._budget = budget
-        if backoff_s := budget.backoff_s(retries):
+        self._retries += 1
+        if backoff_s := budget.backoff_s(self._retries):
             await asyncio.sleep(backoff_s)
 
     async def _attempt(self, pool: Pool, member: Member, *, again: bool) -> Answer:

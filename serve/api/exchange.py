@@ -172,9 +172,9 @@ class Exchange:
                 if error is None:
                     return
         finally:
+            deadlines.close()  # a second one would end what the first one has begun
             await _close(rest)
         # From here on the backend is free, and the client has the time that it takes.
-        deadlines.close()
         tail = self._broken(error) if error is not None else b""
         self._complete(answer, error)
         attempts.release()

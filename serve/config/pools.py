@@ -69,7 +69,7 @@ class Ejection(Section):
 class Retries(Section):
     """Before the first token only, and never more than a part of the traffic."""
 
-    attempts: Count = 3  # of one request, the first included, in one pool
+    attempts: Count = 3  # of one request, its first one and the retries in all pools
     budget: Fraction = 0.2  # of the pool's active requests may be retries
     min_concurrent: Annotated[Integer, Field(ge=0)] = 3  # retries that are always allowed
     backoff_s: Seconds = 0.025  # before the second retry, doubled each time, with full jitter

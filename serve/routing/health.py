@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octet.errors import BackendError
+from serve.backends.base import LoadReport
 from serve.config import Health
 from serve.routing.member import Member
 
@@ -39,6 +40,7 @@ class Watch:
         self._rng = rng
         self._task: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()
+        self._unread = ""  # why its load could not be read the last time
         self.looked = asyncio.Event()  # the first verdict is there
 
     def start(self) -> None:
@@ -104,7 +106,11 @@ class Watch:
             config = self._config
             self._doubt.clear()
             asked_at = self._clock()
-            ready = await self._ask_ready(held)
+            refusal = "it is not ready"
+            try:
+                ready = await self._ask_ready(held)
+            except Exception as error:  # a defect; it may be over when it is asked again
+                ready, refusal = False, f"its check failed: {error!r}"
             if held.done():
                 return
             if ready:
@@ -113,7 +119,7 @@ class Watch:
                 member.come_in()  # it only was too busy to say so
             else:
                 silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
-                self._go_out("it is not ready" if ready is False else silent, reachable=True)
+                self._go_out(refusal if ready is False else silent, reachable=True)
             self.looked.set()
             pause_s = config.interval_s if member.ready else config.reconnect_s
             # Not wait_for: in Python 3.11 that loses a cancellation which comes with the doubt.
@@ -199,12 +205,14 @@ class Watch:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 await member.backend.probe()
-        except (TimeoutError, BackendError) as error:
+        except Exception as error:
             if max(member.last_success, member.last_stir) > began:
                 return False  # real requests went on meanwhile
             if isinstance(error, TimeoutError):
                 limit = f"no token within {self._config.probe_timeout_s:g} s"
                 raise BackendError(limit, kind="timeout") from None
+            if not isinstance(error, BackendError):
+                raise BackendError(repr(error)) from None
             if error.kind == "overloaded":
                 return False
             raise
@@ -232,10 +240,24 @@ class Watch:
                 before = member.outstanding_tokens, member.in_flight
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(config.timeout_s):
-                        report = await member.backend.load()
+                        report = await self._read_load()
                     if report is not None:
                         member.reported(report, *before)
             await asyncio.sleep(config.load_interval_s * self._rng.uniform(0.9, 1.1))
+
+    async def _read_load(self) -> LoadReport | None:
+        """None if it does not say, or a defect prevents that: it may serve all the same."""
+        said, report = "", None
+        try:
+            report = await self._member.backend.load()
+        except Exception as error:
+            said = repr(error)
+            if said != self._unread:
+                _log.warning(
+                    "%s/%s: its load cannot be read: %s", self._member.pool, self._member.name, said
+                )
+        self._unread = said
+        return report
 
 
 async def _ended(task: "asyncio.Future[Any]") -> None:

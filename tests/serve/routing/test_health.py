@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from typing import Any
 
 import pytest
 
@@ -328,18 +329,47 @@ def test_its_load_is_read_and_kept_with_what_it_had_then() -> None:
     play(scene)
 
 
-def test_a_check_that_breaks_is_logged_and_begins_again(caplog: pytest.LogCaptureFixture) -> None:
-    class Wrong(Server):
-        async def load(self) -> LoadReport | None:
-            if self.probes < 3:
-                raise ValueError("a mistake of ours")
-            return LoadReport(1, 0, 0.1, None)
+OUT = {"ready": "not_ready", "hold": "unreachable", "probe": "ejected", "load": "in"}
+
+
+@pytest.mark.parametrize(("question", "standing"), OUT.items())
+def test_a_defect_is_logged_in_a_line_and_puts_it_out_until_it_is_over(
+    question: str, standing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who cannot say how busy it is may serve all the same."""
 
     async def scene(server: Server, member: Member) -> None:
-        await asyncio.sleep(1)
-        assert member.standing == "in"
+        await asyncio.sleep(4)
+        assert member.standing == standing
+        (line,) = [r for r in caplog.records if "a defect" in r.getMessage()]
+        assert line.exc_info is None and "p-1" in line.getMessage()
+        delattr(server, question)
+        await until("in", member, 8)
+        server.report = LoadReport(1, 0, 0.1, None)
+        await asyncio.sleep(2)
+        assert member.report is not None
+
+    async def broken() -> Any:
+        raise ValueError("a defect")
+
+    server = Server()
+    setattr(server, question, broken)
+    with caplog.at_level(logging.WARNING):
+        play(scene, server)
+
+
+def test_a_check_that_breaks_begins_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_arguments: Any) -> None:
+        monkeypatch.undo()
+        raise ValueError("a mistake of ours")
+
+    async def scene(server: Server, member: Member) -> None:
+        monkeypatch.setattr(member, "reported", wrong)
+        server.report = LoadReport(1, 0, 0.1, None)
+        await asyncio.sleep(2)
         assert "the health check of p-1 failed" in caplog.text
-        server.probes = 3
         await asyncio.sleep(2)
         assert member.report is not None
         server.die()
@@ -347,7 +377,7 @@ def test_a_check_that_breaks_is_logged_and_begins_again(caplog: pytest.LogCaptur
         assert member.standing == "unreachable"
 
     with caplog.at_level(logging.WARNING):
-        play(scene, Wrong())
+        play(scene)
 
 
 @pytest.mark.parametrize("turns", range(5))

@@ -19,7 +19,7 @@ from serve.api.affinity import ask_for
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.deadlines import Deadlines
-from serve.api.failures import unavailable, without_address
+from serve.api.failures import too_late, unavailable, without_address
 from serve.api.fields import UnsupportedField
 from serve.api.operation import Operation
 from serve.routing.budget import RetryBudget
@@ -143,23 +143,8 @@ class Attempts:
         return self.too_late(what, tokens)
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:
-        """504, with what was spent: members are named, their addresses are not."""
-        sent = f"{tokens} tokens" if tokens else "nothing"
-        return RequestError(
-            f"{what}: {self._spent()}; {sent} had been sent",
-            status=504,
-            code="deadline_exceeded",
-            kind="timeout_error",
-        )
-
-    def _spent(self) -> str:
-        """Where the time went."""
-        now = time.monotonic()
-        parts = [f"{self._queued_s:.2f} s queued"]
-        ends = [*(asked for _, asked in self._waits), now]
-        for (name, asked), end in zip(self._waits, ends[1:], strict=True):
-            parts.append(f"{end - asked:.2f} s waiting for {name}")
-        return ", ".join(parts)
+        """504, with what was spent."""
+        return too_late(what, self._queued_s, self._waits, tokens)
 
     async def _enter(self, pool: Pool) -> None:
         """Waits for room. Raises RequestError if there is none, or the key has no more."""

@@ -6,7 +6,6 @@ away, and cancels this one if it does.
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from serve.api.call import Call
 from serve.api.deadlines import Deadlines, requested_timeout_s
 from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
 from serve.api.operation import Operation
+from serve.api.pieces import ended_in, events_in, is_comment
 from serve.api.receiving import disconnected, read_body
 from serve.api.relay import AnsweredFailure
 from serve.api.schemas import parse_body
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
+CLOSE_S = 5.0  # for a backend to let go of a stream that did not end by itself
 _log = logging.getLogger(__name__)
-_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
 class Exchange:
@@ -145,6 +145,7 @@ class Exchange:
         assert attempts.lease is not None
         progressed, several = attempts.lease.progressed, observation.choices > 1
         error: Exception | None = None
+        whole = False
         try:
             progressed()  # before anything else: others wait for the end of a trial
             deadlines.within("inter_token", attempts.inter_token_s)
@@ -152,19 +153,20 @@ class Exchange:
             await self._send_start(answer)
             await send({"type": "http.response.body", "body": answer.first, "more_body": True})
             deadlines.sent()
-            self.tokens = _events(answer.first)
+            self.tokens = events_in(answer.first)
             observation.first_token(self.tokens)
             async for piece in rest:
                 deadlines.sending()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                if _is_comment(piece):  # the server lives; whether its model does, it does not say
+                if is_comment(piece):  # the server lives; whether its model does, it does not say
                     deadlines.sent(heard=False)
                     continue
                 deadlines.sent()
-                events = _events(piece)
+                events = events_in(piece)
                 self.tokens += events
-                observation.streamed(events, _ended(piece) if several else 0)
+                observation.streamed(events, ended_in(piece) if several else 0)
                 progressed()
+            whole = True
         except (Exception, asyncio.CancelledError) as failure:
             # After [DONE] only the backend's connection was waited for, and no failure matters.
             if not (answer.tally.ended and deadlines.caught()):
@@ -173,7 +175,8 @@ class Exchange:
                     return
         finally:
             deadlines.close()  # a second one would end what the first one has begun
-            await _close(rest)
+            if not whole:
+                await _close(rest)
         # From here on the backend is free, and the client has the time that it takes.
         tail = self._broken(error) if error is not None else b""
         self._complete(answer, error)
@@ -270,7 +273,8 @@ async def _watch(receive: Receive, deadlines: Deadlines) -> None:
 async def _close(rest: AsyncGenerator[bytes, None]) -> None:
     """Frees the backend. That it fails to be freed is no reason to keep what else is held."""
     try:
-        await rest.aclose()
+        async with asyncio.timeout(CLOSE_S):
+            await rest.aclose()
     except Exception as error:
         _log.warning("an answer could not be closed: %r", error)
 
@@ -281,23 +285,3 @@ def _choices(body: Any) -> int:
         return 1
     prompts = getattr(body, "prompt", None)
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
-
-
-def _is_comment(piece: bytes) -> bool:
-    """Whether there are no data in it: servers write comments to keep a connection open."""
-    return piece.startswith(b":") and b"\ndata:" not in piece
-
-
-def _ended(piece: bytes) -> int:
-    """Choices that say how they ended."""
-    return len(_FINISHED.findall(piece))
-
-
-def _events(piece: bytes) -> int:
-    """Events with tokens: neither `[DONE]` nor the usage."""
-    events = piece.count(b"\n\n") or piece.count(b"\r\n\r\n")
-    if b"[DONE]" in piece[-20:]:
-        events -= 1
-    if b'"choices":[]' in piece:
-        events -= 1
-    return max(events, 0)

@@ -1,11 +1,34 @@
 """What clients are told of backends that fail: members by name, never by address."""
 
-from octet.errors import BackendUnavailable, OctetError
+import time
+from collections.abc import Sequence
+
+from octet.errors import BackendUnavailable, OctetError, RequestError
 from serve.api.relay import AnsweredFailure
 from serve.routing.member import Member
 from serve.routing.pool import Pool
 
-__all__ = ["unavailable", "without_address"]
+__all__ = ["too_late", "unavailable", "without_address"]
+
+
+def too_late(
+    what: str, queued_s: float, waits: Sequence[tuple[str, float]], tokens: int
+) -> RequestError:
+    """504, with where the time went: `waits` are members' names and when each was asked.
+
+    Their times are of `time.monotonic`; `tokens` were sent until now.
+    """
+    spent = [f"{queued_s:.2f} s queued"]
+    ends = [*(asked for _, asked in waits), time.monotonic()]
+    for (name, asked), end in zip(waits, ends[1:], strict=True):
+        spent.append(f"{end - asked:.2f} s waiting for {name}")
+    sent = f"{tokens} tokens" if tokens else "nothing"
+    return RequestError(
+        f"{what}: {', '.join(spent)}; {sent} had been sent",
+        status=504,
+        code="deadline_exceeded",
+        kind="timeout_error",
+    )
 
 
 def unavailable(pool: Pool) -> BackendUnavailable:

@@ -10,6 +10,7 @@ import pytest
 
 from octet.errors import BackendUnavailable, RequestError
 from serve.admission.memory import Memory
+from serve.api import exchange
 from serve.api.receiving import read_body
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import pools
@@ -61,6 +62,51 @@ async def test_an_answer_that_cannot_be_closed_holds_nothing_back(rest: list[Any
             on_piece=lambda reply: gone.set(),
         )
         assert served.metric("octet_client_disconnects_total", endpoint="/v1/completions") == 1
+
+
+class Slow(Scripted):
+    """Takes its time to let go of a stream."""
+
+    async def _body(self, pieces: list[Any]) -> Any:
+        try:
+            for piece in pieces:
+                yield piece
+        finally:
+            await asyncio.sleep(0.1)
+
+
+async def test_a_deadline_that_passes_while_a_broken_stream_is_closed_changes_nothing() -> None:
+    def cannot_send(reply: Any) -> None:
+        if reply.body.endswith(chunk("2")):
+            raise OSError("the client's socket broke")
+
+    settings = pools(timeouts={"total_s": 0.05})
+    backend = Slow([chunk("1"), chunk("2"), chunk("3"), DONE])
+    async with in_process(("fake", [backend]), pools=settings) as served:
+        body = BODY | {"stream": True}
+        reply = await served.request("/v1/completions", body, on_piece=cannot_send)
+        assert b"internal_error" in reply.body
+        assert served.metric("octet_deadlines_total", stage="total") == 0
+
+
+async def test_a_backend_that_never_lets_go_of_a_stream_holds_nothing_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clinging(Scripted):
+        async def _body(self, pieces: list[Any]) -> Any:
+            try:
+                yield pieces[0]
+                yield pieces[0]
+            finally:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(exchange, "CLOSE_S", 0.05)
+    async with in_process(("fake", [Clinging([chunk()])])) as served:
+        gone = asyncio.Event()
+        body = BODY | {"stream": True}
+        leave = lambda _: gone.set()  # noqa: E731
+        async with asyncio.timeout(5):
+            await served.request("/v1/completions", body, gone=gone, on_piece=leave)
 
 
 async def test_a_defect_of_ours_is_a_500_without_its_details() -> None:

@@ -136,3 +136,13 @@ async def test_nobody_is_asked_for_a_client_that_has_gone() -> None:
             await asyncio.sleep(0)
         gone.set()
         assert (await asking).status == 0 and spare.asked == 0
+
+
+async def test_retries_do_not_multiply_over_pools() -> None:
+    broken = {name: [Scripted(failed()) for _ in range(3)] for name in "abcd"}
+    settings = {name: pools(retries={"attempts": 3})["fake"] for name in broken}
+    models = {"m": {"pool": "a", "fallback": ["b", "c", "d"]}}
+    async with in_process(*broken.items(), models=models, pools=settings) as served:
+        assert (await served.request("/v1/completions", ASKED)).status == 502
+        asked = [sum(backend.asked for backend in pool) for pool in broken.values()]
+        assert asked == [3, 1, 1, 1]

@@ -15,6 +15,7 @@ from serve.api.answer import EVENT_STREAM, JSON, Answer, Tally
 from serve.api.call import Call
 from serve.api.errors import error_bytes
 from serve.api.events import EventReader, close, error_of, read_usage
+from serve.api.fields import UnsupportedField
 from serve.api.splice import outgoing
 from serve.backends.base import Backend, Relay, RelayingBackend
 from serve.backends.openai_errors import failure, from_event
@@ -57,7 +58,7 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
     rewrite = None if same else _renamer(backend.served_name, call.model)
     try:
         if relay.status != 200:
-            return await _refusal(name, relay)
+            return await _refusal(name, call.path, relay)
         if not relay.headers.get("content-type", "").startswith("text/event"):
             return await _whole(name, relay, rewrite)
         reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
@@ -68,20 +69,37 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
     return Answer(200, _headers(relay, EVENT_STREAM), first, reader.rest(), reader.tally)
 
 
-async def _refusal(name: str, relay: Relay) -> Answer:
-    """What a backend refuses a request with. Raises BackendError if the backend is at fault."""
+async def _refusal(name: str, path: str, relay: Relay) -> Answer:
+    """What a backend refuses a request with, as an error object.
+
+    Raises BackendError if the backend is at fault, UnsupportedField if it does not have `path`.
+    """
     body = await _read(name, relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
-    if not (headers["content-type"].startswith(JSON) and body):
-        # A proxy's error page, or none: the status stays, the body becomes an error object.
-        headers["content-type"], body = JSON, error_bytes(error)
+    if not _is_error_object(body):
+        if relay.status in (404, 405):  # who has the path, and not the model, says so in OpenAI's
+            raise UnsupportedField(
+                f"{name} does not have {path} ({error})",
+                status=relay.status,
+                code="unsupported_operation",
+            )
+        # A framework's own words, a proxy's page, or none: only the status stays.
+        body = error_bytes(error)
+    headers["content-type"] = JSON
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):
         return answer
     if relay.status == 429 or relay.status >= 500:
         raise AnsweredFailure(error, answer)
     raise error
+
+
+def _is_error_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body)["error"]["message"], str)
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from serve.backends.openai_http import OpenAiHttpBackend
@@ -29,6 +30,34 @@ async def test_the_official_client_gets_the_vectors_and_the_usage_counts() -> No
             (line,) = [line for line in lines if 'type="input"' in line]
             assert float(line.split()[-1]) == 5.0
         assert upstream.requests[-1]["input"] == ["ab", "cde"]
+
+
+class Without(FakeOpenAI):
+    """As vLLM of a model that generates: FastAPI's own words for a path that is not there."""
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        await self._read(request)
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+
+async def test_a_server_without_the_path_is_named_and_another_is_asked() -> None:
+    body = {"model": "fake", "input": "ab"}
+    async with running(Without()) as without, running(FakeOpenAI()) as upstream:
+        backends = [
+            OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=server.url))
+            for server in (without, upstream)
+        ]
+        async with serving(("fake", backends[:1])) as served:
+            status, answer = await served.post("/v1/embeddings", body)
+            assert (status, answer["error"]["code"]) == (404, "unsupported_operation")
+            assert answer["error"]["message"] == "fake-1 does not have /v1/embeddings (Not Found)"
+        async with serving(("fake", backends)) as served:
+            for _ in range(4):
+                status, answer = await served.post("/v1/embeddings", body)
+                assert status == 200 and answer["data"]
+            member = served.gateway.pools["fake"].members[0]
+            assert member.available  # it is as good as it was for everything else
+        assert len(without.requests) > 1
 
 
 async def test_the_embedded_engine_has_none_and_says_so(embedded: Served) -> None:

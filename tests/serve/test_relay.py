@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from octet.errors import BackendError, RequestError
 from serve.api.answer import Answer
 from serve.api.call import Call
+from serve.api.fields import UnsupportedField
 from serve.api.relay import AnsweredFailure, open_relay
 from serve.backends.base import Relay
 
@@ -283,3 +284,26 @@ async def test_a_failure_in_words_keeps_them() -> None:
     assert failed.value.answer.first == body
     answer = await opened(Upstream([body], status=422, kind="application/json"))
     assert (answer.status, answer.first, answer.rest) == (422, body, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"detail":[{"loc":["body","n"],"msg":"too many"}]}', "too many"),
+        (b'{"object":"error","message":"too long","code":400}', "too long"),
+        (b'{"error":"no such thing"}', "no such thing"),
+        (b"", "answered 422"),
+    ],
+)
+async def test_a_refusal_in_other_words_becomes_an_error_object(body: bytes, said: str) -> None:
+    answer = await opened(Upstream([body], status=422, kind="application/json"))
+    assert answer.status == 422 and said in json.loads(answer.first)["error"]["message"]
+    with pytest.raises(UnsupportedField, match="does not have /v1/") as refused:
+        await opened(Upstream([body], status=404, kind="application/json"))
+    assert refused.value.status == 404
+
+
+async def test_a_404_of_the_model_is_no_lack_of_the_path() -> None:
+    body = b'{"error":{"message":"The model `x` does not exist.","code":404}}'
+    answer = await opened(Upstream([body], status=404, kind="application/json"))
+    assert (answer.status, answer.first) == (404, body)

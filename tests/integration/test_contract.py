@@ -26,16 +26,7 @@ from serve.config import EmbeddedConfig, HttpConfig, TritonConfig
 from serve.tokenizer import Tokenizer
 from tests.integration.model_stand_ins import STAND_INS, config_of
 from tests.integration.servers.launch import TritonServer, VllmServer
-from tests.serve.contract import (
-    CHECKS,
-    FREED_S,
-    WITH_LOGPROBS,
-    WITHOUT_LOGPROBS,
-    Check,
-    ask,
-    collect,
-    freed_within,
-)
+from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed
 
 STAND_IN = Path(__file__).parent / "triton_backends" / "generating" / "model.py"
 PROMPT = "def fibonacci(n):\n"
@@ -120,16 +111,7 @@ def live_of(told: Path) -> Any:
     return running
 
 
-def checks() -> list[Any]:
-    """Each kind of backend with each check that it owes."""
-    return [
-        pytest.param(kind, check, id=f"{kind}-{check.__name__}")
-        for kind in KINDS
-        for check in (*CHECKS, *(WITHOUT_LOGPROBS if kind in NO_LOGPROBS else WITH_LOGPROBS))
-    ]
-
-
-@pytest.mark.parametrize(("kind", "check"), checks())
+@pytest.mark.parametrize(("kind", "check"), owed(KINDS, NO_LOGPROBS))
 async def test_contract(backend_of: Any, exports: Path, kind: str, check: Check) -> None:
     ids = tuple(Tokenizer.load(exports / "checkpoint").encode(PROMPT))
     async with backend_of(kind) as (backend, _):
@@ -169,54 +151,54 @@ async def test_vllm_says_how_busy_it_is_and_how_long_its_context(
     assert report.capacity_tokens is not None and report.capacity_tokens > vllm.max_model_len
 
 
-async def test_a_killed_triton_is_seen_at_once(
+@pytest.fixture
+async def mortal(
     exports: Path, start_triton: Callable[[Path], TritonServer], tmp_path: Path
-) -> None:
+) -> AsyncIterator[tuple[TritonServer, TritonBackend]]:
+    """A real Triton of one test's own, which it may kill, and a client of it."""
     shutil.copytree(exports / "triton_models", tmp_path / "models")
     server = start_triton(tmp_path / "models")
     config = TritonConfig(type="triton", url=server.grpc_address, model="python-lm")
     backend = TritonBackend("python-lm", config)
     await backend.start()
     try:
-        holding = asyncio.create_task(backend.hold())
-        stream = backend.generate(ask(backend, PROMPT, max_tokens=900))
-        await anext(stream)
-        assert not holding.done()
-        assert server.process is not None
-        os.killpg(server.process.pid, signal.SIGKILL)
-        started = time.perf_counter()
-        async with asyncio.timeout(2):
-            await holding
-        print(f"\nseen after {(time.perf_counter() - started) * 1000:.0f} ms")
-        with pytest.raises(BackendError) as failed:
-            _ = [event async for event in stream]
-        assert failed.value.kind == "lost"
-        with pytest.raises(BackendUnavailable) as failed:
-            await backend.probe()
-        assert failed.value.kind == "refused"
+        yield server, backend
     finally:
         await backend.close()
+
+
+async def test_a_killed_triton_is_seen_at_once(mortal: tuple[TritonServer, TritonBackend]) -> None:
+    server, backend = mortal
+    holding = asyncio.create_task(backend.hold())
+    stream = backend.generate(ask(backend, PROMPT, max_tokens=900))
+    await anext(stream)
+    assert not holding.done()
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    started = time.perf_counter()
+    async with asyncio.timeout(2):
+        await holding
+    print(f"\nseen after {(time.perf_counter() - started) * 1000:.0f} ms")
+    with pytest.raises(BackendError) as failed:
+        _ = [event async for event in stream]
+    assert failed.value.kind == "lost"
+    with pytest.raises(BackendUnavailable) as failed:
+        await backend.probe()
+    assert failed.value.kind == "refused"
 
 
 async def test_a_model_whose_process_was_killed_is_dead_though_triton_calls_it_ready(
-    exports: Path, start_triton: Callable[[Path], TritonServer], tmp_path: Path
+    mortal: tuple[TritonServer, TritonBackend],
 ) -> None:
-    shutil.copytree(exports / "triton_models", tmp_path / "models")
-    server = start_triton(tmp_path / "models")
-    config = TritonConfig(type="triton", url=server.grpc_address, model="python-lm")
-    backend = TritonBackend("python-lm", config)
-    await backend.start()
-    try:
-        await backend.probe()
-        for stub in stubs_of(server):
-            os.kill(stub, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            with pytest.raises(BackendUnavailable, match="not healthy") as failed:
-                while True:  # until Triton has seen it
-                    await backend.probe()
-        assert failed.value.kind == "dead" and await backend.ready()
-    finally:
-        await backend.close()
+    server, backend = mortal
+    await backend.probe()
+    for stub in stubs_of(server):
+        os.kill(stub, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        with pytest.raises(BackendUnavailable, match="not healthy") as failed:
+            while True:  # until Triton has seen it
+                await backend.probe()
+    assert failed.value.kind == "dead" and await backend.ready()
 
 
 def stubs_of(server: TritonServer) -> list[int]:

@@ -9,7 +9,7 @@ return log-probabilities owe WITH_LOGPROBS as well, the others WITHOUT_LOGPROBS.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "ask",
     "collect",
     "freed_within",
+    "owed",
 ]
 
 FREED_S = 0.2  # from the moment when a client goes away until its request no longer runs
@@ -226,3 +227,12 @@ CHECKS: Sequence[Check] = (
 )
 WITH_LOGPROBS: Sequence[Check] = (log_probabilities_are_those_of_the_most_likely_tokens,)
 WITHOUT_LOGPROBS: Sequence[Check] = (log_probabilities_are_refused_by_name,)
+
+
+def owed(kinds: Iterable[str], without_logprobs: Collection[str]) -> list[Any]:
+    """Parameters of a test: each kind of backend with each check that it owes."""
+    return [
+        pytest.param(kind, check, id=f"{kind}-{check.__name__}")
+        for kind in kinds
+        for check in (*CHECKS, *(WITHOUT_LOGPROBS if kind in without_logprobs else WITH_LOGPROBS))
+    ]

@@ -32,8 +32,10 @@ def filled_in(text: str) -> str:
 
 def bind_mounts(service: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Source, target and mode of each directory or file of the host."""
-    mounts = [filled_in(volume).split(":") for volume in service.get("volumes", ())]
-    return [(m[0], m[1], m[2] if len(m) > 2 else "rw") for m in mounts if m[0].startswith(".")]
+    mounts = [volume for volume in service.get("volumes", ()) if isinstance(volume, dict)]
+    return [
+        (filled_in(m["source"]), m["target"], "ro" if m.get("read_only") else "rw") for m in mounts
+    ]
 
 
 def health_command(service: dict[str, Any]) -> list[str]:
@@ -70,6 +72,16 @@ def test_what_the_host_has_is_not_written(services: Services) -> None:
             assert mode == "ro", (name, source)
 
 
+def test_a_mistyped_path_is_an_error_and_no_directory_of_roots(services: Services) -> None:
+    for name, service in services.items():
+        for volume in service.get("volumes", ()):
+            if isinstance(volume, dict):
+                assert volume["type"] == "bind", name
+                assert volume["bind"] == {"create_host_path": False}, name
+            else:  # a volume of Docker's own
+                assert not volume.startswith((".", "/", "$")), (name, volume)
+
+
 def test_the_commands_in_its_head_write_what_is_mounted() -> None:
     head = COMPOSE.read_text().partition("name: octet")[0]
     demo = (ROOT / "examples" / "demo.py").read_text()
@@ -85,8 +97,8 @@ def test_named_volumes_networks_and_secrets_are_declared(compose: Any, services:
     }
     used: dict[str, set[str]] = {kind: set() for kind in declared}
     for service in services.values():
-        names = [volume.split(":")[0] for volume in service.get("volumes", ())]
-        used["volumes"] |= {name for name in names if not name.startswith((".", "$"))}
+        named = [volume for volume in service.get("volumes", ()) if isinstance(volume, str)]
+        used["volumes"] |= {volume.split(":")[0] for volume in named}
         used["networks"] |= set(service.get("networks", ()))
         used["secrets"] |= set(service.get("secrets", ()))
     assert used == declared

@@ -32,9 +32,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
 
 def mounted(service: dict[str, Any]) -> dict[str, str]:
     """Source by target, variables and all."""
-    pattern = re.compile(r"^(.*):(/[^:]+)(?::ro)?$")
-    found = [pattern.fullmatch(volume) for volume in service.get("volumes", ())]
-    return {match[2]: match[1] for match in found if match}
+    volumes = service.get("volumes", ())
+    return {volume["target"]: volume["source"] for volume in volumes if isinstance(volume, dict)}
 
 
 def names_on_networks(services: Services) -> set[str]:
@@ -159,6 +158,7 @@ def test_images_are_built_of_what_the_context_holds(name: str) -> None:
     extras = {extra for group in re.findall(r"'\.\[([a-z,-]+)\]'", text)
               for extra in group.split(",")}  # fmt: skip
     assert extras and extras <= set(project["project"]["optional-dependencies"])
+    assert "-c constraints.txt" in text  # what the tests ran with
     assert not re.search(r":latest\b", text)
     for image in re.findall(r"^FROM (\S+)", text, re.M):
         assert ":" in image, image

@@ -60,7 +60,9 @@ class Metrics:
             ("endpoint", "code"),
         )
         self.broken = self._counter(
-            "octet_broken_streams", "Streamed answers that ended in an error event.", ("model",)
+            "octet_broken_streams",
+            "Streamed answers that ended in an error event, a client's own deadline included.",
+            ("model",),
         )
         self.tokens = self._counter(
             "octet_tokens",

@@ -49,7 +49,7 @@ class Observe:
             await self.app(scope, receive, send)
             return
         path = scope["path"]
-        observation = Observation(self.metrics, path if path in ENDPOINTS else "other", "")
+        observation = Observation(self.metrics, _endpoint(path), "")
         _read_headers(scope["headers"], observation)
         if not observation.id:
             observation.id = f"{random.getrandbits(128):032x}"
@@ -78,6 +78,13 @@ class Observe:
             if self.access_log and (path not in _PROBES or observation.status >= 400):
                 log_access(scope["method"], path, observation)
             current.reset(token)
+
+
+def _endpoint(path: str) -> str:
+    """As metrics have it: what anybody may ask for must not make labels."""
+    if path in ENDPOINTS:
+        return path
+    return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
 def _read_headers(headers: list[tuple[bytes, bytes]], observation: Observation) -> None:

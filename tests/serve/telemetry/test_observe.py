@@ -103,7 +103,12 @@ async def test_requests_are_counted_while_and_after_they_run(figures: Figures) -
 async def test_unknown_paths_share_a_series(figures: Figures) -> None:
     for path in ("/a", "/b", "/v1/chat/completions/"):
         await ask(figures, path=path)
-    assert figures.only("octet_requests_total") == {("other", "", "201"): 3}
+    for name in ("a", "b/c"):  # a name may have slashes
+        await ask(figures, path=f"/v1/models/{name}")
+    assert figures.only("octet_requests_total") == {
+        ("other", "", "201"): 3,
+        ("/v1/models/{model}", "", "201"): 2,
+    }
 
 
 async def test_a_client_that_went_away_is_a_499(figures: Figures) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -41,7 +42,7 @@ def run(
     )
     settings = settings.model_copy(update={"listen": listen})
     for warning in settings.warnings:
-        say(f"warning: {warning}")
+        say(f"warning: {warning}", settings.logs, logging.WARNING)
     gateway = Gateway.from_config(settings)
     gateway.path = config
     with contextlib.ExitStack() as stack:

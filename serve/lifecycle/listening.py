@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import uvicorn
 
 from serve.app import create_app
+from serve.config import Logs
 from serve.gateway import Gateway
 from serve.lifecycle.admin import create_admin_app
 from serve.protocol import guarded_protocol
+from serve.telemetry.logs import json_line
 
 __all__ = ["AdminServer", "DrainingServer", "say"]
 
@@ -42,8 +45,8 @@ class DrainingServer(uvicorn.Server):
         assert sockets
         names = ", ".join(self.gateway.routes.names)
         for line in _not_serving(self.gateway):
-            say(line)
-        say(f"serving {names} on {_url(sockets[0])}")
+            say(line, self.gateway.config.logs, logging.WARNING)
+        say(f"serving {names} on {_url(sockets[0])}", self.gateway.config.logs)
         if self._on_started is not None:
             self._on_started(self)
 
@@ -65,7 +68,8 @@ class DrainingServer(uvicorn.Server):
         self._give_up_at = time.monotonic() + timeout_s
         self.gateway.drain(timeout_s)
         name, running = signal.Signals(sig).name, self.gateway.running
-        say(f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force")
+        line = f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force"
+        say(line, self.gateway.config.logs)
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s; true ends the main loop."""
@@ -106,6 +110,7 @@ class AdminServer(uvicorn.Server):
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(_uvicorn_config(create_admin_app(gateway), gateway))
+        self._logs = gateway.config.logs
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -114,7 +119,7 @@ class AdminServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets
-        say(f"administration on {_url(sockets[0])}")
+        say(f"administration on {_url(sockets[0])}", self._logs)
 
 
 def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
@@ -147,5 +152,8 @@ def _url(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def say(line: str) -> None:
+def say(line: str, logs: Logs, level: int = logging.INFO) -> None:
+    """Tells who started the gateway: in a line of the log's form, whatever the log's level."""
+    if logs.format == "json":
+        line = json_line(line, level)
     print(line, file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from serve.config.telemetry import Logs
 from serve.telemetry.observation import Observation, current
 
-__all__ = ["log_access", "logging_to"]
+__all__ = ["json_line", "log_access", "logging_to"]
 
 MOST_WAITING = 10_000  # lines; beyond it they are dropped, and their number is logged
 _access = logging.getLogger("octet.access")
@@ -113,6 +113,12 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def json_line(message: str, level: int) -> str:
+    """As one of the log's lines, for what is said before there is a log, or beside it."""
+    line = logging.LogRecord("octet", level, "", 0, message, None, None)
+    return _Json().format(line)
 
 
 class _Text(logging.Formatter):

@@ -214,6 +214,26 @@ def test_a_target_that_is_no_export_is_refused(tmp_path: Path) -> None:
         run()
 
 
+def test_with_logs_as_json_every_line_is_json(tmp_path: Path) -> None:
+    config = tmp_path / "octet.yaml"
+    backends = "[{type: vllm, url: 'http://127.0.0.1:9'}]"
+    config.write_text(
+        f"models: {{m: {{pool: {backends}}}}}\npools: {{spare: {{backends: {backends}}}}}\n"
+        "logs: {format: json}\nadmin: {port: 0}"
+    )
+    with octet_serve(config) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        said = [json.loads(next(lines))]
+        while "administration on http" not in said[-1]["message"]:
+            said.append(json.loads(next(lines)))
+        process.send_signal(signal.SIGTERM)
+        said += map(json.loads, lines)
+        assert process.wait(10) == 0
+    levels = {line["message"].partition(" ")[0]: line["level"] for line in said}
+    assert levels.items() >= {"warning:": "warning", "serving": "info", "SIGTERM:": "info"}.items()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "octet.yaml"

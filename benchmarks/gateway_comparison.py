@@ -69,8 +69,9 @@ def one_round(bench: Bench, gateways: list[Gateway], number: int) -> dict[str, F
         alone = one_client(bench, ports[0])
         result = {"direct": speeds(unary, streams, alone, alone)}
         for gateway in gateways[turn:] + gateways[:turn]:
-            print(f"round {number + 1}: {gateway.name}", file=sys.stderr, flush=True)
-            result[gateway.name] = measure(bench, gateway, ports, alone)
+            figures = result[gateway.name] = measure(bench, gateway, ports, alone)
+            line = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+            print(f"round {number + 1}: {gateway.name}: {line}", file=sys.stderr, flush=True)
     return {name: result[name] for name in ("direct", *(g.name for g in gateways))}
 
 

@@ -31,6 +31,7 @@ PROMPT_CHARACTERS = 1024
 SPIN_S = 0.002  # this close to the next request that is due, do not sleep
 STALL_S = 20.0  # nothing answered for so long: give up
 MAX_ERRORS = 100
+MAX_CONNECTIONS = 1024
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 FIRST, LAST = WORDS[0].strip().encode(), WORDS[-1].strip().encode()
 
@@ -187,7 +188,10 @@ class Load:
         self.cpu_s = time.process_time() - cpu
 
     def open_loop(self, connections: int, rate: float, seconds: float) -> None:
-        """Starts with `connections`, each used once; more are opened when none is idle."""
+        """Starts with `connections`, each used once; more are opened when none is idle.
+
+        Beyond MAX_CONNECTIONS a request waits for one: its latency counts all the same.
+        """
         idle: deque[Connection] = deque()
         for _ in range(connections):
             connection = self.connect()
@@ -205,6 +209,8 @@ class Load:
         while due < stop or in_flight:
             now = time.perf_counter()
             while due <= now and due < stop:
+                if not idle and len(self.connections) >= MAX_CONNECTIONS:
+                    break
                 connection = idle.popleft() if idle else self.connect()
                 connection.send(self.request, due)
                 in_flight += 1

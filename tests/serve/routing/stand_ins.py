@@ -7,7 +7,7 @@ from typing import Any
 from octet.errors import BackendError, BackendUnavailable
 from serve.backends.base import Backend, LoadReport
 from serve.config import PoolConfig
-from serve.routing import Pool
+from serve.routing import Member, Pool
 from tests.serve.clock import Clock
 
 
@@ -96,3 +96,11 @@ def pool_of(backends: Sequence[Backend], **sections: Any) -> tuple[Pool, Clock]:
     """A pool that was not started, with a clock of its own."""
     clock = Clock(0.0)
     return Pool.of("p", backends, PoolConfig.model_validate(sections), clock=clock), clock
+
+
+def fail(member: Member, times: int = 1) -> None:
+    """So many requests at `member` come to nothing."""
+    for _ in range(times):
+        lease = member.lease(1)
+        lease.failed(BackendError("x"))
+        lease.release()

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 CLIENTS = 64
 
 Figures = dict[str, float]
+_SCHEDULERS = {os.SCHED_OTHER: "SCHED_OTHER", os.SCHED_FIFO: "SCHED_FIFO"}
 
 
 class Bench:
@@ -67,7 +68,7 @@ class Bench:
         return {
             "gateways": sorted({version(gateway) for gateway in gateways}),
             "workers": 1,
-            "niceness": os.nice(0),
+            "scheduling": _SCHEDULERS.get(os.sched_getscheduler(0), "other"),
             "cores_used": dict(zip(("upstream", "client", "gateway"), self.cores, strict=True)),
             "upstream": f"answers at once; a stream is {CHUNKS} events, each written by itself",
             "request": f"chat completion, {PROMPT_CHARACTERS} characters, kept connections",

@@ -7,6 +7,8 @@ of two. Rounds alternate between the gateways, each started anew; figures are me
     python benchmarks/gateway_peers.py build --python python3.12
     python benchmarks/gateway_comparison.py [--rounds N] [--output FILE]
 
+Where other programs run, `chrt --fifo 1` before it keeps them out of the tails.
+
 What it checks, of Octet with all its features on: at least half the requests/s of a bare FastAPI
 and aiohttp pass-through; 15 times LiteLLM's requests/s and streams/s, and twice those of vLLM
 production-stack's router; at one client, 0.8 ms added at the median; in open loop at 30 % of its
@@ -54,7 +56,7 @@ def main() -> None:
         clients=f"{CLIENTS}, but 1 for latency; open loop: Poisson at {SHARE:.0%} of capacity",
         rounds=options.rounds,
         seconds_each=options.seconds,
-        client_busy=f"{bench.client_busy:.0%} of its core at most; in open loop it spins",
+        client_busy=f"{bench.client_busy:.0%} of its core at most, in closed loop",
         figures="added = through the gateway - direct, of the same round; MB of the process tree",
     )
     report("gateway_comparison", card, rows, options.output)

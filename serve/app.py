@@ -94,17 +94,21 @@ class _Document:
 
 def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
     """What is asked for now and then; also knows the other paths, to refuse wrong methods."""
-    app = FastAPI(title="Octet", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Octet", version=__version__, openapi_url=None)
     app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
     install(app)
     for path, endpoint in endpoints.items():
         app.router.routes.append(HttpRoute(path, endpoint, methods=["POST"]))
-    app.openapi = _Document(gateway)  # type: ignore[method-assign]
+    described = _Document(gateway)
+
+    @app.get("/openapi.json")
+    def openapi() -> JSONResponse:
+        return JSONResponse(described())
 
     @app.get("/docs")
     def docs(request: Request) -> HTMLResponse:
         model = next(iter(gateway.config.models))
-        page = docs_page.render(app.openapi(), str(request.base_url), model)
+        page = docs_page.render(described(), str(request.base_url), model)
         return HTMLResponse(page, headers=docs_page.headers())
 
     _status_routes(app, gateway)

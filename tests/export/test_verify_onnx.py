@@ -245,10 +245,11 @@ def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         for suffix in ("", "_e4m3", "_e5m2")
     }
     make_calibration(root / "cal", tiny_model, Recipe.load("fp8"), scales=scales)
-    for target in ("onnxruntime", "tensorrt"):
+    targets: tuple[Target, ...] = ("onnxruntime", "tensorrt")
+    for target in targets:
         for cache in CACHES:
             out = root / f"{target}-{cache}"
-            export_onnx(root / "cal", out, target=target, kv_cache=cache)  # type: ignore[arg-type]
+            export_onnx(root / "cal", out, target=target, kv_cache=cache)
     return root
 
 

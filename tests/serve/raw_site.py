@@ -7,7 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -169,9 +169,9 @@ def on_each_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Any:
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(test(**arguments))
 
-    own = inspect.signature(test)
+    own, shown = inspect.signature(test), cast(Any, on)
     added = inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    on.__signature__ = own.replace(parameters=[added, *own.parameters.values()])  # type: ignore[attr-defined]
+    shown.__signature__ = own.replace(parameters=[added, *own.parameters.values()])
     return pytest.mark.parametrize("loop", ["asyncio", "uvloop"])(on)
 
 

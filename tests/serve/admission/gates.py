@@ -1,7 +1,7 @@
 """A pool's gate on a clock that jumps, and requests that come to it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from serve.admission.gate import Gate
@@ -34,13 +34,13 @@ async def enter(
     return key
 
 
-async def asked(*requests: Awaitable[str]) -> list[asyncio.Task[str]]:
+async def asked(*requests: Coroutine[Any, Any, str]) -> list[asyncio.Task[str]]:
     """Tasks that have reached the gate, in this order."""
     tasks = []
     for request in requests:
-        tasks.append(asyncio.ensure_future(request))
+        tasks.append(asyncio.create_task(request))
         await asyncio.sleep(0)
-    return tasks  # type: ignore[return-value]
+    return tasks
 
 
 def virtual(test: Callable[[], Any]) -> Callable[[], None]:

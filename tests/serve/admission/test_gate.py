@@ -1,6 +1,7 @@
 """A pool's budget: never over it, nobody lost in the queue, nothing left behind."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,8 +31,10 @@ async def test_beyond_the_budget_they_wait_for_room() -> None:
     gate.leave(60, 1.0)
     await asyncio.gather(first, second)
     assert gate.tokens == 90
-    timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-    assert all(timer.cancelled() for timer in timers)  # nothing waits for their `max_wait_s`
+    loop: Any = asyncio.get_running_loop()
+    assert all(
+        timer.cancelled() for timer in loop._scheduled
+    )  # nothing waits for their `max_wait_s`
 
 
 @virtual

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from serve.telemetry.observation import Observation, current
 from serve.telemetry.observe import Observe
@@ -33,15 +34,15 @@ async def ask(
         await send({"type": "http.response.start", "status": 201, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> Message:
         return {"type": "http.request", "body": b""}
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
+    async def send(message: Message) -> None:
+        sent.append(dict(message))
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
-    await Observe(app, figures.metrics, **options)(scope, receive, send)  # type: ignore[arg-type]
+    await Observe(app, figures.metrics, **options)(scope, receive, send)
     return seen[0], sent
 
 
@@ -150,5 +151,6 @@ async def test_what_is_no_http_passes(figures: Figures) -> None:
     async def app(scope: Any, _receive: Any, _send: Any) -> None:
         seen.append(scope["type"])
 
-    await Observe(app, figures.metrics)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    nobody: Any = None
+    await Observe(app, figures.metrics)({"type": "lifespan"}, nobody, nobody)
     assert seen == ["lifespan"]

@@ -6,12 +6,17 @@ Gauges of pools, queues and backends are not kept here: `collector.py` reads the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from serve.telemetry.collector import GatewayCollector
-from serve.telemetry.families import Counter, Family, Gauge, Histogram
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
@@ -36,8 +41,8 @@ class Metrics:
     """Every metric that is counted as it happens, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()  # of everything
-        self._now = CollectorRegistry()  # of what is read at the scrape
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more a series
+        self.registry = CollectorRegistry()
         self.requests = self._counter(
             "octet_requests",
             "Requests answered, by HTTP status (499: the client went away first).",
@@ -47,7 +52,7 @@ class Metrics:
             "octet_requests_in_flight",
             "Requests being answered now.",
             ("endpoint",),
-            self.registry,
+            registry=self.registry,
         )
         self.disconnects = self._counter(
             "octet_client_disconnects",
@@ -76,8 +81,7 @@ class Metrics:
         )
         self._count_routing()
         self._measure()
-        self._families = [value for value in vars(self).values() if isinstance(value, Family)]
-        self._show(ProcessCollector(registry=None))  # CPU, memory and open files
+        ProcessCollector(registry=self.registry)  # CPU, memory and open files
 
     def _count_routing(self) -> None:
         self.failovers = self._counter(
@@ -137,7 +141,7 @@ class Metrics:
 
     def observe(self, gateway: "Gateway") -> None:
         """Shows the gauges of `gateway` too."""
-        self._show(GatewayCollector(gateway))
+        self.registry.register(GatewayCollector(gateway))
 
     def refused(self, code: str, endpoint: str = "none") -> None:
         """Counts an error object; `none` is for what was refused before its path was known."""
@@ -146,18 +150,12 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All figures and their content type, in the format that the `Accept` header prefers."""
         encode, content_type = choose_encoder(accept)
-        openmetrics = content_type.startswith("application/openmetrics-text")
-        counted = "".join(line for family in self._families for line in family.render(openmetrics))
-        return counted.encode() + encode(self._now), content_type
-
-    def _show(self, collector: Collector) -> None:
-        self.registry.register(collector)
-        self._now.register(collector)
+        return encode(self.registry), content_type
 
     def _counter(self, name: str, documentation: str, labels: Sequence[str]) -> Counter:
-        return Counter(name, documentation, labels, self.registry)
+        return Counter(name, documentation, labels, registry=self.registry)
 
     def _histogram(
         self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]
     ) -> Histogram:
-        return Histogram(name, documentation, labels, self.registry, bounds=bounds)
+        return Histogram(name, documentation, labels, buckets=bounds, registry=self.registry)

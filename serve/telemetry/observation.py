@@ -4,8 +4,9 @@ import time
 from contextvars import ContextVar
 from typing import Protocol
 
+from prometheus_client import Histogram
+
 from octet.errors import FailureKind
-from serve.telemetry.families import HistogramSeries
 from serve.telemetry.metrics import Metrics
 
 __all__ = ["Observation", "Trace", "current"]
@@ -77,9 +78,10 @@ class Observation:
         self._skipped = 0  # events still to come that end no gap
         self._pending = 0  # events since `_round_at`
         self._gaps = 0  # between tokens, the held ones included
-        self._held = 0  # of the latest round: how many, and each one's length
-        self._held_s = 0.0
-        self._inter_token: HistogramSeries | None = None
+        # Gaps not yet counted, by rounds: each one's length, and how many. With one choice the
+        # latest alone; with several all, for the ends of choices are spread over the last ones.
+        self._held: list[tuple[float, int]] = []
+        self._inter_token: Histogram | None = None
 
     def authenticated(self, key: str) -> None:
         self.key = key
@@ -119,14 +121,13 @@ class Observation:
         # The first token of each choice ends no gap between tokens. In a chat, an event with its
         # role and no token comes before it.
         self._skipped = self.choices * (2 if self.operation == "chat" else 1) - events
-        self._held = self._gaps = max(-self._skipped, 0)  # tokens that came together: no time
+        self._gaps = max(-self._skipped, 0)  # tokens that came together: no time
+        self._held = [(0.0, self._gaps)]
         labels = (self.operation, self.model, self.pool)
         self._inter_token = self.metrics.inter_token.labels(*labels)
-        trace_id = None
         if self.trace is not None:
             self.trace.first_token()
-            trace_id = self.trace.trace_id
-        self.metrics.first_token.labels(*labels).observe(self.first_s, trace_id=trace_id)
+        self.metrics.first_token.labels(*labels).observe(self.first_s, self._exemplar)
 
     def streamed(self, events: int, ended: int = 0) -> None:
         """A piece after the first goes to the client.
@@ -135,8 +136,7 @@ class Observation:
         Choices are written in turns, so of n that run, n events are one token of each: gaps are
         counted from one such round to the next.
         """
-        series = self._inter_token
-        if not events or series is None:
+        if not events or self._inter_token is None:
             return
         self._last_at = now = time.perf_counter()
         self.events += events
@@ -155,12 +155,19 @@ class Observation:
             self._running = max(running - ended, 1)
             if not rounds:
                 return
-        if self._held:
-            series.observe(self._held_s, self._held)
-        self._held = rounds * running
-        self._held_s = (now - self._round_at) / rounds
-        self._gaps += self._held
+        if self.choices == 1:
+            self._count_gaps()
+        self._held.append(((now - self._round_at) / rounds, rounds * running))
+        self._gaps += rounds * running
         self._round_at = now
+
+    def _count_gaps(self) -> None:
+        if self._inter_token is None:
+            return
+        for seconds, count in self._held:
+            for _ in range(count):
+                self._inter_token.observe(seconds)
+        self._held.clear()
 
     def finished(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """What the backend counted, as far as it said; also of an answer that was cut short."""
@@ -168,7 +175,11 @@ class Observation:
         if completion_tokens is not None:
             # An event that only says why a choice ended came with no token: its gap is none.
             excess = self._gaps - max(completion_tokens - self.choices, 0)
-            self._held -= min(max(excess, 0), self._held)
+            while excess > 0 and self._held:
+                seconds, count = self._held.pop()
+                if count > excess:
+                    self._held.append((seconds, count - excess))
+                excess -= count
 
     def broken(self, kind: str) -> None:
         """A streamed answer ended in an error event: a FailureKind, or the error's code."""
@@ -181,6 +192,12 @@ class Observation:
         self.code = code
         self.metrics.refused(code, self.endpoint)
 
+    @property
+    def _exemplar(self) -> dict[str, str] | None:
+        """A trace that shows such a value."""
+        trace_id = None if self.trace is None else self.trace.trace_id
+        return None if trace_id is None else {"trace_id": trace_id}
+
     def headers_out(self) -> dict[str, str]:
         """To be sent to the backend: the request's id, and the trace that it belongs to."""
         context = self.propagated if self.trace is None else self.trace.headers()
@@ -189,16 +206,14 @@ class Observation:
     def ended(self) -> None:
         """Called once, by `Observe`: adds the request to the totals."""
         metrics = self.metrics
-        if self._held and self._inter_token is not None:
-            self._inter_token.observe(self._held_s, self._held)
+        self._count_gaps()
         if self.gone:
             metrics.disconnects.labels(self.endpoint).inc()
         metrics.requests.labels(self.endpoint, self.model, str(self.status)).inc()
         if self.model and self.operation:
             labels = (self.operation, self.model, self.pool)
-            trace_id = None if self.trace is None else self.trace.trace_id
             duration = metrics.duration.labels(*labels, self.outcome)
-            duration.observe(time.perf_counter() - self.started, trace_id=trace_id)
+            duration.observe(time.perf_counter() - self.started, self._exemplar)
             if self.outcome == "" and self.per_token_s is not None:
                 metrics.per_token.labels(*labels).observe(self.per_token_s)
             self._count_tokens()

@@ -9,10 +9,10 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
+from prometheus_client import Counter, Gauge, Histogram
 
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
-from serve.telemetry.families import Counter, Gauge, Histogram
 from tests.deploy.conftest import DEPLOY
 from tests.serve.telemetry.gateways import busy_gateway
 
@@ -53,11 +53,11 @@ def samples() -> dict[str, set[str]]:
     }
     for metric in vars(gateway.metrics).values():
         if isinstance(metric, Counter):
-            found[f"{metric.name}_total"] = set(metric.label_names)
+            found[f"{metric._name}_total"] = set(metric._labelnames)
         elif isinstance(metric, Gauge):
-            found[metric.name] = set(metric.label_names)
+            found[metric._name] = set(metric._labelnames)
         elif isinstance(metric, Histogram):
-            found[f"{metric.name}_bucket"] = {*metric.label_names, "le"}
+            found[f"{metric._name}_bucket"] = {*metric._labelnames, "le"}
     return found | OTHERS
 
 

@@ -140,7 +140,7 @@ def test_closing_drops_no_request_that_is_between_two_queues(drain_s: float) -> 
 
 
 async def test_a_failure_before_the_first_token_may_go_elsewhere_and_later_not() -> None:
-    runner = FakeRunner(poison=frozenset({ord("!")}))
+    runner = FakeRunner(delay_s=0.005, poison=frozenset({ord("!")}))
     backend = fake_backend(runner)
     await backend.start()
     try:

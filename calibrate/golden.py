@@ -22,7 +22,7 @@ from calibrate.progress import Spread
 from octet.artifact import software
 from octet.checkpoint import Checkpoint
 from octet.errors import SampleError
-from octet.golden import GoldenRecord, GoldenSet
+from octet.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 
 __all__ = ["CONTINUATION", "LONGEST", "choose_prompts", "golden_set"]
 
@@ -58,9 +58,9 @@ def golden_set(
         for groups in rounds:
             answers = _answers(model, groups, progress)
             for group, answer in zip(groups, answers, strict=True):
-                for ids, logits, continuation in zip(group.prompts, *answer, strict=True):
+                for ids, tops, continuation in zip(group.prompts, *answer, strict=True):
                     text = prompts[len(records)][0]
-                    records.append(_record(text, ids, logits, continuation, spec.eos_token_ids))
+                    records.append(_record(text, ids, tops, continuation, spec.eos_token_ids))
     progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)
     return GoldenSet(
@@ -146,8 +146,9 @@ def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Gro
 
 def _answers(
     model: LayeredModel, groups: Sequence[_Group], progress: Spread
-) -> list[tuple[list[NDArray[np.float32]], list[list[int]]]]:
-    """For each group, for each prompt: the logits [V] after it, and CONTINUATION greedy tokens.
+) -> list[tuple[list[list[Top]], list[list[int]]]]:
+    """For each group, for each prompt: the likeliest tokens at the first POSITIONS positions, and
+    CONTINUATION greedy tokens.
 
     Prompts run one by one; their continuations run together, a token each at a time.
     """
@@ -165,15 +166,19 @@ def _answers(
     found = iter([x[0, 0].cpu().numpy() for x in last])
     firsts = [[next(found) for _ in group.prompts] for group in groups]
     chosen = [[[int(x.argmax())] for x in logits] for logits in firsts]
+    tops = [[[_top(x)] for x in logits] for logits in firsts]
     eos = set(model.spec.eos_token_ids)
     while len(chosen[0][0]) < CONTINUATION and not all(eos & {*x} for y in chosen for x in y):
-        for tokens, logits in zip(chosen, _next(model, groups, chosen, progress), strict=True):
-            for continuation, x in zip(tokens, logits, strict=True):
+        answers = _next(model, groups, chosen, progress)
+        for tokens, found_tops, logits in zip(chosen, tops, answers, strict=True):
+            for continuation, top, x in zip(tokens, found_tops, logits, strict=True):
                 continuation.append(int(x.argmax()))
+                if len(top) < POSITIONS:
+                    top.append(_top(x))
     for group in groups:
         group.keys.clear()
         group.values.clear()
-    return list(zip(firsts, chosen, strict=True))
+    return list(zip(tops, chosen, strict=True))
 
 
 def _next(
@@ -199,24 +204,32 @@ def _next(
     return [x[:, 0].cpu().numpy() for x in model.logits(states)]
 
 
-def _record(
-    prompt: str,
-    ids: Sequence[int],
-    logits: NDArray[np.float32],
-    continuation: Sequence[int],
-    eos_token_ids: Sequence[int],
-) -> GoldenRecord:
+def _top(logits: NDArray[np.float32]) -> Top:
+    """Of equally likely tokens the one with the lower id comes first."""
     logprobs = logits.astype(np.float64)
     logprobs -= logprobs.max()
     logprobs -= np.log(np.exp(logprobs).sum())
     top = np.argsort(-logprobs, kind="stable")[:TOP]
+    return Top(
+        token_ids=tuple(int(token) for token in top),
+        logprobs=tuple(float(value) for value in logprobs[top]),
+    )
+
+
+def _record(
+    prompt: str,
+    ids: Sequence[int],
+    tops: Sequence[Top],
+    continuation: Sequence[int],
+    eos_token_ids: Sequence[int],
+) -> GoldenRecord:
     ends = [n for n, token in enumerate(continuation, start=1) if token in eos_token_ids]
+    length = min(ends, default=CONTINUATION)
     return GoldenRecord(
         prompt=prompt,
         prompt_token_ids=tuple(ids),
-        top_token_ids=tuple(int(token) for token in top),
-        top_logprobs=tuple(float(value) for value in logprobs[top]),
-        continuation_token_ids=tuple(continuation[: min(ends, default=CONTINUATION)]),
+        continuation_token_ids=tuple(continuation[:length]),
+        tops=tuple(tops[:length]),
     )
 
 

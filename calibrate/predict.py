@@ -291,6 +291,6 @@ def _divergence(golden: GoldenSet, number: int, logits: Tensor) -> float:
     """What an API that returns as many log-probabilities as the record holds would show."""
     record = golden.records[number]
     logprobs = logits.double().log_softmax(-1).cpu()
-    top = logprobs.topk(len(record.top_token_ids))
+    top = logprobs.topk(len(record.top))
     served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return top_k_divergence(record.top, served)

@@ -37,7 +37,7 @@ def verify_calibration(path: Path, manifest: Manifest, found: Verification) -> N
             what = f"has shape {list(known.shape)}, the recipe needs {list(shape)}"
             found.problem("names", name, what)
     for index, record in enumerate(records):
-        mass = sum(math.exp(value) for value in record.top_logprobs)
+        mass = sum(math.exp(value) for value in record.tops[0].logprobs)
         if not math.isfinite(mass) or mass > 1 + 1e-6:
             what = f"the probabilities of its most likely tokens add up to {mass:.6g}"
             found.problem("files", f"golden.json, record {index}", what)

@@ -13,25 +13,44 @@ from pydantic import BaseModel, ConfigDict
 
 from octet.documents import read_document
 
-__all__ = ["GOLDEN_FILE", "GoldenRecord", "GoldenSet", "top_k_divergence"]
+__all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "top_k_divergence"]
 
 GOLDEN_FILE = "golden.json"
+POSITIONS = 8  # next-token distributions of a record: after the prompt, and while decoding
+
+
+class Top(BaseModel):
+    """The most likely next tokens at one position, most likely first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # natural logarithm, of the full softmax
+
+    @property
+    def mapping(self) -> dict[int, float]:
+        return dict(zip(self.token_ids, self.logprobs, strict=True))
 
 
 class GoldenRecord(BaseModel):
-    """One prompt and the reference model's answer to it."""
+    """One prompt and the reference model's answer to it.
+
+    `tops[j]` is the reference's distribution after the prompt and the first j tokens of the
+    continuation, for the first `POSITIONS` of them: a server that has generated those j tokens is
+    at the same position. All but `tops[0]` are of decoding, which reads the cache.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str  # decodes from, and encodes to, prompt_token_ids
     prompt_token_ids: tuple[int, ...]
-    top_token_ids: tuple[int, ...]  # most likely first
-    top_logprobs: tuple[float, ...]  # natural logarithm, of the full softmax
     continuation_token_ids: tuple[int, ...]  # greedy
+    tops: tuple[Top, ...]
 
     @property
     def top(self) -> dict[int, float]:
-        return dict(zip(self.top_token_ids, self.top_logprobs, strict=True))
+        """After the prompt."""
+        return self.tops[0].mapping
 
 
 class GoldenSet(BaseModel):
@@ -39,7 +58,7 @@ class GoldenSet(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     weights_sha256: str  # Checkpoint identity that the reference was computed from
     compute_dtype: str  # arithmetic of the reference forward pass, such as float32
     software: dict[str, str]
@@ -50,7 +69,13 @@ class GoldenSet(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        return read_document(directory / GOLDEN_FILE, cls, "a golden set")
+        """ArtifactError if there is none, or no such file; the first schema had no `tops`."""
+        return read_document(directory / GOLDEN_FILE, cls, "a golden set of this release")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt: how well-filled a cache decoding reads."""
+        return max((len(record.prompt_token_ids) for record in self.records), default=0)
 
 
 def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:

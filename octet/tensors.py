@@ -117,8 +117,15 @@ class _Entry:
 class TensorFile:
     """One safetensors file, mapped; its header has been checked against the file's size."""
 
-    def __init__(self, path: Path, entries: dict[str, _Entry], buffer: mmap.mmap | bytes) -> None:
+    def __init__(
+        self,
+        path: Path,
+        entries: dict[str, _Entry],
+        buffer: mmap.mmap | bytes,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self.metadata = metadata or {}  # texts that its writer put into the header
         self._entries = entries
         self._buffer = buffer
 
@@ -140,7 +147,9 @@ class TensorFile:
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        return cls(path, _parse_header(path, header, size), buffer)
+        entries = _parse_header(path, header, size)
+        metadata = json.loads(header).get("__metadata__")
+        return cls(path, entries, buffer, metadata if isinstance(metadata, dict) else None)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from octet.artifact import Manifest, ModelIdentity, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.golden import GoldenRecord, GoldenSet
+from octet.golden import GoldenRecord, GoldenSet, Top
 from octet.recipe import Recipe
 
 
@@ -23,9 +23,8 @@ def save_calibration(
     record = GoldenRecord(
         prompt="a",
         prompt_token_ids=(5,),
-        top_token_ids=(1, 2),
-        top_logprobs=(-0.1, -3.0),
         continuation_token_ids=(1,),
+        tops=(Top(token_ids=(1, 2), logprobs=(-0.1, -3.0)),),
     )
     golden = GoldenSet(weights_sha256="0", compute_dtype="float32", software={}, records=(record,))
     manifest = Manifest(

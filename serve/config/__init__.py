@@ -15,6 +15,7 @@ from serve.config.pools import (
     Routing,
     Timeouts,
 )
+from serve.config.proof import Proof, Tier
 from serve.config.telemetry import Logs, Traces
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "Logs",
     "ModelConfig",
     "PoolConfig",
+    "Proof",
     "Retries",
     "Routing",
     "Shadow",
+    "Tier",
     "Timeouts",
     "Traces",
     "TritonConfig",

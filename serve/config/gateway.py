@@ -11,6 +11,7 @@ from serve.config.document import Document
 from serve.config.load import load, refuse, validated
 from serve.config.models import ModelConfig
 from serve.config.pools import PoolConfig
+from serve.config.proof import Tier
 from serve.config.section import Count, Integer, Name, Number, Port, Seconds, Section
 from serve.config.telemetry import Logs, Traces
 
@@ -52,6 +53,7 @@ class GatewayConfig(Section):
     admin: Admin = Admin()
     logs: Logs = Logs()
     traces: Traces = Traces()
+    tiers: dict[Name, Tier] = Field(default_factory=dict)  # the most exact first
     pools: dict[Name, PoolConfig] = Field(default_factory=dict)
     models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.config.pools import PoolConfig
 from serve.config.section import Count, Fraction, Name, Section, tag
@@ -51,6 +51,10 @@ class ModelConfig(Section):
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
     fallback: tuple[Name, ...] = ()  # pools to ask, in this order, when `pool` cannot answer
+    # The tier of requests that name none; null: `pool`, then `fallback`, whatever they measure.
+    tier: Name | None = None
+    # Further public names, each of one tier: {llama-exact: exact}.
+    tier_aliases: dict[Name, Name] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

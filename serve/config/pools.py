@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from serve.config.backends import BackendConfig
+from serve.config.proof import Proof
 from serve.config.section import (
     Count,
     Fraction,
@@ -137,7 +138,11 @@ class PoolConfig(Section):
 
     backends: tuple[BackendConfig, ...] = ()
     discover: tuple[Discovery, ...] = ()
-    precision: Name | None = None  # such as fp8 or bf16: a label of metrics
+    precision: Name | None = None  # such as fp8 or bf16: a label of metrics and answers
+    cost: Annotated[Number, Field(gt=0)] = (
+        1.0  # of a token, beside other pools: tiers take the least
+    )
+    proof: Proof = Proof()
     routing: Routing = Routing()
     health: Health = Health()
     ejection: Ejection = Ejection()

@@ -145,8 +145,8 @@ def test_golden_records_are_what_transformers_says(checkpoint: Checkpoint, model
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
         top = logits[len(prompt) - 1].double().log_softmax(-1).topk(20)
-        np.testing.assert_allclose(record.top_logprobs, top.values.numpy(), atol=1e-4)
-        assert record.top_token_ids[0] == answer[0] == int(top.indices[0])
+        np.testing.assert_allclose(record.tops[0].logprobs, top.values.numpy(), atol=1e-4)
+        assert record.tops[0].token_ids[0] == answer[0] == int(top.indices[0])
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
         assert len(answer) == CONTINUATION or answer[-1] in checkpoint.spec.eos_token_ids
 

@@ -33,8 +33,8 @@ def test_records_can_be_computed_again_without_a_cache(
             logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
         logprobs = logits[len(prompt) - 1].double().log_softmax(-1)
         top = logprobs.topk(20)
-        np.testing.assert_allclose(item.top_logprobs, top.values.numpy(), atol=1e-4)
-        assert item.top_token_ids[0] == answer[0] == int(top.indices[0])
+        np.testing.assert_allclose(item.tops[0].logprobs, top.values.numpy(), atol=1e-4)
+        assert item.tops[0].token_ids[0] == answer[0] == int(top.indices[0])
         assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
         assert len(answer) == CONTINUATION
 
@@ -127,7 +127,7 @@ def test_layer_by_layer_is_the_whole_model_to_the_bit(golden: GoldenSet, model: 
     for item in golden.records:
         with torch.inference_mode():
             logprobs, tokens = alone(model, list(item.prompt_token_ids))
-        assert list(item.top_logprobs) == logprobs
+        assert list(item.tops[0].logprobs) == logprobs
         assert list(item.continuation_token_ids) == tokens
 
 
@@ -141,7 +141,7 @@ def test_neither_rounds_nor_slices_of_the_head_change_a_record(
     sliced = golden_set(checkpoint, PROMPTS)
     for item, other in zip(golden.records, sliced.records, strict=True):
         assert item.continuation_token_ids == other.continuation_token_ids
-        np.testing.assert_allclose(item.top_logprobs, other.top_logprobs, atol=1e-5)
+        np.testing.assert_allclose(item.tops[0].logprobs, other.tops[0].logprobs, atol=1e-5)
 
 
 def test_progress_adds_up_to_the_prompts(checkpoint: Checkpoint) -> None:

@@ -131,7 +131,7 @@ def divergence(server: VllmServer, record: GoldenRecord) -> float:
         "prompt": list(record.prompt_token_ids),
         "max_tokens": 1,
         "temperature": 0,
-        "logprobs": len(record.top_token_ids),
+        "logprobs": len(record.top),
         "return_tokens_as_token_ids": True,
     }
     request = urllib.request.Request(

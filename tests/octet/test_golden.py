@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octet.errors import ArtifactError
-from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -57,9 +57,8 @@ def test_a_golden_set_survives_the_disk(tmp_path) -> None:
     record = GoldenRecord(
         prompt="a b",
         prompt_token_ids=(1, 2),
-        top_token_ids=(3, 4),
-        top_logprobs=(-0.1, -2.5),
         continuation_token_ids=(3,),
+        tops=(Top(token_ids=(3, 4), logprobs=(-0.1, -2.5)),),
     )
     golden = GoldenSet(weights_sha256="0", compute_dtype="float32", software={}, records=(record,))
     golden.save(tmp_path)

@@ -11,9 +11,10 @@ import typer
 
 from octet import __version__
 from octet.commands.calibrate import calibrate, rescale
+from octet.commands.evaluate import evaluate
 from octet.commands.export import build_engine, export
 from octet.commands.keys import keys
-from octet.commands.serve import evaluate, serve
+from octet.commands.serve import serve
 from octet.commands.verify import verify
 from octet.errors import OctetError
 

@@ -45,6 +45,10 @@ class Pool:
         self._clock = clock
         self._rng = rng or random.Random()
         self._policy = self._make_policy()
+        # Nats from the reference as measured, the worst of those that serve; None: nothing was.
+        self.measured_kl: float | None = None  # upper bound
+        self.measured_kl_low: float | None = None  # the lower bound that goes with it
+        self.artifact: str | None = None  # identity, in hex, of the manifest that it is proven by
         self.closing = False  # what its members fail from then on is not their fault
         self.active = 0  # requests that are in it, those that wait for a retry included
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)

@@ -22,9 +22,9 @@ from torch.nn.functional import linear
 
 from calibrate.batches import Batch
 from calibrate.experts import tap_experts
-from calibrate.student import t_quantile
 from octet.errors import NumericsError
 from octet.model import ModelSpec
+from octet.student import t_quantile
 
 __all__ = [
     "CONFIDENCE",

@@ -64,7 +64,7 @@ class Expectation(BaseModel):
     """The mean top-k KL from the reference over the golden prompts, in nats, that `path` gives.
 
     `mean` is what was simulated. An honest server of that path lies within `low` and `high` with
-    95 % confidence (`calibrate.scatter` says what that allows for).
+    95 % confidence (`octet.scatter` says what that allows for).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -14,10 +14,10 @@ from calibrate.observe import observe
 from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
-from calibrate.student import t_quantile
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError
 from octet.recipe import Recipe
+from octet.student import t_quantile
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy-epyc-2core.json"

@@ -12,13 +12,13 @@ import torch
 from calibrate import predict as module
 from calibrate.golden import golden_set
 from calibrate.predict import predict, serving_paths
-from calibrate.scatter import expectations
 from calibrate.simulate import module_schemes, simulate_modules
 from octet.checkpoint import Checkpoint
 from octet.engines import vllm_path
 from octet.expected import Expectation, ServingPath
 from octet.golden import GoldenSet, top_k_divergence
 from octet.recipe import PRESETS, KvCacheDtype
+from octet.scatter import expectations
 from octet.tensors import Tensor, write_tensors
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 from tests.models import write_model

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.student import t_quantile
 from octet.expected import Expectation, ServingPath
+from octet.student import t_quantile
 
 __all__ = ["expectations"]
 

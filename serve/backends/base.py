@@ -1,6 +1,6 @@
 """The interface of a backend, as the gateway sees it."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -10,7 +10,15 @@ from serve.types import Event, GenerateRequest
 if TYPE_CHECKING:  # tokenizers is not needed where no backend has one
     from serve.tokenizer import Tokenizer
 
-__all__ = ["PROBE", "Backend", "LoadReport", "Relay", "RelayingBackend", "sooner_or_later"]
+__all__ = [
+    "PROBE",
+    "Backend",
+    "Incarnation",
+    "LoadReport",
+    "Relay",
+    "RelayingBackend",
+    "sooner_or_later",
+]
 
 PROBE = "1"  # the prompt of a probe: a token or two in every vocabulary
 
@@ -23,6 +31,26 @@ class LoadReport:
     waiting: int  # requests
     kv_usage: float | None  # of its KV cache, 0 to 1
     capacity_tokens: int | None  # that its KV cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of a server's model, from its loading on, as far as the server tells them apart."""
+
+    settings: tuple[str, ...]  # what it serves: another one is another model
+    started: float | None = None  # when the process did, in seconds since 1970
+    counts: tuple[int, ...] = ()  # that only grow while it lives
+
+    @property
+    def tells(self) -> bool:
+        """Whether another life of the same settings would be seen to be another."""
+        return self.started is not None or bool(self.counts)
+
+    def follows(self, before: "Incarnation") -> bool:
+        """Whether it may be the same life as `before`, asked earlier."""
+        same = (self.settings, self.started) == (before.settings, before.started)
+        fewer = any(now < then for now, then in zip(self.counts, before.counts, strict=False))
+        return same and len(self.counts) == len(before.counts) and not fewer
 
 
 def sooner_or_later(error: BackendError, *, started: bool) -> BackendError:
@@ -83,12 +111,16 @@ class Backend(Protocol):
     async def probe(self) -> None:
         """Generates one token for real. Raises BackendError; the caller limits the time."""
 
-    async def hold(self) -> None:
+    async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         """Opens a connection that carries nothing, and returns when the server has ended it.
 
-        A server that merely closes idle connections is reconnected to. Raises BackendUnavailable
-        (refused) if no connection can be made. Of the embedded engine: returns when it stops.
+        A server that merely closes idle connections is reconnected to: `reopened` is called before
+        each time, for who answers then may be another. Raises BackendUnavailable (refused) if no
+        connection can be made. Of the embedded engine: returns when it stops.
         """
+
+    async def incarnation(self) -> Incarnation | None:
+        """Which life of which model answers; None if it does not say, or not now. Never raises."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model import ModelSpec
-from serve.backends.base import PROBE, LoadReport, sooner_or_later
+from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.config import EmbeddedConfig
 from serve.engine import Delivery, Engine, EngineStats
 from serve.generation import Generation
@@ -131,10 +131,14 @@ class EmbeddedBackend:
             async for _ in events:
                 pass
 
-    async def hold(self) -> None:
+    async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         if not await self.ready():
             raise BackendUnavailable(f"{self._model}: the embedded engine is not running")
         await self._stopped.wait()
+
+    async def incarnation(self) -> Incarnation | None:
+        """One: an engine that stops does not come back."""
+        return Incarnation((self._model,), started=0.0)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         started = self._require_started()

@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import ssl
+from collections.abc import Callable
 
 from octet.errors import BackendUnavailable
 
@@ -31,10 +32,19 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-async def hold_open(name: str, host: str, port: int, *, tls: bool, timeout_s: float) -> None:
+async def hold_open(
+    name: str,
+    host: str,
+    port: int,
+    *,
+    tls: bool,
+    timeout_s: float,
+    reopened: Callable[[], None] = lambda: None,
+) -> None:
     """Returns when the server is gone. Raises BackendUnavailable if it cannot be reached at all.
 
-    Where it only closed a connection for being idle, the next one is opened at once.
+    Where it only closed a connection for being idle, the next one is opened at once. A server that
+    ends in order, and another one that is there already, look the same: `reopened` is told.
     """
     loop = asyncio.get_running_loop()
     reader, writer = await _open(name, host, port, tls, timeout_s)
@@ -46,6 +56,7 @@ async def hold_open(name: str, host: str, port: int, *, tls: bool, timeout_s: fl
             writer.transport.abort()
         if not ended_in_order or loop.time() - opened < IDLE_S:
             return
+        reopened()
         try:
             reader, writer = await _open(name, host, port, tls, timeout_s)
         except BackendUnavailable:

@@ -6,7 +6,7 @@
 
 import json
 import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
@@ -14,11 +14,11 @@ import aiohttp
 from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.backends.base import PROBE, LoadReport, Relay, sooner_or_later
+from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
 from serve.backends.held import hold_open, keep_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
-from serve.backends.openai_reports import LOAD_SOURCES, context_length
+from serve.backends.openai_reports import LOAD_SOURCES, context_length, incarnation
 from serve.config import HttpConfig
 from serve.types import Event, GenerateRequest
 
@@ -134,7 +134,7 @@ class OpenAiHttpBackend:
         if not ended:
             raise BackendError(f"{self.name}: answered a probe without a result", kind="garbled")
 
-    async def hold(self) -> None:
+    async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         url = self._url("/")
         assert url.host is not None and url.port is not None
         await hold_open(
@@ -143,7 +143,22 @@ class OpenAiHttpBackend:
             url.port,
             tls=url.scheme == "https",
             timeout_s=self._config.connect_timeout_s,
+            reopened=reopened,
         )
+
+    async def incarnation(self) -> Incarnation | None:
+        """By its list of models, and by its metrics' start time and counters, where it has them."""
+        status, models = await self._get("/v1/models")
+        page_status, page = await self._get(self._metrics_path)
+        if status != 200 or page_status == 0:
+            return None
+        return incarnation(models, page if page_status == 200 else b"", self.served_name)
+
+    @property
+    def _metrics_path(self) -> str:
+        """Where its load was found, if it was found."""
+        path = self._load_from[0][0] if self._load_from else _METRICS
+        return path if path.endswith(_METRICS) else _METRICS
 
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
         if self._session is None:
@@ -253,6 +268,7 @@ class _Body:
         self._response.close()  # nothing, after the end
 
 
+_METRICS = "/metrics"
 _JSON = {"content-type": "application/json"}
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
 _PROBES: tuple[tuple[str, dict[str, Any]], ...] = (

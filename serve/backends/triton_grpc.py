@@ -11,22 +11,21 @@ host is gone is seen by `hold`, which then ends the calls that wait for it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-import aiohttp
 import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
-from serve.backends.base import PROBE, LoadReport, sooner_or_later
+from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.backends.held import hold_open
-from serve.backends.prometheus import load_of, samples
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_prompt import end_tokens, unsupported
+from serve.backends.triton_reports import incarnation, load_report
 from serve.backends.triton_tensors import Inputs, Outputs, Signature, read_outputs
 from serve.backends.triton_trtllm import IdsDialect, TextDialect
 from serve.backends.triton_vllm import VllmDialect
@@ -44,7 +43,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_PENDING = "nv_inference_pending_request_count"
 
 
 class Answer(Protocol):
@@ -111,18 +109,12 @@ class TritonBackend:
         """From Triton's own metrics page, which is on HTTP: None without `metrics_url`."""
         if self._config.metrics_url is None:
             return None
-        timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(self._config.metrics_url, allow_redirects=False) as response,
-            ):
-                page = await response.read() if response.status == 200 else b""
-        except (aiohttp.ClientError, OSError):
+        return await load_report(self._config.metrics_url, self._model, READY_TIMEOUT_S)
+
+    async def incarnation(self) -> Incarnation | None:
+        if self._channel is None:
             return None
-        pending = samples(page, (_PENDING,)).get(_PENDING, ())
-        mine = [value for labels, value in pending if labels.get("model") == self._model]
-        return load_of(page) or (LoadReport(0, round(sum(mine)), None, None) if mine else None)
+        return await incarnation(self._stub, self._model, READY_TIMEOUT_S)
 
     async def probe(self) -> None:
         request = GenerateRequest(
@@ -137,10 +129,16 @@ class TritonBackend:
                 f"{self.name}: refuses to generate a token: {error}", kind="failed"
             ) from error
 
-    async def hold(self) -> None:
+    async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         host, _, port = self._config.url.rpartition(":")
-        timeout_s = self._config.connect_timeout_s
-        await hold_open(self.name, host.strip("[]"), int(port), tls=False, timeout_s=timeout_s)
+        await hold_open(
+            self.name,
+            host.strip("[]"),
+            int(port),
+            tls=False,
+            timeout_s=self._config.connect_timeout_s,
+            reopened=reopened,
+        )
         self._give_up("its host is gone", "lost")  # if it vanished, they would wait for ever
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:

@@ -26,22 +26,23 @@ class Limit:
         metric, equals, value = text.replace(" ", "").partition("=")
         if metric not in ("kl", "ppl") or not equals:
             raise ConfigError(f"budget '{text}': write kl=0.005 (nats a token) or ppl=1%")
-        if (metric == "ppl") != value.endswith("%"):
-            unit = (
-                "a percentage, such as ppl=1%" if metric == "ppl" else "in nats, such as kl=0.005"
-            )
-            raise ConfigError(f"budget '{text}': {metric} is {unit}")
-        number = value.removesuffix("%")
-        if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", number) or not 0 < float(number) < math.inf:
-            raise ConfigError(f"budget '{text}': '{number}' is not a positive number")
-        limit = float(number) if metric == "kl" else float(number) / 100
-        if limit < LEAST:
-            least = f"{LEAST:g}" if metric == "kl" else f"{100 * LEAST:g}%"
-            raise ConfigError(
-                f"budget '{text}': {metric} must be at least {least}, about what rounding a"
-                " float32 sum moves it by"
-            )
-        return cls("kl" if metric == "kl" else "perplexity", limit)
+        if metric == "kl":
+            return cls.of_kl(value, f"budget '{text}': kl", "kl=0.005")
+        return cls.of_perplexity(value, f"budget '{text}': ppl", "ppl=1%")
+
+    @classmethod
+    def of_kl(cls, text: str, where: str, example: str) -> Self:
+        """From "0.005"; `where` and `example` are for what a ConfigError says."""
+        if text.endswith("%"):
+            raise ConfigError(f"{where} is in nats, such as {example}")
+        return cls("kl", _positive(text, 1.0, where))
+
+    @classmethod
+    def of_perplexity(cls, text: str, where: str, example: str) -> Self:
+        """From "1%"."""
+        if not text.endswith("%"):
+            raise ConfigError(f"{where} is a percentage, such as {example}")
+        return cls("perplexity", _positive(text.removesuffix("%"), 100.0, where))
 
     def __str__(self) -> str:
         return f"kl={self.value:g}" if self.metric == "kl" else f"ppl={100 * self.value:g}%"
@@ -59,7 +60,22 @@ class Limit:
 
     def show(self, cost: Divergence) -> str:
         """Estimate and bound, for people."""
-        low, high = self.estimate(cost), self.bound(cost)
+        return self.show_values(self.estimate(cost), self.bound(cost))
+
+    def show_values(self, estimate: float, bound: float) -> str:
+        """Likewise, of figures in the unit of `value`."""
         if self.metric == "kl":
-            return f"{low:.2g} nats (95 % bound {high:.2g})"
-        return f"{100 * low:.2g} % of perplexity (95 % bound {100 * high:.2g} %)"
+            return f"{estimate:.2g} nats (95 % bound {bound:.2g})"
+        return f"{100 * estimate:.2g} % of perplexity (95 % bound {100 * bound:.2g} %)"
+
+
+def _positive(text: str, unit: float, where: str) -> float:
+    """The number `text` in `unit`s of it to the whole; ConfigError unless it is one, and enough."""
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text) or not 0 < float(text) < math.inf:
+        raise ConfigError(f"{where}: '{text}' is not a positive number")
+    if float(text) / unit < LEAST:
+        least = f"{unit * LEAST:g}{'%' if unit > 1 else ''}"
+        raise ConfigError(
+            f"{where} must be at least {least}, about what rounding a float32 sum moves it by"
+        )
+    return float(text) / unit

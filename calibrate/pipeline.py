@@ -11,6 +11,7 @@ from calibrate.algorithm import changed_model
 from calibrate.budget import check_samples
 from calibrate.counting import make_counter
 from calibrate.distributed import process_group
+from calibrate.gate import Gate, check_refused
 from calibrate.golden import golden_set
 from calibrate.inputs import read_inputs
 from calibrate.journal import discard
@@ -20,7 +21,7 @@ from calibrate.plan import LongPolicy
 from calibrate.predict import expected_divergence
 from calibrate.progress import progress_bar
 from calibrate.report_console import print_report
-from calibrate.reporting import PAGE, report_files, report_on
+from calibrate.reporting import PAGE, keep_evidence, report_files, report_on
 from calibrate.scales import check_finite, check_quantizes, check_recipe
 from calibrate.solve import solve
 from calibrate.streaming import observe_checkpoint
@@ -52,6 +53,7 @@ def run(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     algorithm: Literal["smoothquant", "awq", "gptq"] | None = None,
     budget: str | None = None,
+    gate: Gate | None = None,
     sensitivity: bool = False,
     spill: Path | None = None,
     restart: bool = False,
@@ -62,21 +64,26 @@ def run(
 ) -> Calibration | None:
     """Calibrates the checkpoint `model` on the first `count` of `samples`, and writes `out`.
 
-    Golden records, and the divergence that `sensitivity` and `budget` measure, come from
+    Golden records, and the divergence that `sensitivity`, `budget` and `gate` measure, come from
     `held_out`, or from the samples after the first `count`. `name` is what the model will be served
     as (default: its directory's name). `max_length` is in tokens; `dtype` is that of the forward
     pass. `predict` is whether to predict what each way of serving costs on the golden prompts.
     Without a console nothing is printed. What is done is kept in `<out>.progress` until
     `out` is written: a run that was killed continues there, and gives the same bytes.
 
-    Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Of the
-    processes that torchrun starts, the first writes `out`; the others return None.
+    Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Where
+    the recipe costs more than `gate` allows, that is GateError: `<out>.refused` says what did, and
+    the next call continues from `<out>.progress`. Of the processes that torchrun starts, the first
+    writes `out`; the others return None.
     """
     check_destination(out, force=force, inputs=[model, samples], kind="calibration")
     checkpoint = Checkpoint.open(model)
     check_recipe(recipe, checkpoint.spec)
     check_quantizes(recipe, checkpoint.spec)
     limit = None if budget is None else Limit.parse(budget)
+    if gate is not None:
+        gate.check_spec(checkpoint.spec, model)
+        check_refused(out)
     if checkpoint.spec.generic and (sensitivity or limit is not None):
         raise UnsupportedError(
             f"{model}: --sensitivity and --budget work on logits as a known architecture makes"
@@ -102,6 +109,10 @@ def run(
     )
     if limit is not None:
         check_samples(limit, inputs.evaluation)
+    if gate is not None:
+        lengths = [length for batch in inputs.evaluation for length in batch.lengths]
+        remedy = "give more with --held-out, or a smaller --count"
+        gate.check_samples(lengths, inputs.evaluated_on, remedy)
     compute_dtype = resolve_dtype(dtype, checkpoint)
     progress = progress_directory(out)
     resumed = progress.exists() and not restart
@@ -155,11 +166,21 @@ def run(
         inputs,
         changed.scales,
         limit=limit,
+        gate=gate,
         sensitivity=sensitivity,
         dtype=compute_dtype,
         device=place,
         console=console,
     )
+    identity = ModelIdentity.of(checkpoint, name)
+    report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
+    judged = solution.gate
+    if judged is not None and not judged.met:
+        page = keep_evidence(out, report, solution, judged, golden)
+        if console is not None:
+            print_report(console, report, page=page)
+        again = f"`octet calibrate`, which continues from {progress} without observing again,"
+        raise judged.error(out, again=again, budget=algorithm != "gptq")
     expected = None
     if predict:
         expected = expected_divergence(
@@ -170,8 +191,6 @@ def run(
             device=place,
             console=console,
         )
-    identity = ModelIdentity.of(checkpoint, name)
-    report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
     details = {
         "source": str(model.absolute()),
         "compute_dtype": compute_dtype,
@@ -183,6 +202,8 @@ def run(
     if solution.budget is not None:
         told = ("metric", "limit", "reached", "bound", "met", "evaluated_on")
         details["budget"] = {key: solution.budget[key] for key in told}
+    if judged is not None:
+        details["gate"] = judged.details()
     calibration = Calibration.save(
         out,
         Manifest(

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from calibrate.convergence import Convergence
 from calibrate.experts import fallback_warnings
+from calibrate.gate import EVIDENCE_FILE, Outcome, keep_refused, refused_directory
 from calibrate.inputs import Inputs
 from calibrate.report import Report, build_report
 from calibrate.report_html import render_html
@@ -12,8 +15,10 @@ from calibrate.solve import Solution
 from calibrate.streaming import Observed
 from octet.checkpoint import Checkpoint
 from octet.expected import EXPECTED_FILE, ExpectedSet
+from octet.golden import GoldenSet
+from octet.tensors import Tensor, write_tensors
 
-__all__ = ["PAGE", "report_files", "report_on"]
+__all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
 
 PAGE = "report.html"
 
@@ -27,7 +32,9 @@ def report_on(
     compute_dtype: str,
 ) -> Report:
     """What the run of `inputs` through `checkpoint`, served as `name`, has found."""
-    experts = solution.experts
+    experts, gate = solution.experts, solution.gate
+    told = {} if gate is None else {"gate": "; ".join(gate.sentences)}
+    refused = [] if gate is None or gate.met else [*gate.sentences, gate.blame]
     return build_report(
         solution.recipe,
         checkpoint.spec,
@@ -42,8 +49,13 @@ def report_on(
         sensitivity=solution.sensitivity,
         budget=solution.budget,
         experts=experts,
-        warnings=[*checkpoint.warnings, *inputs.warnings, *fallback_warnings(experts or {})],
-        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts},
+        warnings=[
+            *refused,
+            *checkpoint.warnings,
+            *inputs.warnings,
+            *fallback_warnings(experts or {}),
+        ],
+        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts, **told},
     )
 
 
@@ -61,3 +73,18 @@ def report_files(
     if expected is not None:
         files[EXPECTED_FILE] = expected.to_json()
     return files
+
+
+def keep_evidence(
+    out: Path, report: Report, solution: Solution, gate: Outcome, golden: GoldenSet
+) -> Path:
+    """Writes what speaks against a calibration that is not to become `out`; the page of it."""
+    with keep_refused(out) as directory:
+        for name, text in report_files(report, solution.convergence, None).items():
+            (directory / name).write_text(str(text))
+        recipe = solution.recipe.model_dump(mode="json")
+        (directory / EVIDENCE_FILE).write_text(gate.evidence(recipe=recipe))
+        golden.save(directory)
+        scales = {name: Tensor.of(np.asarray(scale)) for name, scale in solution.scales.items()}
+        write_tensors(directory / "scales.safetensors", scales)
+    return refused_directory(out) / PAGE

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from calibrate.convergence import Convergence, convergence
 from calibrate.experts import with_fallback
+from calibrate.gate import Gate, Outcome
 from calibrate.histogram import Histogram, Histograms
 from calibrate.inputs import Inputs
 from calibrate.limit import Limit
 from calibrate.loading import ComputeDtype
-from calibrate.measure import measure_model
+from calibrate.measure import Bench, Measured, measure_gate, measure_model
 from calibrate.scales import WeightScale, check_alive, derive_scales
 from calibrate.streaming import Observed
 from octet import formats, microscaling, scaling
@@ -29,7 +30,8 @@ __all__ = ["Solution", "fitted_scales", "solve"]
 @dataclass(frozen=True)
 class Solution:
     """What a calibration found. `histograms` are those that scales come from: experts that saw too
-    few tokens have their layer's. `sensitivity`, `budget` and `experts` are JSON for the report."""
+    few tokens have their layer's. `sensitivity`, `budget` and `experts` are JSON for the report,
+    `gate` is what became of its limits."""
 
     recipe: Recipe
     histograms: Mapping[str, Histogram]
@@ -39,6 +41,7 @@ class Solution:
     experts: dict[str, Any] | None
     sensitivity: dict[str, Any] | None = None
     budget: dict[str, Any] | None = None
+    gate: Outcome | None = None
 
 
 def solve(
@@ -49,6 +52,7 @@ def solve(
     fitted: Mapping[str, NDArray[np.float32]],
     *,
     limit: Limit | None,
+    gate: Gate | None,
     sensitivity: bool,
     dtype: ComputeDtype,
     device: torch.device,
@@ -56,29 +60,28 @@ def solve(
 ) -> Solution:
     """The scales of `recipe`; with a `limit`, of the recipe that stays within it.
 
-    `fitted` are scales that weights were fitted to by an algorithm, and that must stay.
+    What that costs is held against `gate`. `fitted` are scales that weights were fitted to by an
+    algorithm, and that must stay.
     """
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
     histograms = Histograms(counts, observed.observations)
     check_alive(checkpoint, recipe, histograms)
     scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
-    measured: dict[str, Any] = {}
-    if sensitivity or limit is not None:
-        found = measure_model(
-            checkpoint,
-            recipe,
-            scales,
-            histograms,
-            inputs,
-            limit,
-            dtype=dtype,
-            device=device,
-            console=console,
+    bench, found, outcome = None, Measured(recipe), None
+    if sensitivity or limit is not None or gate is not None:
+        unseen = gate is not None and limit is not None
+        bench = Bench(
+            checkpoint, inputs, unseen=unseen, dtype=dtype, device=device, console=console
         )
-        measured = {"sensitivity": found.sensitivity, "budget": found.budget}
+    if bench is not None and (sensitivity or limit is not None):
+        found = measure_model(bench, recipe, scales, histograms, limit)
         if found.recipe != recipe:
             recipe = found.recipe
             scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
+    known = found.sensitivity
+    if bench is not None and gate is not None:
+        outcome, own = measure_gate(bench, gate, recipe, scales, histograms, found)
+        known = own if known is None else known  # what a budget changed is told of the first recipe
     return Solution(
         recipe=recipe,
         histograms=histograms,
@@ -86,7 +89,9 @@ def solve(
         weights=weights,
         convergence=convergence(counts, observed.observations, recipe, inputs.plan.chunk_ends),
         experts=experts or None,
-        **measured,
+        sensitivity=known,
+        budget=found.budget,
+        gate=outcome,
     )
 
 

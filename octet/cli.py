@@ -46,7 +46,7 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command; exits 2 with one line on standard error for a user's mistake."""
+    """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for ending in (
         (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise KeyboardInterrupt
         sys.exit(code)
     except OctetError as error:
-        _fail(str(error))
+        _fail(str(error), error.exit_code)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _fail(
@@ -96,9 +96,9 @@ def build_engine_main() -> NoReturn:
     main(["build-engine", *sys.argv[1:]])
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """The exception tree: a user's mistake says what was wrong, where, and what to do, in one line.
 
-Every `OctetError` ends a command with exit code 2 and that line on standard error; anything else
-that escapes is a defect of ours and shows its traceback.
+Every `OctetError` ends a command with that line on standard error and its `exit_code`: 2, or 1 of a
+gate that was not met. Anything else that escapes is a defect of ours and shows its traceback.
 """
 
 import difflib
@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "ExportError",
     "FailureKind",
+    "GateError",
     "NumericsError",
     "OctetError",
     "RequestError",
@@ -27,6 +28,8 @@ __all__ = [
 
 class OctetError(Exception):
     """A mistake or a condition that the user can act on; `str()` is the one line to show."""
+
+    exit_code = 2
 
 
 class ConfigError(OctetError):
@@ -55,6 +58,12 @@ class ArtifactError(OctetError):
 
 class ExportError(OctetError):
     """An export that the engine which must run it refuses, or whose numbers are off."""
+
+
+class GateError(OctetError):
+    """A model that costs more than it may: nothing was done wrong, and nothing was written."""
+
+    exit_code = 1
 
 
 class RequestError(OctetError):

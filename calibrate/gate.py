@@ -1,0 +1,300 @@
+"""Whether a quantized model costs no more than it may, and which of its parts are to blame if not.
+
+What is held against a limit is the upper end of a one-sided 95 % confidence interval, never the
+estimate: a gate that is met says that on text like this, the divergence (or the change of the
+perplexity) is with 95 % confidence within the limit. Little text makes the bound wide, and the
+gate closes. The parts are those that are quantized together (`calibrate.units`) and the cache; the
+share of each is its divergence with it alone quantized, in the sum of them all: what they cost
+together may be more or less than that sum.
+
+A model that is refused is not written. What was found is: `<out>.refused` has it, which no later
+stage takes for an artifact.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from calibrate.divergence import CONFIDENCE, LEAST_SAMPLES, Divergence
+from calibrate.limit import Limit
+from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
+from octet.model import ModelSpec
+
+__all__ = [
+    "Gate",
+    "Judged",
+    "Outcome",
+    "Part",
+    "check_refused",
+    "keep_refused",
+    "refused_directory",
+]
+
+EVIDENCE_FILE = "gate.json"
+_PLAIN = 0.1  # a change this large or more needs its percent sign: "1" would be 100 %
+_NAMED = 3  # parts in a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a model with it alone quantized: KL in nats with its standard error."""
+
+    name: str
+    linears: tuple[str, ...]  # () of the cache
+    kl: float
+    kl_error: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One limit, and what was measured: `bound` is the upper end of its 95 % interval.
+
+    `on` says whose tokens ("held-out samples"), `how` what computed ("simulated in float32").
+    """
+
+    limit: Limit
+    measured: float
+    bound: float
+    tokens: int
+    samples: int
+    on: str
+    how: str
+
+    @property
+    def met(self) -> bool:
+        return self.bound <= self.limit.value  # never, if it is NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.limit.show_values(self.measured, self.bound)} on {self.tokens:,} tokens of"
+            f" {self.samples} {self.on}, {self.how}"
+        )
+
+    @property
+    def sentence(self) -> str:
+        """With what it was held against."""
+        return f"{_option(self.limit)}: {self}: {'met' if self.met else 'not met'}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "metric": self.limit.metric,
+            "limit": self.limit.value,
+            "measured": self.measured,
+            "bound": self.bound,
+            "confidence": CONFIDENCE,
+            "met": self.met,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "on": self.on,
+            "how": self.how,
+            "text": self.sentence,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What each limit of a gate came to; `parts` are known where one was not met."""
+
+    judged: tuple[Judged, ...]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def met(self) -> bool:
+        return all(judged.met for judged in self.judged)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """One of each limit."""
+        return tuple(judged.sentence for judged in self.judged)
+
+    @property
+    def ranked(self) -> tuple[Part, ...]:
+        """What costs most by itself comes first."""
+        return tuple(sorted(self.parts, key=lambda part: -part.kl))
+
+    def blaming(self, parts: Sequence[Part]) -> "Outcome":
+        """The same, with what each of `parts` costs alone."""
+        return replace(self, parts=tuple(parts))
+
+    def details(self) -> list[dict[str, Any]]:
+        """For a manifest."""
+        return [judged.as_json() for judged in self.judged]
+
+    def error(self, out: Path, *, again: str, budget: bool = True) -> GateError:
+        """What ends the command; `again` is what to call with other options (`octet calibrate`).
+
+        `budget` is whether that has a --budget.
+        """
+        first = next(judged for judged in self.judged if not judged.met)
+        said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
+        remedy = self._remedy(first, again, budget=budget)
+        return GateError(
+            f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; evidence:"
+            f" {refused_directory(out)}"
+        )
+
+    @property
+    def blame(self) -> str:
+        """Which parts cost most, and how much of it all."""
+        total = sum(part.kl for part in self.parts)
+        if not total > 0:
+            return "no part of it costs anything alone"
+        named = [f"{part.name} ({part.kl / total:.0%})" for part in self.ranked[:_NAMED]]
+        return f"of what its parts cost alone, most is of {', '.join(named)}"
+
+    def _remedy(self, first: Judged, again: str, *, budget: bool) -> str:
+        few = ""
+        if first.measured <= first.limit.value:
+            few = "give more text, which narrows the bound, or "
+        cause, options = self._causes(), list[str]()
+        linears = [name for part in cause for name in part.linears]
+        if linears:
+            options.append(" ".join(f"--exclude {name}" for name in linears))
+        if any(not part.linears for part in cause):
+            options.append("another --kv-cache")
+        if budget:
+            options.append(f"--budget {first.limit}")
+        return f"{few}{again} with {' or '.join(options)}" if options else f"{few}{again}"
+
+    def _causes(self) -> list[Part]:
+        """The fewest parts that make up half of it, if they are few enough to be left out."""
+        half, chosen = sum(part.kl for part in self.parts) / 2, list[Part]()
+        for part in self.ranked:
+            if sum(one.kl for one in chosen) >= half:
+                break
+            chosen.append(part)
+        return chosen if len(chosen) <= _NAMED else []
+
+    def evidence(self, **more: Any) -> str:
+        """The content of gate.json: limits, figures and parts, the costliest first."""
+        total = sum(part.kl for part in self.parts)
+        parts = [
+            {
+                "name": part.name,
+                "linears": list(part.linears),
+                "kl": part.kl,
+                "kl_error": part.kl_error,
+                "share": part.kl / total if total > 0 else None,
+            }
+            for part in self.ranked
+        ]
+        return json.dumps({"gate": self.details(), "parts": parts, **more}, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a model may cost at most: one limit, or one of each metric."""
+
+    limits: tuple[Limit, ...]
+
+    @classmethod
+    def parse(cls, max_kl: str | None, max_ppl_change: str | None) -> Self | None:
+        """From what --max-kl (nats) and --max-ppl-change (1% or 0.01) were given; None of neither.
+
+        ConfigError for what is no positive number, and for a change of 0.1 or more without a
+        percent sign.
+        """
+        limits = []
+        if max_kl is not None:
+            where = f"--max-kl '{max_kl}'"
+            limits.append(Limit.of_kl(max_kl.strip(), where, "--max-kl 0.005"))
+        if max_ppl_change is not None:
+            limits.append(_change(max_ppl_change))
+        return cls(tuple(limits)) if limits else None
+
+    def __str__(self) -> str:
+        return " ".join(map(_option, self.limits))
+
+    def check_spec(self, spec: ModelSpec, where: Path) -> None:
+        """UnsupportedError for an architecture that cannot be simulated."""
+        if spec.generic:
+            raise UnsupportedError(
+                f"{where}: {self} needs a simulation of the quantized model, and Octet does not"
+                f" know {spec.architecture} well enough for one; leave the limit out, and measure"
+                " what is served with `octet evaluate`"
+            )
+
+    def check_samples(self, lengths: Sequence[int], on: str, remedy: str) -> None:
+        """ConfigError if samples of so many tokens cannot bound what is limited."""
+        for limit in self.limits:
+            least = 2 if limit.metric == "perplexity" else 1  # a first token is not predicted
+            enough = sum(length >= least for length in lengths)
+            if enough < LEAST_SAMPLES:
+                long = " of two tokens or more" if least > 1 else ""
+                raise ConfigError(
+                    f"{_option(limit)}: {enough} of {len(lengths)} {on}{long} cannot bound what"
+                    f" quantization costs, which takes {LEAST_SAMPLES}: {remedy}"
+                )
+
+    def judge(self, cost: Divergence, on: str, how: str) -> Outcome:
+        """`cost` held against every limit."""
+        return Outcome(
+            tuple(
+                Judged(
+                    limit,
+                    limit.estimate(cost),
+                    limit.bound(cost),
+                    cost.tokens,
+                    cost.samples,
+                    on,
+                    how,
+                )
+                for limit in self.limits
+            )
+        )
+
+
+def refused_directory(out: Path) -> Path:
+    """Where the evidence against what was to be `out` is kept."""
+    return out.with_name(f"{out.absolute().name}.refused")
+
+
+def check_refused(out: Path) -> None:
+    """ArtifactError if something else lies where evidence would; call before expensive work."""
+    path = refused_directory(out)
+    if path.exists() and not (path / EVIDENCE_FILE).is_file():
+        raise ArtifactError(
+            f"{path}: exists and is no evidence of a gate, which is to be kept there; move it away"
+        )
+
+
+@contextmanager
+def keep_refused(out: Path) -> Iterator[Path]:
+    """A directory to fill with evidence; it takes the place of an older one when the block ends."""
+    path = refused_directory(out).absolute()
+    check_refused(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(staging, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _option(limit: Limit) -> str:
+    """As it is given on the command line."""
+    if limit.metric == "kl":
+        return f"--max-kl {limit.value:g}"
+    return f"--max-ppl-change {100 * limit.value:g}%"
+
+
+def _change(text: str) -> Limit:
+    given, where = text.strip(), f"--max-ppl-change '{text}'"
+    example = "--max-ppl-change 1%"
+    if given.endswith("%"):
+        return Limit.of_perplexity(given, where, example)
+    value = Limit.of_kl(given, where, example).value  # a plain number, read in the same way
+    if value >= _PLAIN:
+        raise ConfigError(f"{where}: write {value:g}% or {100 * value:g}%; it could mean either")
+    return Limit("perplexity", value)

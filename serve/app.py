@@ -125,20 +125,24 @@ def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
     @app.get("/v1/models")
     async def models(principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
         """The models that the key may ask for."""
-        routes = filter(principal.may_use, gateway.routes)
-        data = [_model(gateway, name, route) for route in routes for name in _names(route)]
+        data = [
+            _model(gateway, name, route)
+            for route in gateway.routes
+            for name in _names(route)
+            if principal.may_use_tier(route, route.tier_of(name))
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
         """One model; 404 if it is not served, 403 if it is not for this key."""
         route = gateway.routes.resolve(name, principal.may_use)
-        principal.require_model(route)
+        principal.require_model(route, route.tier_of(name))
         return JSONResponse(_model(gateway, name, route))
 
 
 def _names(route: Route) -> tuple[str, ...]:
-    return (route.name, *route.aliases)
+    return (route.name, *route.aliases, *route.tier_aliases)
 
 
 def _model(gateway: "Gateway", name: str, route: Route) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
         self.config = config
         self.pools = pools
-        self.epoch = Epoch(config, Routes(config.models, pools), Keys.from_config(config.access))
+        routes = Routes.from_config(config, pools)
+        self.epoch = Epoch(config, routes, Keys.from_config(config.access))
         self.admission = Admission(config.limits)
         self.metrics = Metrics()
         self.metrics.observe(self)

@@ -1,6 +1,6 @@
 """Who asks, and what they may."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from octet.errors import RequestError
@@ -21,6 +21,9 @@ class Named(Protocol):
 
     @property
     def aliases(self) -> Sequence[str]: ...
+
+    @property
+    def tier_aliases(self) -> Mapping[str, str]: ...
 
 
 class Principal:
@@ -49,15 +52,28 @@ class Principal:
         if self.config is None or self.config.models is None:
             return True
         allowed = self.config.models
-        return route.name in allowed or any(alias in allowed for alias in route.aliases)
+        return any(name in allowed for name in (route.name, *route.aliases, *route.tier_aliases))
 
-    def require_model(self, route: Named) -> None:
-        """Raises RequestError (403) if this key may not use the model, under any of its names."""
-        if self.may_use(route):
+    def may_use_tier(self, route: Named, tier: str | None) -> bool:
+        """Whether it may use the model in this tier; or in none, and so with any pool of it.
+
+        The right to a tier's alias is the right to that tier alone.
+        """
+        if self.config is None or self.config.models is None:
+            return True
+        allowed = self.config.models
+        if route.name in allowed or any(alias in allowed for alias in route.aliases):
+            return True
+        return any(alias in allowed for alias, of in route.tier_aliases.items() if of == tier)
+
+    def require_model(self, route: Named, tier: str | None = None) -> None:
+        """Raises RequestError (403) if this key may not use the model in this tier."""
+        if self.may_use_tier(route, tier):
             return
         allowed = self.config.models if self.config else None
+        which = f" in the tier '{tier}'" if tier is not None and self.may_use(route) else ""
         raise RequestError(
-            f"API key '{self.name}' may not use the model '{route.name}'; "
+            f"API key '{self.name}' may not use the model '{route.name}'{which}; "
             f"it may use: {', '.join(allowed or ()) or 'none'}",
             status=403,
             param="model",

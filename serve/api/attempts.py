@@ -25,6 +25,7 @@ from serve.api.operation import Operation
 from serve.routing.budget import RetryBudget
 from serve.routing.member import Lease, Member
 from serve.routing.pool import Pool
+from serve.routing.tiers import ModelTier
 from serve.telemetry.observation import Observation
 
 __all__ = ["Attempts"]
@@ -48,8 +49,9 @@ class Attempts:
         observation: Observation,
         deadlines: Deadlines,
         headers: Mapping[bytes, bytes],
+        tier: ModelTier | None = None,
     ) -> None:
-        """`pools` are asked in this order; `headers` are the client's."""
+        """`pools` are asked in this order, while `tier` allows; `headers` are the client's."""
         self.operation = operation
         self.call = call
         self.pools = pools
@@ -58,6 +60,7 @@ class Attempts:
         self.observation = observation
         self.deadlines = deadlines
         self.headers = headers
+        self.tier = tier
         self.pool: Pool | None = None
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
@@ -235,6 +238,8 @@ class Attempts:
             await asyncio.sleep(backoff_s)
 
     async def _attempt(self, pool: Pool, member: Member, *, again: bool) -> Answer:
+        if self.tier is not None:
+            self.tier.require(pool)
         lease = self.lease = member.lease(self._ask_of.tokens, again=again)
         self.observation.attempt(pool.name, member.name, pool.precision or "")
         if self.observation.trace is not None:  # each attempt has a span of its own

@@ -23,6 +23,7 @@ from serve.api.deadlines import Deadlines, requested_timeout_s
 from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
 from serve.api.operation import Operation
 from serve.api.pieces import ended_in, events_in, is_comment
+from serve.api.provenance import provenance, requested_tier
 from serve.api.receiving import disconnected, read_body
 from serve.api.relay import AnsweredFailure
 from serve.api.schemas import parse_body
@@ -44,8 +45,8 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        *("attempts", "deadlines", "gateway", "headers", "observation", "operation", "principal"),
-        *("receive", "send", "tokens"),
+        *("attempts", "deadlines", "fields", "gateway", "headers", "observation", "operation"),
+        *("principal", "receive", "send", "tokens"),
     )
 
     def __init__(
@@ -53,7 +54,8 @@ class Exchange:
     ) -> None:
         self.gateway = gateway
         self.operation = operation
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.fields: list[tuple[bytes, bytes]] = scope["headers"]
+        self.headers: dict[bytes, bytes] = dict(self.fields)
         self.receive = receive
         self.send = send
         self.observation: Observation = scope["octet"]
@@ -83,6 +85,7 @@ class Exchange:
             attempts = await self._checked(entry)
             watch = asyncio.create_task(_watch(self.receive, attempts.deadlines))
             answer = await attempts.open()
+            answer.headers.update(provenance(attempts.pool, attempts.tier))
             cast_shadow(self.gateway, self.operation, attempts.call)
             if answer.rest is None:
                 self._complete(answer)
@@ -114,14 +117,15 @@ class Exchange:
         raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
         body, data = await parse_body(operation.schema, raw, limits)
         route = entry.routes.resolve(data["model"], self.principal.may_use)
-        self.principal.require_model(route)
-        observation.routed(route.name, _choices(body))
+        tier = route.tier(data["model"], requested_tier(self.headers, self.fields))
+        self.principal.require_model(route, tier.name if tier is not None else None)
+        observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if entry.config.logs.prompts:
             observation.prompt = str(data.get("messages") or data.get("prompt") or "")
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
         call = Call(observation.id, operation.path, raw, data, body, route, headers, streamed)
-        pools = route.pools()
+        pools = route.pools(tier)
         total_s = min(pools[0].config.timeouts.total_s, timeout_s)
         elapsed_s = time.perf_counter() - observation.started
         self.deadlines = Deadlines(total_s, elapsed_s)
@@ -134,6 +138,7 @@ class Exchange:
             observation,
             self.deadlines,
             self.headers,
+            tier,
         )
         return self.attempts
 

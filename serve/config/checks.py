@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
+from serve.config import tiers
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
 from serve.config.document import Loc, Problem
 from serve.config.models import ModelConfig
@@ -25,8 +26,8 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
 def problems(config: "GatewayConfig") -> list[Problem]:
-    """In the order of the file's documentation: access, pools, models."""
-    found = [*_access(config), *_names(config)]
+    """In the order of the file's documentation: access, names, tiers, pools, models."""
+    found = [*_access(config), *_names(config), *tiers.problems(config)]
     for name, loc, pool in pools_of(config):
         found += _pool(config, name, loc, pool)
     for name, model in config.models.items():
@@ -40,6 +41,7 @@ def warnings(config: "GatewayConfig") -> list[str]:
     now = datetime.now(UTC)
     expired = [key for key in config.access.keys if key.expires is not None and key.expires <= now]
     return [
+        *tiers.warnings(config),
         *(f"pools.{name}: no model uses it; it is not started" for name in unused),
         *(f"access.keys: the key '{key.name}' expired at {key.expires}" for key in expired),
     ]
@@ -75,7 +77,11 @@ def _access(config: "GatewayConfig") -> Iterator[Problem]:
     digests = [key.sha256 for key in access.keys]
     yield from _twice(("access", "keys"), "name", [key.name for key in access.keys])
     yield from _twice(("access", "keys"), "sha256", digests)
-    names = [name for model, entry in config.models.items() for name in (model, *entry.aliases)]
+    names = [
+        name
+        for model, entry in config.models.items()
+        for name in (model, *entry.aliases, *entry.tier_aliases)
+    ]
     for i, key in enumerate(access.keys):
         for j, name in enumerate(key.models or ()):
             if name not in names:
@@ -99,10 +105,14 @@ def _access(config: "GatewayConfig") -> Iterator[Problem]:
 def _names(config: "GatewayConfig") -> Iterator[Problem]:
     taken = dict.fromkeys(config.models, "a model")
     for name, model in config.models.items():
-        for i, alias in enumerate(model.aliases):
+        aliases: list[tuple[Loc, str]] = [
+            *((("aliases", i), alias) for i, alias in enumerate(model.aliases)),
+            *((("tier_aliases", alias), alias) for alias in model.tier_aliases),
+        ]
+        for loc, alias in aliases:
             if alias in taken:
-                loc = ("models", name, "aliases", i)
-                yield loc, f"'{alias}' is already the name of {taken[alias]}"
+                message = f"'{alias}' is already the name of {taken[alias]}"
+                yield ("models", name, *loc), message
             taken[alias] = f"an alias of '{name}'"
         if isinstance(model.pool, PoolConfig) and name in config.pools:
             yield ("pools", name), f"the model '{name}' has a pool of its own, which has that name"

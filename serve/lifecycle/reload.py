@@ -88,7 +88,7 @@ class Change:
         kept = {name: change.pool for name, change in self._changes.items()}
         used = kept | self._fresh
         self.pools = {name: used[name] for name in config.all_pools if name in used}
-        self.routes = Routes(config.models, self.pools)
+        self.routes = Routes.from_config(config, self.pools)
 
     async def _discard(self) -> None:
         await asyncio.gather(

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 from octet.errors import ConfigError, RequestError, nearest
-from serve.config import ModelConfig
+from serve.config import GatewayConfig, ModelConfig, Tier
 from serve.routing.pool import Pool
+from serve.routing.tiers import ModelTier, tiers_of
 
 __all__ = ["Route", "Routes"]
 
@@ -14,9 +16,15 @@ class Route:
     """One public model."""
 
     def __init__(
-        self, name: str, config: ModelConfig, pools: Mapping[str, Pool], rng: random.Random
+        self,
+        name: str,
+        config: ModelConfig,
+        pools: Mapping[str, Pool],
+        rng: random.Random,
+        tiers: Mapping[str, Tier] | None = None,
+        costs: Mapping[str, float] | None = None,
     ) -> None:
-        """Raises ConfigError for a pool that does not exist."""
+        """Raises ConfigError for a pool or a tier that does not exist."""
 
         def named(reference: object) -> Pool:
             key = reference if isinstance(reference, str) else name  # a pool written in place
@@ -32,16 +40,53 @@ class Route:
         self._main = named(config.pool)
         self._fallback = [named(pool) for pool in config.fallback]
         self._shadow = named(config.shadow.pool) if config.shadow else None
-
-    def pools(self) -> list[Pool]:
-        """In the order to ask them: a canary if one is drawn, the main pool, the fallbacks."""
         order = [self._main, *self._fallback]
+        self.tiers: Mapping[str, ModelTier] = tiers_of(tiers or {}, name, order, costs or {})
+        self.tier_aliases = config.tier_aliases
+        self._default_tier = config.tier
+        for tier in (config.tier, *config.tier_aliases.values()):
+            if tier is not None and tier not in self.tiers:
+                raise ConfigError(f"models.{name}: no tier '{tier}'{nearest(tier, self.tiers)}")
+
+    def tier_of(self, name: str) -> str | None:
+        """The tier of requests for `name`, this model's or an alias, that ask for none."""
+        return self.tier_aliases.get(name, self._default_tier)
+
+    def tier(self, name: str, asked: str | None) -> ModelTier | None:
+        """The tier of a request for `name` that asks for the tier `asked`.
+
+        Raises RequestError (400) for a tier that is not there, or another than its alias is of.
+        """
+        if asked is None:
+            of_name = self.tier_of(name)
+            return None if of_name is None else self.tiers[of_name]
+        if asked not in self.tiers:
+            raise _refused(_unknown(asked, self.tiers))
+        alias_of = self.tier_aliases.get(name, asked)
+        if alias_of != asked:
+            raise _refused(
+                f"the model '{name}' is of the tier '{alias_of}', and X-Octet-Tier asks for "
+                f"'{asked}': leave the header out, or ask for the model '{self.name}'"
+            )
+        return self.tiers[asked]
+
+    def pools(self, tier: ModelTier | None = None) -> list[Pool]:
+        """In the order to ask them: a canary if one is drawn, the main pool, the fallbacks.
+
+        With a tier, as `ModelTier.order` has the latter, and a canary only if it fits. Raises
+        RequestError (503) if then none is left.
+        """
+        order = [self._main, *self._fallback] if tier is None else tier.order()
         if self._canaries:
             draw = self._rng.random()
             for pool, fraction in self._canaries:
                 if draw < fraction:
+                    if tier is not None and not tier.fits(pool):
+                        break
                     return [pool, *(other for other in order if other is not pool)]
                 draw -= fraction
+        if not order and tier is not None:
+            raise tier.refusal()
         return order
 
     def shadow(self) -> Pool | None:
@@ -66,17 +111,31 @@ class Routes:
         models: Mapping[str, ModelConfig],
         pools: Mapping[str, Pool],
         *,
+        tiers: Mapping[str, Tier] | None = None,
+        costs: Mapping[str, float] | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Raises ConfigError for a pool that does not exist, or a name that is given twice."""
+        """`costs` are of a token in each pool, by their names; 1 where nothing is said.
+
+        Raises ConfigError for a pool or a tier that does not exist, or a name that is given twice.
+        """
         rng = rng or random.Random()
-        self._routes = {name: Route(name, config, pools, rng) for name, config in models.items()}
+        self._routes = {
+            name: Route(name, config, pools, rng, tiers, costs) for name, config in models.items()
+        }
         self._by_name = dict(self._routes)
         for route in self._routes.values():
-            for alias in route.aliases:
+            for alias in (*route.aliases, *route.tier_aliases):
                 if alias in self._by_name:
                     raise ConfigError(f"models.{route.name}: the alias '{alias}' is taken")
                 self._by_name[alias] = route
+
+    @classmethod
+    def from_config(cls, config: GatewayConfig, pools: Mapping[str, Pool]) -> Self:
+        """Raises ConfigError, as above."""
+        # Not the pools' own word for it: until a reload is over, they have the old configuration.
+        costs = {name: pool.cost for name, pool in config.all_pools.items()}
+        return cls(config.models, pools, tiers=config.tiers, costs=costs)
 
     def __iter__(self) -> Iterator[Route]:
         return iter(self._routes.values())
@@ -102,3 +161,15 @@ class Routes:
                 code="model_not_found",
             )
         return route
+
+
+def _unknown(tier: str, tiers: Mapping[str, ModelTier]) -> str:
+    shown = tier[:100]
+    if not tiers:
+        return f"unknown tier '{shown}': this gateway has no tiers; leave X-Octet-Tier out"
+    close = nearest(shown, tiers).partition("; known: ")[0]
+    return f"unknown tier '{shown}'{close}; the most exact first: {', '.join(tiers)}"
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="X-Octet-Tier", code="invalid_tier")

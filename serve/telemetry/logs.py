@@ -54,6 +54,7 @@ def log_access(method: str, path: str, observation: Observation) -> None:
         "status": observation.status,
         "key": observation.key,
         "model": observation.model,
+        "tier": observation.tier,
         "pool": observation.pool,
         "backend": observation.backend,
         "precision": observation.precision,

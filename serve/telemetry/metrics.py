@@ -102,6 +102,11 @@ class Metrics:
         self.deadlines = self._counter(
             "octet_deadlines", "Requests whose time ran out, by where they were then.", ("stage",)
         )
+        self.tiers = self._counter(
+            "octet_tier_requests",
+            "Requests of a tier, by the pool that was asked last; without one: none fitted.",
+            ("model", "tier", "pool"),
+        )
         self.shadows = self._counter(
             "octet_shadow_requests",
             "Copies of requests whose answers are thrown away.",

@@ -46,7 +46,7 @@ class Observation:
         *("backend", "broke", "choices", "code", "completion_tokens", "endpoint"),
         *("estimated_prompt_tokens", "events", "first_s", "gone", "id", "key", "metrics", "model"),
         *("operation", "pool", "precision", "prompt", "prompt_tokens", "propagated", "queued_s"),
-        *("retries", "started", "status", "trace"),
+        *("retries", "started", "status", "tier", "trace"),
         *("_first_at", "_gaps", "_held", "_held_s", "_inter_token", "_last_at", "_pending"),
         *("_round_at", "_running", "_skipped"),
     )
@@ -59,7 +59,7 @@ class Observation:
         self.id = request_id
         self.propagated: dict[str, str] = {}  # the client's trace context
         self.trace: Trace | None = None
-        self.key = self.model = self.pool = self.backend = self.precision = ""
+        self.key = self.model = self.tier = self.pool = self.backend = self.precision = ""
         self.code = ""  # of the error object that was sent
         self.broke = False  # it ended in an error event
         self.status = 500
@@ -86,10 +86,11 @@ class Observation:
     def authenticated(self, key: str) -> None:
         self.key = key
 
-    def routed(self, model: str, choices: int = 1) -> None:
-        """The model's public name, and how many choices the answer will have."""
+    def routed(self, model: str, choices: int = 1, tier: str = "") -> None:
+        """The model's public name, how many choices the answer will have, and the tier asked."""
         self.model = model
         self.choices = choices
+        self.tier = tier
 
     def queued(self, seconds: float) -> None:
         """It waited for so long at the gate of `pool`; once for each pool."""
@@ -210,6 +211,8 @@ class Observation:
         if self.gone:
             metrics.disconnects.labels(self.endpoint).inc()
         metrics.requests.labels(self.endpoint, self.model, str(self.status)).inc()
+        if self.tier:
+            metrics.tiers.labels(self.model, self.tier, self.pool).inc()
         if self.model and self.operation:
             labels = (self.operation, self.model, self.pool)
             duration = metrics.duration.labels(*labels, self.outcome)

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ def entry(name: str = "team", key: str = "octet-secret", **more: Any) -> KeyConf
 class Route(NamedTuple):
     name: str
     aliases: tuple[str, ...] = ()
+    tier_aliases: Mapping[str, str] = {}
 
 
 def status_of(keys: Keys, header: bytes | None) -> tuple[int, str]:

@@ -5,7 +5,14 @@ from pathlib import Path
 
 from octet.artifact import Manifest
 from octet.errors import OctetError
-from serve.config import BackendConfig, EmbeddedConfig, FileDiscovery, GatewayConfig, ModelConfig
+from serve.config import (
+    BackendConfig,
+    EmbeddedConfig,
+    FileDiscovery,
+    GatewayConfig,
+    ModelConfig,
+    Tier,
+)
 from serve.config.checks import pools_of
 from serve.config.document import Document, Problem
 from serve.config.load import load_backends, refuse
@@ -25,6 +32,7 @@ def check(path: Path) -> list[str]:
     config = GatewayConfig.load(path)
     refuse(path, Document.read(path), list(_problems(config)))
     lines = [f"warning: {warning}" for warning in (*config.warnings, *_warnings(config))]
+    lines += [_tier(name, tier) for name, tier in config.tiers.items()]
     lines += [_model(name, model) for name, model in config.models.items()]
     gateway = Gateway.from_config(config)
     for name, pool in gateway.pools.items():
@@ -36,6 +44,11 @@ def check(path: Path) -> list[str]:
     return lines
 
 
+def _tier(name: str, tier: Tier) -> str:
+    less = ", or else the most exact pool" if tier.allow_less_exact else ""
+    return f"tier {name}: at most {tier.max_kl:g} nats from the reference{less}"
+
+
 def _model(name: str, model: ModelConfig) -> str:
     """Its pools in the order in which they are asked, and with which share."""
     main = model.pool if isinstance(model.pool, str) else name
@@ -44,7 +57,10 @@ def _model(name: str, model: ModelConfig) -> str:
     parts += [f"fallback {fallback}" for fallback in model.fallback]
     if model.shadow is not None:
         parts.append(f"shadow {model.shadow.pool} ({model.shadow.fraction:.4g})")
-    aliases = f" ({', '.join(model.aliases)})" if model.aliases else ""
+    names = [*model.aliases, *(f"{name}: {tier}" for name, tier in model.tier_aliases.items())]
+    aliases = f" ({', '.join(names)})" if names else ""
+    if model.tier is not None:
+        parts.append(f"tier {model.tier}")
     return f"model {name}{aliases}: {', '.join(parts)}"
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from octet import __version__
 from serve.config import ModelConfig
-from serve.routing import Member, Pool
+from serve.routing import Member, Pool, Route
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
@@ -48,7 +48,10 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
         "draining": gateway.draining,
         "requests": gateway.running,
         "memory": admission["memory"],
-        "models": {name: _model(name, model) for name, model in gateway.config.models.items()},
+        "models": {
+            name: _model(name, model, gateway.routes.resolve(name))
+            for name, model in gateway.config.models.items()
+        },
         "pools": pools,
         "pools_finishing": [pool.name for pool in gateway.finishing],
         "last_reload": last_reload,
@@ -94,7 +97,7 @@ def _ago(moment: float, now: float) -> float | None:
     return round(now - moment, 1) if moment > 0 else None
 
 
-def _model(name: str, config: ModelConfig) -> dict[str, Any]:
+def _model(name: str, config: ModelConfig, route: Route) -> dict[str, Any]:
     shadow = config.shadow
     return {
         "aliases": list(config.aliases),
@@ -102,6 +105,9 @@ def _model(name: str, config: ModelConfig) -> dict[str, Any]:
         "canary": [{"pool": c.pool, "fraction": c.fraction} for c in config.canary],
         "fallback": list(config.fallback),
         "shadow": None if shadow is None else {"pool": shadow.pool, "fraction": shadow.fraction},
+        "tier": config.tier,
+        "tier_aliases": dict(config.tier_aliases),
+        "tiers": {name: tier.status() for name, tier in route.tiers.items()},
     }
 
 

@@ -76,8 +76,21 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             "octet_ready", "Whether new requests are taken and some backend works.", gateway.ready
         )
+        yield self._tiers()
         yield from self._queues()
         yield from self._backends()
+
+    def _tiers(self) -> Metric:
+        fits = GaugeMetricFamily(
+            "octet_tier_fits",
+            "Whether the pool's measured divergence is within the tier's budget.",
+            labels=("model", "tier", "pool"),
+        )
+        for route in self.gateway.routes:
+            for tier in route.tiers.values():
+                for pool, fitting in tier.fitting().items():
+                    fits.add_metric((route.name, tier.name, pool), fitting)
+        return fits
 
     def _queues(self) -> Iterator[Metric]:
         gates = self.gateway.admission.gates

@@ -67,7 +67,8 @@ def document(config: GatewayConfig) -> Json:
     relays = any(isinstance(backend, HttpConfig) for backend in backends)
     relays = relays or any(pool.discover for pool in config.all_pools.values())
     paths: Json = {
-        path: {"post": _operation(path, keys=keys, relays=relays)} for path in _OPERATIONS
+        path: {"post": _operation(path, keys=keys, relays=relays, tiers=bool(config.tiers))}
+        for path in _OPERATIONS
     }
     return {
         "openapi": "3.1.0",
@@ -75,14 +76,14 @@ def document(config: GatewayConfig) -> Json:
         "paths": paths | _models(keys) | _status(config) | _admin(config),
         "components": {
             "schemas": _schemas(),
-            "parameters": _PARAMETERS,
+            "parameters": _PARAMETERS | _tier_parameter(config),
             "headers": _HEADERS,
             "securitySchemes": _security(config, keys),
         },
     }
 
 
-def _operation(path: str, *, keys: bool, relays: bool) -> Json:
+def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
     summary, request, answer, streams = _OPERATIONS[path]
     content = {_JSON: _schema(answer)}
     if streams:
@@ -90,14 +91,19 @@ def _operation(path: str, *, keys: bool, relays: bool) -> Json:
         event = {"type": "object", "required": ["data"], "description": about}
         content[_STREAM] = {"schema": event | {"properties": {"data": {"type": "string"}}}}
     statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
-    answers = {"200": _answer("The answer", content)} | _errors(statuses)
+    of_tiers = ("tier",) if tiers else ()
+    found = _answer("The answer", content)
+    for header in (*of_tiers, "precision", "artifact", "divergence"):
+        found["headers"][f"X-Octet-{header.title()}"] = {"$ref": f"#/components/headers/{header}"}
+    answers = {"200": found} | _errors(statuses)
     if relays:
         answers["4XX"] = _error("A refusal of the backend's own")
     return {
         "summary": summary,
         "operationId": path.removeprefix("/v1").strip("/").replace("/", "_"),
         "parameters": [
-            {"$ref": f"#/components/parameters/{name}"} for name in ("timeout", "request_id")
+            {"$ref": f"#/components/parameters/{name}"}
+            for name in ("timeout", "request_id", *of_tiers)
         ],
         "requestBody": {"required": True, "content": {_JSON: _schema(request)}},
         "responses": answers,
@@ -207,6 +213,17 @@ def _errors(statuses: Any) -> Json:
     return {str(status): _error(_ERRORS[status], status) for status in sorted(statuses)}
 
 
+def _tier_parameter(config: GatewayConfig) -> Json:
+    """Where there are no tiers, the header is an error."""
+    if not config.tiers:
+        return {}
+    about = "How exact the answer must be; the most exact tier first"
+    schema = {"type": "string", "enum": list(config.tiers)}
+    return {
+        "tier": {"name": "X-Octet-Tier", "in": "header", "description": about, "schema": schema}
+    }
+
+
 def _secured(keys: bool) -> Json:
     return {"security": [{"api_key": []}]} if keys else {}
 
@@ -250,6 +267,22 @@ _HEADERS: Json = {
     "maybe_request_id": {
         "description": "The request's id, unless it was refused before its headers were read",
         "schema": {"type": "string"},
+    },
+    "tier": {
+        "description": "The tier whose budget the answer keeps, where one was asked for",
+        "schema": {"type": "string"},
+    },
+    "precision": {
+        "description": "The precision of the pool that answered, as the operator names it",
+        "schema": {"type": "string"},
+    },
+    "artifact": {
+        "description": "The artifact that answered, by the beginning of its identity",
+        "schema": {"type": "string", "pattern": "^[0-9a-f]{12}$"},
+    },
+    "divergence": {
+        "description": "Nats from the reference, as measured of the pool: the upper bound",
+        "schema": {"type": "number", "minimum": 0},
     },
     "retry_after": {
         "description": "When it is worth asking again",

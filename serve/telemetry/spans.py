@@ -140,6 +140,7 @@ def _attributes(observation: Observation) -> dict[str, str | int | float]:
         "gen_ai.usage.output_tokens": tokens and tokens[1],
         "error.type": observation.outcome,
         "octet.key": observation.key,
+        "octet.tier": observation.tier,
         "octet.pool": observation.pool,
         "octet.backend": observation.backend,
         "octet.precision": observation.precision,

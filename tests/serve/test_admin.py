@@ -207,6 +207,9 @@ class TestStatus:
                 "canary": [{"pool": "new", "fraction": 0.1}],
                 "fallback": ["bf16"],
                 "shadow": {"pool": "new", "fraction": 0.5},
+                "tier": None,
+                "tier_aliases": {},
+                "tiers": {},
             }
             pool = public["pools"]["fp8"]
             assert (pool["precision"], pool["policy"], pool["ready"]) == ("fp8", "least_tokens", 1)

@@ -11,7 +11,7 @@ is exact for normal sums of samples of equal length, and an approximation for ot
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "Advance",
     "Divergence",
     "Reference",
+    "Tally",
     "evaluation_batches",
     "real",
     "real_tokens",
@@ -131,22 +132,59 @@ class Reference:
         float32 logits [n, V] of some of them, [n, H] in float32.
         NumericsError if a logit is NaN or Inf.
         """
-        divergences: list[Tensor] = []
-        likelihoods: list[Tensor] = []
-        samples: list[int] = []
-        predicted: list[int] = []
+        found = Tally()
         for index, batch in enumerate(self.batches):
             now = real(self.states(batch), batch) if states is None else states(index)
-            kl, ours, theirs = self._rows(self.hidden[index], now, batch, head or self._logits)
-            divergences.append(kl)
-            likelihoods.append(torch.stack((theirs, ours)))
-            samples += batch.lengths
-            predicted += [max(0, length - 1) for length in batch.lengths]
+            rows = self._rows(self.hidden[index], now, head or self._logits)
+            found.add(batch, rows)
             advance(batch.tokens)
-        kl, nll = torch.cat(divergences), torch.cat(likelihoods, dim=1)
+        return found.divergence()
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.head)
+
+    def _rows(
+        self, before: Tensor, now: Tensor, head: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(now), self.rows_at_once):
+            part = slice(start, start + self.rows_at_once)
+            yield self._logits(before[part].float()), head(now[part].float())
+
+
+class Tally:
+    """The costs of tokens, batch by batch, until all are known."""
+
+    def __init__(self) -> None:
+        self._divergences: list[Tensor] = []  # float64 on the CPU, as all are
+        self._likelihoods: list[Tensor] = []
+        self._samples: list[int] = []
+
+    def add(self, batch: Batch, logits: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`logits` float32 [n, V] of the reference and of the model, for the batch's real tokens
+        in their order, some at a time."""
+        ids = real(batch.token_ids, batch)
+        predicts = torch.ones(len(ids), dtype=torch.bool)
+        predicts[torch.tensor(batch.lengths).cumsum(0) - 1] = False
+        following = ids.roll(-1)[:, None]
+        kl, likelihoods = [], []
+        done = 0
+        for before, now in logits:
+            target = following[done : done + len(now)].to(now.device)
+            p, q = before.log_softmax(-1), now.log_softmax(-1)
+            likelihoods.append(torch.stack((p.gather(1, target)[:, 0], q.gather(1, target)[:, 0])))
+            kl.append(q.neg_().add_(p).mul_(p.exp_()).sum(-1))
+            done += len(now)
+        self._divergences.append(torch.cat(kl).double().cpu())
+        self._likelihoods.append(torch.cat(likelihoods, dim=1).double().cpu()[:, predicts])
+        self._samples += batch.lengths
+
+    def divergence(self) -> Divergence:
+        """NumericsError if a logit was NaN or Inf."""
+        kl, nll = torch.cat(self._divergences), -torch.cat(self._likelihoods, dim=1)
         if not (kl.isfinite().all() and nll.isfinite().all()):
             raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
-        mean, error = _clustered(kl, samples)
+        predicted = [max(0, length - 1) for length in self._samples]
+        mean, error = _clustered(kl, self._samples)
         change, change_error = _clustered(nll[1] - nll[0], predicted)
         both = nll.mean(dim=1).exp() if nll.shape[1] else torch.full((2,), math.nan)
         return Divergence(
@@ -159,32 +197,9 @@ class Reference:
             log_ratio=change,
             log_ratio_error=change_error,
             tokens=len(kl),
-            samples=len(samples),
+            samples=len(self._samples),
             samples_predicted=sum(length > 0 for length in predicted),
         )
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.head)
-
-    def _rows(
-        self, before: Tensor, now: Tensor, batch: Batch, head: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """float64 on the CPU: the KL of each token [n]; and, for those that another follows, the
-        negative log-likelihoods of that one, by the model now and by the reference."""
-        ids = real(batch.token_ids, batch).to(now.device)
-        predicts = torch.ones(len(ids), dtype=torch.bool)
-        predicts[torch.tensor(batch.lengths).cumsum(0) - 1] = False
-        following = ids.roll(-1)[:, None]
-        kl, ours, theirs = [], [], []
-        for start in range(0, len(ids), self.rows_at_once):
-            part = slice(start, start + self.rows_at_once)
-            p = self._logits(before[part].float()).log_softmax(-1)
-            q = head(now[part].float()).log_softmax(-1)
-            theirs.append(p.gather(1, following[part]))
-            ours.append(q.gather(1, following[part]))
-            kl.append(q.neg_().add_(p).mul_(p.exp_()).sum(-1))
-        nlls = [-torch.cat(x)[:, 0].double().cpu()[predicts] for x in (ours, theirs)]
-        return torch.cat(kl).double().cpu(), nlls[0], nlls[1]
 
 
 def real(x: Tensor, batch: Batch) -> Tensor:

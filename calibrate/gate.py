@@ -27,6 +27,7 @@ from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
 from octet.model import ModelSpec
 
 __all__ = [
+    "EVIDENCE_FILE",
     "Gate",
     "Judged",
     "Outcome",
@@ -115,6 +116,16 @@ class Outcome:
         return tuple(judged.sentence for judged in self.judged)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of a report: what is over, and which parts cost most; none if the gate is met."""
+        return () if self.met else (*self.sentences, self.blame)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Of a report."""
+        return {"gate": "; ".join(self.sentences)}
+
+    @property
     def ranked(self) -> tuple[Part, ...]:
         """What costs most by itself comes first."""
         return tuple(sorted(self.parts, key=lambda part: -part.kl))
@@ -127,14 +138,12 @@ class Outcome:
         """For a manifest."""
         return [judged.as_json() for judged in self.judged]
 
-    def error(self, out: Path, *, again: str, budget: bool = True) -> GateError:
-        """What ends the command; `again` is what to call with other options (`octet calibrate`).
-
-        `budget` is whether that has a --budget.
-        """
+    def error(self, out: Path, *, again: str, budget: str | None) -> GateError:
+        """What ends the command; `again` is what to call with other options (`octet calibrate`),
+        `budget` what has a --budget, if that can be given."""
         first = next(judged for judged in self.judged if not judged.met)
         said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
-        remedy = self._remedy(first, again, budget=budget)
+        remedy = self._remedy(first, again, budget)
         return GateError(
             f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; evidence:"
             f" {refused_directory(out)}"
@@ -149,19 +158,20 @@ class Outcome:
         named = [f"{part.name} ({part.kl / total:.0%})" for part in self.ranked[:_NAMED]]
         return f"of what its parts cost alone, most is of {', '.join(named)}"
 
-    def _remedy(self, first: Judged, again: str, *, budget: bool) -> str:
-        few = ""
+    def _remedy(self, first: Judged, again: str, budget: str | None) -> str:
+        ways = []
         if first.measured <= first.limit.value:
-            few = "give more text, which narrows the bound, or "
-        cause, options = self._causes(), list[str]()
-        linears = [name for part in cause for name in part.linears]
-        if linears:
-            options.append(" ".join(f"--exclude {name}" for name in linears))
+            ways.append("calibrate with more --held-out text, which narrows the bound")
+        cause = self._causes()
+        options = [f"--exclude {name}" for part in cause for name in part.linears]
         if any(not part.linears for part in cause):
             options.append("another --kv-cache")
-        if budget:
-            options.append(f"--budget {first.limit}")
-        return f"{few}{again} with {' or '.join(options)}" if options else f"{few}{again}"
+        if options:
+            ways.append(f"{again} with {' '.join(options)}")
+        if budget is not None:
+            given = "" if budget == again and options else f"{budget} with "
+            ways.append(f"{given}--budget {first.limit}")
+        return ", or ".join(ways) or "allow more, or choose another recipe"
 
     def _causes(self) -> list[Part]:
         """The fewest parts that make up half of it, if they are few enough to be left out."""

@@ -176,11 +176,11 @@ def run(
     report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
     judged = solution.gate
     if judged is not None and not judged.met:
-        page = keep_evidence(out, report, solution, judged, golden)
+        page = keep_evidence(out, report, solution.convergence, solution.scales, golden, judged)
         if console is not None:
             print_report(console, report, page=page)
-        again = f"`octet calibrate`, which continues from {progress} without observing again,"
-        raise judged.error(out, again=again, budget=algorithm != "gptq")
+        again = f"calibrate again (it continues from {progress}, without observing)"
+        raise judged.error(out, again=again, budget=None if algorithm == "gptq" else again)
     expected = None
     if predict:
         expected = expected_divergence(

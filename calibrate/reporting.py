@@ -1,9 +1,11 @@
 """The report of a calibration and the files that it becomes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calibrate.convergence import Convergence
 from calibrate.experts import fallback_warnings
@@ -33,8 +35,6 @@ def report_on(
 ) -> Report:
     """What the run of `inputs` through `checkpoint`, served as `name`, has found."""
     experts, gate = solution.experts, solution.gate
-    told = {} if gate is None else {"gate": "; ".join(gate.sentences)}
-    refused = [] if gate is None or gate.met else [*gate.sentences, gate.blame]
     return build_report(
         solution.recipe,
         checkpoint.spec,
@@ -50,12 +50,17 @@ def report_on(
         budget=solution.budget,
         experts=experts,
         warnings=[
-            *refused,
+            *(gate.warnings if gate else ()),
             *checkpoint.warnings,
             *inputs.warnings,
             *fallback_warnings(experts or {}),
         ],
-        facts={"compute_dtype": compute_dtype, **observed.facts, **inputs.plan.facts, **told},
+        facts={
+            "compute_dtype": compute_dtype,
+            **observed.facts,
+            **inputs.plan.facts,
+            **(gate.facts if gate else {}),
+        },
     )
 
 
@@ -76,15 +81,20 @@ def report_files(
 
 
 def keep_evidence(
-    out: Path, report: Report, solution: Solution, gate: Outcome, golden: GoldenSet
+    out: Path,
+    report: Report,
+    course: Convergence | None,
+    scales: Mapping[str, NDArray[np.float32]],
+    golden: GoldenSet,
+    gate: Outcome,
 ) -> Path:
     """Writes what speaks against a calibration that is not to become `out`; the page of it."""
     with keep_refused(out) as directory:
-        for name, text in report_files(report, solution.convergence, None).items():
+        for name, text in report_files(report, course, None).items():
             (directory / name).write_text(str(text))
-        recipe = solution.recipe.model_dump(mode="json")
+        recipe = report.recipe.model_dump(mode="json")
         (directory / EVIDENCE_FILE).write_text(gate.evidence(recipe=recipe))
         golden.save(directory)
-        scales = {name: Tensor.of(np.asarray(scale)) for name, scale in solution.scales.items()}
-        write_tensors(directory / "scales.safetensors", scales)
+        tensors = {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()}
+        write_tensors(directory / "scales.safetensors", tensors)
     return refused_directory(out) / PAGE

@@ -8,6 +8,7 @@ measured (sensitivity, a budget) was measured of the other recipe and stays behi
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from rich.console import Console
 
 from calibrate.convergence import Convergence, convergence
 from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
+from calibrate.gate import Gate, Outcome, check_refused
+from calibrate.gate_prompts import PromptCost, check_prompts, judge_prompts
 from calibrate.histogram import Histograms
 from calibrate.predict import expected_divergence
 from calibrate.report import build_report
 from calibrate.report_console import print_report
-from calibrate.reporting import report_files
+from calibrate.reporting import keep_evidence, report_files
 from calibrate.scales import check_alive, check_recipe
 from calibrate.solve import fitted_scales
 from octet.artifact import Manifest, check_destination, software
@@ -41,6 +44,7 @@ def rescale(
     *,
     recipe: Recipe,
     model: Path | None = None,
+    gate: Gate | None = None,
     predict: bool = True,
     force: bool = False,
     console: Console | None = None,
@@ -49,14 +53,18 @@ def rescale(
 
     `model` overrides where the calibration says that the checkpoint was. With the recipe that it
     has already, the scales are the same to the bit. Raises ArtifactError if the calibration or the
-    checkpoint was altered, ConfigError for a recipe that does not fit the model; then `out` is as
-    it was.
+    checkpoint was altered, ConfigError for a recipe that does not fit the model, GateError for one
+    that costs more on the golden prompts than `gate` allows; then `out` is as it was.
     """
     reads = [calibration, *([model] if model else [])]
     check_destination(out, force=force, inputs=reads, kind="calibration")
     origin = Calibration.load(calibration)
     checkpoint = _checkpoint(origin, model)
     check_recipe(recipe, checkpoint.spec)
+    if gate is not None:
+        gate.check_spec(checkpoint.spec, calibration)
+        check_prompts(gate, origin.golden)
+        check_refused(out)
     fitted = _fitted(origin, recipe)
 
     told = _report_of(origin)
@@ -66,6 +74,11 @@ def rescale(
     histograms = Histograms(counts, origin.observations)
     check_alive(checkpoint, recipe, histograms)
     scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
+
+    judged = None
+    if gate is not None:
+        cost = PromptCost(checkpoint, recipe, scales, origin.golden)
+        judged = judge_prompts(gate, cost, console)
 
     course = _convergence(origin, recipe, checkpoint, least)
     same = recipe == origin.manifest.recipe
@@ -82,10 +95,16 @@ def rescale(
         tokens=samples.tokens if samples else None,
         convergence=course,
         experts=experts or None,
-        warnings=told.get("notes", fallback_warnings(experts)),
-        facts=told.get("facts"),
+        warnings=[
+            *(judged.warnings if judged else ()),
+            *told.get("notes", fallback_warnings(experts)),
+        ],
+        facts=_facts(told, judged),
         **{part: told.get(part) for part in _MEASURED if same},
     )
+    if judged is not None and not judged.met:
+        keep_evidence(out, report, course, scales, origin.golden, judged)
+        raise judged.error(out, again="rescale", budget="calibrate again")
     expected = None
     if predict:
         expected = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
@@ -94,7 +113,7 @@ def rescale(
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
         out,
-        _manifest(origin, checkpoint, recipe, list(report.warnings)),
+        _manifest(origin, checkpoint, recipe, list(report.warnings), judged),
         origin.observations,
         origin.chunks,
         scales,
@@ -168,8 +187,18 @@ def _report_of(origin: Calibration) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
+def _facts(told: Mapping[str, Any], judged: Outcome | None) -> dict[str, Any]:
+    """Those of the origin, but for a gate, which was for its recipe."""
+    facts = {key: value for key, value in (told.get("facts") or {}).items() if key != "gate"}
+    return facts | (judged.facts if judged else {})
+
+
 def _manifest(
-    origin: Calibration, checkpoint: Checkpoint, recipe: Recipe, warnings: list[str]
+    origin: Calibration,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    warnings: list[str],
+    judged: Outcome | None,
 ) -> Manifest:
     """As the origin's, with the recipe, and where it came from."""
     before = origin.manifest
@@ -179,7 +208,9 @@ def _manifest(
         "warnings": warnings,
         "rescaled_from": {"identity": before.identity, "recipe": before.recipe.name},
     }
-    details = {key: value for key, value in details.items() if key not in _MEASURED}
+    details = {key: value for key, value in details.items() if key not in (*_MEASURED, "gate")}
+    if judged is not None:
+        details["gate"] = judged.details()
     return Manifest(
         kind="calibration",
         model=before.model,

@@ -1,0 +1,308 @@
+"""Asks a backend golden prompts, greedily, and collects what it says of the likeliest tokens.
+
+Prompts go as text: whoever reads one as other tokens has another tokenizer. Where a backend takes
+further fields, a fresh `cache_salt` keeps its prefix cache from answering for its kernels, and
+penalties that its model's own settings may bring are off.
+"""
+
+import asyncio
+import re
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octet.errors import BackendError, OctetError, RequestError
+from octet.golden import POSITIONS, GoldenSet
+from octet.proof.responses import Response
+from serve.backends.base import Backend
+from serve.proof.tokens import UNKNOWN, TokenNames
+from serve.tokenizer import Tokenizer
+from serve.types import Delta, Finished, GenerateRequest, PositionLogprobs
+
+__all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
+
+ALTERNATIVES = 20  # log-probabilities of a position that are asked for: what the reference has
+# Asked for one after the other, where a server refuses more; OpenAI's own limit is 5.
+_LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
+_TOO_LONG = re.compile(r"maximum (context|model) length|context_length_exceeded|longer than the m")
+
+# Why a record has no answer:
+#   busy       no answer in time, or the server takes no more now: worth asking again
+#   gone       it cannot be reached, or its connection ended
+#   failed     it said that it failed, or what it sent cannot be read
+#   context    the prompt is longer than what it was started for
+#   tokenizer  it reads the prompt as other tokens, or answers with tokens that are none of ours
+#   refused    it refuses the request, in its own words
+FailureKind = Literal["busy", "gone", "failed", "context", "tokenizer", "refused"]
+
+
+class Unprovable(OctetError):
+    """A backend that golden records cannot be held against, however often it is asked."""
+
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A record that was not answered; `text` is one line."""
+
+    record: int
+    kind: FailureKind
+    text: str
+
+
+@dataclass
+class Probed:
+    """What came of asking. Records are in `responses` or in `failures`."""
+
+    responses: list[Response] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    tokens: int = 0  # prompts' and answers', as the backend counted; of failures, the prompts'
+    seconds: float = 0.0
+    alternatives: int = 0  # log-probabilities of a position; 0: it returns none
+    salted: bool = False  # whether its prefix cache was kept out
+
+    @property
+    def state(self) -> Literal["answered", "busy", "gone", "failed"]:
+        """Of the backend: `answered` if there is anything to judge; `busy`: ask again later."""
+        kinds = {failure.kind for failure in self.failures}
+        if self.responses or not kinds:
+            return "answered"
+        return "busy" if "busy" in kinds else "gone" if "gone" in kinds else "failed"
+
+    @property
+    def notes(self) -> list[str]:
+        """What must be said beside a verdict, each one line."""
+        found = []
+        if self.responses and not self.alternatives:
+            found.append("it returns no log-probabilities: only greedy tokens were compared")
+        elif self.responses and self.alternatives < ALTERNATIVES:
+            found.append(
+                f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
+                " what it says of less likely ones is not known"
+            )
+        asked = len(self.responses) + len(self.failures)
+        for kind, said in _SAID.items():
+            some = [failure for failure in self.failures if failure.kind == kind]
+            if some:
+                found.append(f"{len(some)} of {asked} golden prompts {said}: {some[0].text}")
+        return found
+
+
+_SAID: dict[FailureKind, str] = {
+    "context": "are longer than its context and left out",
+    "tokenizer": "became other tokens and are left out",
+    "busy": "were not answered in time",
+    "gone": "were lost",
+    "failed": "failed",
+    "refused": "were refused",
+}
+
+
+async def probe(
+    backend: Backend,
+    golden: GoldenSet,
+    records: Sequence[int],
+    *,
+    concurrency: int = 8,
+    timeout_s: float = 60.0,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Probed:
+    """Asks `records` of `golden`, `concurrency` at once, for `timeout_s` seconds altogether.
+
+    `tokenizer` is the one beside the golden records: needed where a backend names tokens by their
+    text. `vocab_size` is the model's. `advance` is told of each record when it is done with.
+    Raises Unprovable where asking again cannot help.
+    """
+    asking = _Asking(backend, golden, TokenNames(tokenizer), vocab_size)
+    started = time.perf_counter()
+    room = asyncio.Semaphore(concurrency)
+
+    async def one(record: int) -> Response | Failure:
+        async with room:
+            found = await asking.record(record)
+        advance()
+        return found
+
+    tasks = {asyncio.create_task(one(record)): record for record in records}
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        late = [task for task in tasks if not task.done()]
+        failures = await _late(backend, [tasks[task] for task in late], timeout_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    answers = [task.result() for task in tasks if task not in late]
+    probed = Probed(
+        [answer for answer in answers if isinstance(answer, Response)],
+        [answer for answer in answers if isinstance(answer, Failure)] + failures,
+        tokens=asking.tokens,
+        seconds=time.perf_counter() - started,
+        alternatives=statistics.median_low(asking.alternatives or [0]),
+        salted=bool(asking.extra),
+    )
+    _require_provable(backend, probed)
+    return probed
+
+
+class _Asking:
+    """What has been learned of the backend while it is asked."""
+
+    def __init__(
+        self, backend: Backend, golden: GoldenSet, names: TokenNames, vocab_size: int | None
+    ) -> None:
+        self._backend = backend
+        self._golden = golden
+        self._names = names
+        self._vocab_size = vocab_size
+        self._logprobs: int | None = ALTERNATIVES
+        self.extra: dict[str, Any] = {}
+        if backend.accepts_extra:
+            self.extra = {"cache_salt": uuid.uuid4().hex, "repetition_penalty": 1.0}
+        self.tokens = 0
+        self.alternatives: list[int] = []
+
+    async def record(self, index: int) -> Response | Failure:
+        prompt_tokens = len(self._golden.records[index].prompt_token_ids)
+        context = self._backend.context_length
+        if context is not None and prompt_tokens >= context:
+            text = f"one has {prompt_tokens} tokens, it was started for {context}"
+            return Failure(index, "context", text)
+        while True:
+            request = self._request(index, context)
+            self.tokens += prompt_tokens
+            try:
+                deltas, end = await self._answer(request)
+            except RequestError as error:
+                self.tokens -= prompt_tokens
+                if self._relents(request, error):
+                    continue
+                too_long = _TOO_LONG.search(f"{error.code} {error}")
+                return Failure(index, "context" if too_long else "refused", str(error))
+            except BackendError as error:
+                return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
+            self.tokens += end.usage.prompt_tokens - prompt_tokens + end.usage.completion_tokens
+            return self._read(index, deltas, end)
+
+    def _request(self, index: int, context: int | None) -> GenerateRequest:
+        record = self._golden.records[index]
+        room = POSITIONS if context is None else context - len(record.prompt_token_ids)
+        return GenerateRequest(
+            request_id=f"proof-{index}",
+            model=self._backend.models[0],
+            prompt=record.prompt,
+            max_tokens=min(POSITIONS, room),
+            temperature=0.0,
+            logprobs=self._logprobs,
+            extra=self.extra,
+        )
+
+    async def _answer(self, request: GenerateRequest) -> tuple[list[Delta], Finished]:
+        deltas: list[Delta] = []
+        async with aclosing(self._backend.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    return deltas, event
+                deltas.append(event)
+        raise BackendError(f"{self._backend.name}: its answer has no end", kind="garbled")
+
+    def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
+        """Whether a request with less in it is worth sending, which the next ones are, too."""
+        said = f"{error.param} {error}"
+        if request.extra and any(name in said for name in request.extra):
+            self.extra = {}
+            return True
+        if "logprobs" not in said or request.logprobs is None:
+            return False
+        if request.logprobs == self._logprobs:  # nobody else has learned it meanwhile
+            unsupported = error.code == "unsupported_field"
+            self._logprobs = None if unsupported else _LADDER[_LADDER.index(self._logprobs) + 1]
+        return True
+
+    def _read(self, index: int, deltas: list[Delta], end: Finished) -> Response | Failure:
+        record = self._golden.records[index]
+        ours, theirs = len(record.prompt_token_ids), end.usage.prompt_tokens
+        if theirs and theirs != ours:
+            text = f"it reads one as {theirs} tokens that has {ours}"
+            return Failure(index, "tokenizer", text)
+        positions = [position for delta in deltas for position in delta.logprobs or ()]
+        if wrong := self._foreign(positions):
+            return Failure(index, "tokenizer", wrong)
+        positions = positions[:POSITIONS]
+        tokens = tuple(token for delta in deltas for token in delta.token_ids)
+        if not tokens and positions:
+            tokens = tuple(self._names.id_of(position.chosen) for position in positions)
+        if not tokens:
+            text = "".join(delta.text for delta in deltas)
+            tokens = self._names.read(text, record.continuation_token_ids, POSITIONS)
+        known = [set(top.token_ids) for top in record.tops]
+        known += [set()] * (len(positions) - len(known))
+        tops = tuple(map(self._names.top, positions, known))
+        self.alternatives += [len(position.top) for position in positions] or [0]
+        return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
+
+    def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
+        for position in positions:
+            for token in (position.chosen, *position.top):
+                if self._vocab_size is not None and token.token_id >= self._vocab_size:
+                    return f"it answers with token {token.token_id} of {self._vocab_size} that are"
+            if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
+                return f"it answers with a token {position.chosen.text!r}, which is none of ours"
+        return None
+
+
+_KINDS: dict[str, FailureKind] = {
+    "timeout": "busy",
+    "overloaded": "busy",
+    "failed": "failed",
+    "garbled": "failed",
+}
+
+
+async def _late(backend: Backend, records: Sequence[int], timeout_s: float) -> list[Failure]:
+    """Those that have no answer when the time is over: of a server that lives, it is busy."""
+    if not records:
+        return []
+    if await backend.ready():
+        said: tuple[FailureKind, str] = (
+            "busy",
+            f"none came in {timeout_s:g} s, though it is ready",
+        )
+    else:
+        said = ("gone", f"no answer in {timeout_s:g} s, and it does not say that it is ready")
+    return [Failure(record, *said) for record in records]
+
+
+def _require_provable(backend: Backend, probed: Probed) -> None:
+    """Raises Unprovable where there is nothing to judge, and will not be."""
+    kinds = [failure.kind for failure in probed.failures]
+    for kind, line in _UNPROVABLE.items():
+        # Of another tokenizer some prompts may happen to be as long.
+        enough = 2 * kinds.count(kind) > len(probed.responses) if kind == "tokenizer" else False
+        if enough or (kinds and kinds.count(kind) == len(kinds) and not probed.responses):
+            first = next(failure for failure in probed.failures if failure.kind == kind)
+            raise Unprovable(f"{backend.name}: {line}: {first.text}", kind)
+    silent = all(not any(r.tops) and UNKNOWN in (*r.tokens, UNKNOWN)[:1] for r in probed.responses)
+    if probed.responses and silent:
+        raise Unprovable(
+            f"{backend.name}: names tokens by their text alone, and no tokenizer beside the golden"
+            " records tells which they are",
+            "tokenizer",
+        )
+
+
+_UNPROVABLE: dict[FailureKind, str] = {
+    "tokenizer": "has another tokenizer than the golden records",
+    "context": "was started for a context shorter than every golden prompt that was asked",
+    "refused": "refuses the golden prompts",
+}

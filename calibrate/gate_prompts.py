@@ -40,7 +40,7 @@ from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["PromptCost", "check_prompts", "judge_prompts"]
 
-ON, HOW = "golden prompts", "simulated in float32"
+ON = "golden prompts"
 _BATCH = 8  # prompts of similar length
 _BLAMED_TOKENS = 2048  # of the prompts that parts are measured on, or a little more
 _STATES_BYTES = 512 << 20
@@ -53,10 +53,10 @@ def check_prompts(gate: Gate, golden: GoldenSet) -> None:
     gate.check_samples(lengths, ON, "calibrate again with more samples with --held-out")
 
 
-def judge_prompts(gate: Gate, cost: "PromptCost", console: Console | None) -> Outcome:
+def judge_prompts(gate: Gate, cost: "PromptCost", how: str, console: Console | None) -> Outcome:
     """`cost` held against every limit; where it is over one, with what each part costs alone."""
     with progress_bar(console, "Gate", cost.tokens) as advance:
-        outcome = gate.judge(cost.together(advance), ON, HOW)
+        outcome = gate.judge(cost.together(advance), ON, how)
     return outcome if outcome.met else outcome.blaming(cost.parts())
 
 

@@ -78,7 +78,7 @@ def rescale(
     judged = None
     if gate is not None:
         cost = PromptCost(checkpoint, recipe, scales, origin.golden)
-        judged = judge_prompts(gate, cost, console)
+        judged = judge_prompts(gate, cost, "simulated in float32", console)
 
     course = _convergence(origin, recipe, checkpoint, least)
     same = recipe == origin.manifest.recipe

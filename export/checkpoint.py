@@ -33,6 +33,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from export.compressed_tensors import CompressedTensors
 from export.fp8_format import Fp8
 from export.fused import check_fused
+from export.judging import Judge, finish
 from export.layout import CacheScale, Layout, Tensors, float32
 from export.modelopt_format import ModelOpt
 from export.shard_reader import ShardReader
@@ -67,13 +68,14 @@ def export_checkpoint(
     tensor_parallel: int = 1,
     force: bool = False,
     console: Console | None = None,
+    judge: Judge | None = None,
 ) -> Manifest:
     """Writes the checkpoint directory `out`; `model` overrides where the original is.
 
     `kv_cache` overrides the recipe's; `tensor_parallel` is over how many GPUs it must be possible
-    to split it. Raises UnsupportedError for what engines would refuse or get wrong, naming the
-    layer, and ArtifactError or ExportError for all else that stands in the way: before the first
-    byte, but for a shard altered since calibration.
+    to split it; `judge` may refuse it once it is whole. Raises UnsupportedError for what engines
+    would refuse or get wrong, naming the layer, and ArtifactError or ExportError for all else that
+    stands in the way: before the first byte, but for a shard altered since calibration.
     """
     if format not in _LAYOUTS:
         raise ConfigError(f"unknown checkpoint format '{format}'{nearest(format, _LAYOUTS)}")
@@ -95,7 +97,8 @@ def export_checkpoint(
             _write_index(writer.path, shards)
         hashes = _write_shards(source, writer.path, shards, console)
         source.require_unaltered()
-        return writer.finish(source.manifest("checkpoint", details, "numba"), hashes)
+        manifest = source.manifest("checkpoint", details, "numba")
+        return finish(writer, manifest, out, judge, hashes)
 
 
 def _write_shards(

@@ -15,6 +15,7 @@ from export.engine_cache import describe
 from export.engine_graph import INLINE_LIMIT_BYTES, EngineGraph, engine_graph
 from export.engine_profiles import MAX_BATCH, longest_of, profiles_of
 from export.engine_report import check_precision, precision_details, print_report
+from export.judging import Judge, finish
 from export.source import Source, require_space
 from export.tensorrt import WORKSPACE_BYTES, Options, Plan, build_plan
 from export.tensorrt_device import Gpu, find_gpu
@@ -64,18 +65,20 @@ def build_engine(
     force: bool = False,
     console: Console | None = None,
     prove: Prove | None = None,
+    judge: Judge | None = None,
 ) -> Manifest:
     """Writes the engine directory `out`; `model` overrides where the checkpoint is.
 
     `targets` are compute capabilities such as "sm89"; None is the GPU that is here, or without one
     those that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence (default:
     8192, or the model's). `prove` executes the engine in the directory that it is given, and
-    returns facts with a `status` ("proven", or "unproven" and a `reason`).
+    returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse it
+    after that.
 
     Raises UnsupportedError, before anything is parsed, for a builder, a target or a recipe that do
     not go together; ExportError for a graph that TensorRT refuses or would run otherwise than
-    written, ArtifactError for a file that is altered while it is read, and what `prove` raises:
-    then nothing is left.
+    written, ArtifactError for a file that is altered while it is read, and what `prove` and `judge`
+    raise: then nothing is left.
     """
     named = None if targets is None else check_names(targets)
     check_destination(out, force=force, inputs=[calibration])
@@ -100,7 +103,7 @@ def build_engine(
             "max_batch": max_batch,
             "max_length": longest_of(source.spec, max_length),
         }
-        manifest = _finish(writer, build, details, prove)
+        manifest = finish(writer, _proven(writer, build, details, prove), out, judge)
     if console is not None:
         print_report(console, manifest.details)
     return manifest
@@ -169,20 +172,20 @@ def _figures(plan: Plan, path: Path) -> dict[str, Any]:
     }
 
 
-def _finish(
+def _proven(
     writer: ArtifactWriter, build: _Build, details: dict[str, Any], prove: Prove | None
 ) -> Manifest:
-    """Writes the manifest; with `prove`, once to be loaded and again with what came of it."""
+    """The manifest; with `prove`, it is written to be loaded, and says what came of it."""
     packages = "onnx", "tensorrt_rtx" if build.name == RTX else "tensorrt"
     status = {"status": f"built, unproven: {NOT_RUN}"}
-    manifest = writer.finish(build.source.manifest("engine", status | details, *packages))
+    manifest = build.source.manifest("engine", status | details, *packages)
     if prove is None:
         return manifest
+    writer.finish(manifest)
     proof = prove(writer.path)
     if proof["status"] == "proven":
         status = {"status": PROVEN}
     else:
         status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
     (writer.path / MANIFEST_FILE).unlink()
-    facts = status | {"proof": proof} | details
-    return writer.finish(build.source.manifest("engine", facts, *packages))
+    return build.source.manifest("engine", status | {"proof": proof} | details, *packages)

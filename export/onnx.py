@@ -19,6 +19,7 @@ from onnx import TensorProto
 
 from export.engine_graph import build_engine_graph
 from export.graph import E8M0_OPSET, Graph
+from export.judging import Judge, finish
 from export.onnx_cache import CACHES
 from export.onnx_decoder import build_decoder
 from export.source import Source, require_space
@@ -44,12 +45,14 @@ def export_onnx(
     kv_cache: KvCacheDtype | None = None,
     quantize: bool = True,
     force: bool = False,
+    judge: Judge | None = None,
 ) -> Manifest:
     """Writes the ONNX directory `out`; `model` overrides where the checkpoint is.
 
     `kv_cache` defaults to the recipe's. `quantize=False` builds the same graph with the
     checkpoint's own weights and unrounded activations, to compare with; its cache defaults to
-    float16, and nothing is said of what the recipe costs. Raises UnsupportedError for a model, a
+    float16, and nothing is said of what the recipe costs. `judge` may refuse what was written.
+    Raises UnsupportedError for a model, a
     recipe or a cache that `target` cannot express, and ArtifactError for a file that is altered
     while it is read.
     """
@@ -72,7 +75,8 @@ def export_onnx(
         source.copy_side_files(writer.path, quantized=quantize)
         graph.save(writer.path)
         source.require_unaltered()
-        return writer.finish(source.manifest("onnx", details, "onnx", quantized=quantize))
+        manifest = source.manifest("onnx", details, "onnx", quantized=quantize)
+        return finish(writer, manifest, out, judge)
 
 
 def _graph(source: Source, target: Target, quantize: bool) -> Graph:

@@ -18,11 +18,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from export.judging import Judge
 from export.source import Source, require_space
 from export.triton_entries import SLOTS, Entry, python_entry, vllm_engine, vllm_entry
+from export.triton_plan import Plan
 from export.triton_text import pbtxt
-from octet.artifact import MANIFEST_FILE, Manifest, check_destination, write_artifact
-from octet.errors import ArtifactError, ConfigError, UnsupportedError
+from octet.artifact import Manifest, check_destination, write_artifact
+from octet.errors import ConfigError, UnsupportedError
 from octet.golden import GOLDEN_FILE
 
 __all__ = ["Backend", "Entries", "export_all", "export_triton"]
@@ -41,7 +43,7 @@ _ALL: dict[str, tuple[Backend, bool]] = {
     "-tensorrt": ("tensorrt", True),
 }
 # Of the content's manifest, in that of the entry too: what is doubtful, changed and expected.
-_KEPT = ("warnings", "algorithm", "expected_divergence")
+_KEPT = ("warnings", "algorithm", "expected_divergence", "gate")
 _NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
 
 
@@ -62,13 +64,14 @@ def export_triton(
     model: Path | None = None,
     name: str | None = None,
     force: bool = False,
+    judge: Judge | None = None,
 ) -> Manifest:
     """Writes the entry `out`, a directory named as its model, in a model repository.
 
     `engine` is a directory of `build-engine` from the same calibration: what `tensorrt` serves, and
-    what `python` then runs in place of the ONNX export. Raises ConfigError if `name` is not that of
-    the directory (Triton would not load such an entry), UnsupportedError for what the backend
-    cannot run.
+    what `python` then runs in place of the ONNX export. `judge` may refuse what it holds. Raises
+    ConfigError if `name` is not that of the directory (Triton would not load such an entry),
+    UnsupportedError for what the backend cannot run.
     """
     out = out.absolute()
     name = name or out.name
@@ -83,23 +86,22 @@ def export_triton(
         raise ConfigError(f"--engine is for --backend python or tensorrt, not {backend}")
     inputs = [calibration] if engine is None else [calibration, engine]
     check_destination(out, force=force, inputs=inputs)
-    plan = None if engine is None else _Plan.open(engine, calibration)
-    return _write_entry(out, backend, _Inputs(calibration, model, plan), force=force)
+    plan = None if engine is None else Plan.open(engine, calibration)
+    return _write_entry(out, backend, _Inputs(calibration, model, plan, judge), force=force)
 
 
 def _write_entry(out: Path, backend: Backend, inputs: "_Inputs", *, force: bool) -> Manifest:
-    name = out.name
     with write_artifact(out, force=force) as writer:
         version = writer.path / VERSION
         version.mkdir()
         write = _WRITERS[backend]
-        entry, content, where = write(_Job(name, inputs, version))
+        entry, content, where = write(_Job(out, inputs, version))
         (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config))
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
             (writer.path / "warmup" / file).write_bytes(data)
         shutil.copyfile(version / where / GOLDEN_FILE, writer.path / GOLDEN_FILE)
-        return writer.finish(_manifest(content, backend, name, where))
+        return writer.finish(_manifest(content, backend, out.name, where))
 
 
 def export_all(
@@ -110,12 +112,14 @@ def export_all(
     name: str | None = None,
     model: Path | None = None,
     force: bool = False,
+    judge: Judge | None = None,
 ) -> Entries:
     """Fills `repository` with every entry that can be written from what is given.
 
     They are `name` (default: the model's) for the Python backend, and beside it `-vllm`,
     `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. What
-    a backend cannot run is left out, with the reason. Before the first entry is written, all that
+    a backend cannot run is left out, with the reason; what `judge` refuses ends it, and entries
+    that are there by then stay. Before the first entry is written, all that
     can be known is raised: of both inputs, of the destinations, and of the space for all of them.
     """
     repository = repository.absolute()
@@ -123,7 +127,7 @@ def export_all(
     paths = [calibration] if engine is None else [calibration, engine]
     for suffix in _ALL:
         check_destination(repository / f"{name}{suffix}", force=force, inputs=paths)
-    plan = None if engine is None else _Plan.open(engine, calibration)
+    plan = None if engine is None else Plan.open(engine, calibration)
     # Each entry hashes the shards of the checkpoint by itself.
     source = Source.open(calibration, model, shards=False)
     entries, sizes = Entries(), dict[str, int]()
@@ -135,7 +139,7 @@ def export_all(
     require_space(repository, sum(sizes.values()))
     for suffix in sizes:
         backend, on_engine = _ALL[suffix]
-        inputs = _Inputs(calibration, model, plan if on_engine else None)
+        inputs = _Inputs(calibration, model, plan if on_engine else None, judge)
         out = repository / f"{name}{suffix}"
         try:
             entries.manifests[out.name] = _write_entry(out, backend, inputs, force=force)
@@ -144,7 +148,7 @@ def export_all(
     return entries
 
 
-def _nbytes(source: Source, backend: Backend, plan: "_Plan | None", *, on_engine: bool) -> int:
+def _nbytes(source: Source, backend: Backend, plan: Plan | None, *, on_engine: bool) -> int:
     """What the entry will hold, but for small files. UnsupportedError where there can be none."""
     if on_engine:
         if plan is None:
@@ -161,56 +165,37 @@ def _nbytes(source: Source, backend: Backend, plan: "_Plan | None", *, on_engine
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """An engine directory, verified."""
-
-    path: Path
-    manifest: Manifest
-
-    @classmethod
-    def open(cls, engine: Path, calibration: Path) -> "_Plan":
-        manifest = Manifest.load(engine, "engine")
-        if manifest.calibration != Manifest.load(calibration, "calibration", verify=False).identity:
-            raise ArtifactError(
-                f"{engine}: was not built from {calibration}; build it with"
-                f" `octet build-engine {calibration}`"
-            )
-        return cls(engine, manifest)
-
-    def copy(self, destination: Path) -> Manifest:
-        """Copies what the manifest lists; `destination` may exist."""
-        require_space(destination, self.nbytes)
-        for name in self._names:
-            (destination / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.path / name, destination / name)
-        return self.manifest
-
-    @property
-    def _names(self) -> list[str]:
-        return [*self.manifest.files, MANIFEST_FILE]
-
-    @property
-    def nbytes(self) -> int:
-        return sum((self.path / name).stat().st_size for name in self._names)
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Sequences in one decoding step, and tokens of the longest."""
-        return self.manifest.details["max_batch"], self.manifest.details["max_length"]
-
-
-@dataclass(frozen=True)
 class _Inputs:
     calibration: Path
     model: Path | None = None  # where the checkpoint is, if not where it was
-    plan: _Plan | None = None
+    plan: Plan | None = None
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True)
 class _Job:
-    name: str
+    out: Path
     inputs: _Inputs
     version: Path  # the directory to fill
+
+    @property
+    def name(self) -> str:
+        return self.out.name
+
+    @property
+    def judge(self) -> Judge | None:
+        """Of what the entry holds, which is refused as the entry."""
+        judge = self.inputs.judge
+        if judge is None:
+            return None
+        return lambda directory, manifest, _content: judge(directory, manifest, self.out)
+
+    def copied_plan(self, directory: Path) -> Manifest:
+        """The manifest of the plan that it copies there, with what the judge says of it."""
+        assert self.inputs.plan is not None
+        manifest = self.inputs.plan.copy(directory)
+        told = {} if self.judge is None else self.judge(directory, manifest, directory)
+        return manifest.model_copy(update={"details": manifest.details | told})
 
 
 # The entry, the manifest of what it holds, and where that is in the version.
@@ -223,11 +208,13 @@ def _write_python(job: _Job) -> _Written:
     if job.inputs.plan is not None:
         batch, length = job.inputs.plan.limits
         entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, batch), context=length)
-        return entry, job.inputs.plan.copy(job.version / "engine"), "engine"
+        return entry, job.copied_plan(job.version / "engine"), "engine"
     from export.onnx import export_onnx
 
     given = job.inputs
-    content = export_onnx(given.calibration, job.version / "onnx", model=given.model)
+    content = export_onnx(
+        given.calibration, job.version / "onnx", model=given.model, judge=job.judge
+    )
     context = content.model.spec.max_positions
     return python_entry(job.name, context=context), content, "onnx"
 
@@ -236,7 +223,9 @@ def _write_vllm(job: _Job) -> _Written:
     from export.checkpoint import export_checkpoint
 
     given = job.inputs
-    content = export_checkpoint(given.calibration, job.version / "checkpoint", model=given.model)
+    content = export_checkpoint(
+        given.calibration, job.version / "checkpoint", model=given.model, judge=job.judge
+    )
     # From the directory of model.json, where model.py goes; no name of a model on the Hub.
     arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
     (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n")
@@ -252,7 +241,9 @@ def _write_onnxruntime(job: _Job) -> _Written:
     given = job.inputs
     _check_kernels(Manifest.load(given.calibration, "calibration", verify=False))
     job.version.rmdir()  # the version itself is the export
-    content = export_onnx(given.calibration, job.version, model=given.model, kv_cache="float16")
+    content = export_onnx(
+        given.calibration, job.version, model=given.model, kv_cache="float16", judge=job.judge
+    )
     return onnxruntime_entry(job.name, *read_graph(job.version / "model.onnx")), content, ""
 
 
@@ -284,7 +275,7 @@ def _write_tensorrt(job: _Job) -> _Written:
         raise UnsupportedError(f"{plan.path}: its inputs are not this release's; build it again")
     batch, length = plan.limits
     entry = tensorrt_entry(job.name, inputs, outputs, max_batch=batch, max_length=length)
-    return entry, plan.copy(job.version), ""
+    return entry, job.copied_plan(job.version), ""
 
 
 _WRITERS: dict[Backend, Callable[[_Job], _Written]] = {

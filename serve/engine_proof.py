@@ -14,6 +14,7 @@ cost at most 4 times what reading does, for both compute the same but for roundi
 prediction `octet.expected.bound_of` holds: it catches an export that is broken, no more.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from octet.artifact import Manifest
 from octet.errors import ExportError, UnsupportedError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath, bound_of
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.student import t_quantile
 from serve.cache import Slots
 from serve.runner import CHUNK, Runner, StepBatch, load_runner
 from serve.sampler import log_softmax
@@ -86,6 +88,8 @@ def prove_runner(
         "kl": float(np.mean(read)),
         "kl_max": float(np.max(read)),
         "kl_decoding": float(np.mean(decoded)),
+        "kl_bound": upper_bound(read),
+        "kl_decoding_bound": upper_bound(decoded),
         "accepted": {"low": accepted.low, "high": accepted.high, "from": accepted.source},
         "tokens": tokens,
         "tokens_agree": agree,
@@ -94,6 +98,15 @@ def prove_runner(
     if accepted.expectation is not None:
         facts["in_predicted_range"] = accepted.expectation.holds(float(np.mean(read)))
     return facts
+
+
+def upper_bound(divergences: Sequence[float]) -> float:
+    """With 95 % confidence their mean over such prompts is at most this, by Student's t."""
+    count = len(divergences)
+    if count < 2:
+        return math.inf
+    error = float(np.std(divergences, ddof=1)) / math.sqrt(count)
+    return float(np.mean(divergences)) + t_quantile(0.95, count - 1) * error
 
 
 def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:

@@ -12,6 +12,8 @@ from octet.commands.options import (
     RECIPES,
     Force,
     Json,
+    MaxKl,
+    MaxPplChange,
     Model,
     ModelOption,
     Out,
@@ -85,6 +87,8 @@ def calibrate(
         str | None,
         typer.Option(help="kl=0.005 or ppl=1%: layers go up in precision until it is met."),
     ] = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Measure what quantizing each layer costs.")
     ] = False,
@@ -103,12 +107,14 @@ def calibrate(
 ) -> None:
     """Observe a model on representative samples, and find its scales.
 
-    An interrupted run continues where it stopped when the same command is given again. Under
-    torchrun, processes share the samples.
+    An interrupted run continues where it stopped when the same command is given again; so does one
+    that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
+    it did not write. Under torchrun, processes share the samples.
     """
     chosen = chosen_recipe(recipe, kv_cache, exclude)
     with held_back():
         import calibrate as stage
+        from calibrate.gate import Gate
 
     try:
         calibration = stage.run(
@@ -129,6 +135,7 @@ def calibrate(
             device=device,
             algorithm=algorithm,
             budget=budget,
+            gate=Gate.parse(max_kl, max_ppl_change),
             sensitivity=sensitivity,
             spill=spill,
             restart=restart,
@@ -162,16 +169,22 @@ def rescale(
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     model: ModelOption = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     predict: Predict = True,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Derive the scales of another recipe from a calibration, without the samples."""
+    """Derive the scales of another recipe from a calibration, without the samples.
+
+    Limits are held against what it costs on the golden prompts.
+    """
     if recipe is None and kv_cache is None and exclude is None:
         raise ConfigError("what should change? Give --recipe, --kv-cache or --exclude")
     base = Manifest.load(calibration, "calibration").recipe if recipe is None else recipe
     chosen = chosen_recipe(base, kv_cache, exclude)
     with held_back():
+        from calibrate.gate import Gate
         from calibrate.rescale import rescale as derive
 
     derived = derive(
@@ -179,6 +192,7 @@ def rescale(
         out,
         recipe=chosen,
         model=model,
+        gate=Gate.parse(max_kl, max_ppl_change),
         predict=predict,
         force=force,
         console=console_for(as_json),

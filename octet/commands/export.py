@@ -7,9 +7,12 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from octet.commands.gate import export_gate
 from octet.commands.options import (
     Force,
     Json,
+    MaxKl,
+    MaxPplChange,
     ModelOption,
     Out,
     Source,
@@ -44,6 +47,8 @@ def export_checkpoint(
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", "--tp", min=1, help="GPUs that will share it.")
     ] = 1,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -51,6 +56,7 @@ def export_checkpoint(
     """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
     from export.checkpoint import export_checkpoint as write
 
+    console = console_for(as_json)
     manifest = write(
         calibration,
         out,
@@ -59,7 +65,8 @@ def export_checkpoint(
         kv_cache=kv,
         tensor_parallel=tensor_parallel,
         force=force,
-        console=console_for(as_json),
+        console=console,
+        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
     )
     wrote(out, manifest, as_json)
 
@@ -76,6 +83,8 @@ def export_onnx(
     full_precision: Annotated[
         bool, typer.Option("--full-precision", help="The same graph without quantization.")
     ] = False,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -83,6 +92,7 @@ def export_onnx(
     """The decoder as an ONNX graph."""
     from export.onnx import export_onnx as write
 
+    console = console_for(as_json)
     manifest = write(
         calibration,
         out,
@@ -91,6 +101,7 @@ def export_onnx(
         kv_cache=kv,
         quantize=not full_precision,
         force=force,
+        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
     )
     wrote(out, manifest, as_json)
 
@@ -114,6 +125,8 @@ def export_triton(
         bool, typer.Option("--all", help="Every entry that can be written here.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="The name of the model.")] = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -121,12 +134,16 @@ def export_triton(
     """An entry of a Triton model repository, or all of them."""
     from export import triton
 
+    progress = console_for(as_json)
     if every and backend is not None:
         raise ConfigError("--all writes the entries of every backend: leave --backend out")
     if every:
         repository = out or Path("triton_models")
+        judge = export_gate(
+            max_kl, max_ppl_change, calibration, repository, model=model, console=progress
+        )
         written = triton.export_all(
-            calibration, repository, engine=engine, name=name, model=model, force=force
+            calibration, repository, engine=engine, name=name, model=model, force=force, judge=judge
         )
         entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
         if as_json:
@@ -151,6 +168,7 @@ def export_triton(
         model=model,
         name=name,
         force=force,
+        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=progress),
     )
     wrote(out, manifest, as_json)
 
@@ -185,6 +203,8 @@ def build_engine(
     benchmark: Annotated[
         bool, typer.Option("--benchmark", help="Time the engine as trtexec does.")
     ] = False,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -192,6 +212,7 @@ def build_engine(
     """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
     from export.engine import build_engine as build
 
+    console = console_for(as_json)
     manifest = build(
         calibration,
         out,
@@ -205,8 +226,9 @@ def build_engine(
         timing_cache=timing_cache,
         optimization_level=optimization_level,
         force=force,
-        console=console_for(as_json),
+        console=console,
         prove=_prove,
+        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
     )
     figures: dict[str, Any] = {}
     try:

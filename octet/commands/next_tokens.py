@@ -32,7 +32,7 @@ from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath,
 from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.recipe import KvCacheDtype
 
-__all__ = ["add_divergence"]
+__all__ = ["add_divergence", "written_scales", "written_weight"]
 
 _BLOCKING = ("files", "names", "configuration")  # problems that leave nothing to run
 
@@ -95,10 +95,10 @@ def _of_checkpoint(
         predicted = predict(
             original.checkpoint,
             manifest.recipe,
-            _scales(written, manifest),
+            written_scales(written, manifest),
             golden,
             [wanted.path if isinstance(wanted, Expectation) else wanted],
-            weights=lambda name: _weight(written, name),
+            weights=lambda name: written_weight(written, name),
             advance=lambda tokens: progress.advance(task, tokens),
         )
     measured = predicted.expectations[0]
@@ -112,7 +112,7 @@ def _of_checkpoint(
         found.problem("divergence", "next tokens", what)
 
 
-def _weight(written: Written, module: str) -> NDArray[np.float32]:
+def written_weight(written: Written, module: str) -> NDArray[np.float32]:
     """As stored: decoded, or as it is where it is stored in full precision."""
     weight = written.dequantized(module)
     weight = written.values(f"{module}.weight") if weight is None else weight
@@ -120,7 +120,7 @@ def _weight(written: Written, module: str) -> NDArray[np.float32]:
     return weight
 
 
-def _scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+def written_scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
     """The scales in the files of inputs and of the cache, named as a calibration names them."""
     found: dict[str, NDArray[np.float32]] = {}
     spec = manifest.model.spec

@@ -15,6 +15,8 @@ __all__ = [
     "RECIPES",
     "Force",
     "Json",
+    "MaxKl",
+    "MaxPplChange",
     "Model",
     "ModelOption",
     "Out",
@@ -33,6 +35,22 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an artifact that e
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="The checkpoint, if it has moved since calibration.")
+]
+MaxKl = Annotated[
+    str | None,
+    typer.Option(
+        "--max-kl",
+        metavar="NATS",
+        help="Fail where the next-token KL is over this, with 95 % confidence (such as 0.005).",
+    ),
+]
+MaxPplChange = Annotated[
+    str | None,
+    typer.Option(
+        "--max-ppl-change",
+        metavar="PERCENT",
+        help="Fail where perplexity rises by more than this, with 95 % confidence (such as 1%).",
+    ),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]
 
@@ -69,6 +87,8 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     for key, value in details.items():  # every choice is said, none made in silence
         if isinstance(value, str | bool | int):
             console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
+    for judged in details.get("gate", ()):
+        console.print(f"  {judged['text']}", highlight=False, markup=False)
     if expected:
         console.print("  next-token KL to expect, in thousandths of a nat:")
         ranges = Table.grid(padding=(0, 2))

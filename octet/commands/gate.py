@@ -1,0 +1,181 @@
+"""`--max-kl` and `--max-ppl-change` of exports: here stages meet, which may not import another.
+
+| what is exported        | --max-kl                                     | --max-ppl-change     |
+|-------------------------|----------------------------------------------|----------------------|
+| checkpoint              | simulated, with the weights in its files     | likewise             |
+| ONNX for ONNX Runtime   | the graph itself, where ONNX Runtime is      | simulated            |
+| engine                  | the plan itself, where this machine runs it  | simulated            |
+| other, or cannot run    | simulated, with the calibration's own scales | likewise             |
+| Triton entry            | as what it holds                             | as what it holds     |
+
+Everything is on the golden prompts. A simulation compares the distributions, and the likelihoods,
+at every token of them; a graph or a plan, which answers with the last position's logits alone, the
+next token after each, read and decoded, whichever is worse. Either way the upper end of a one-sided
+95 % interval is held against the limit, clustered by prompt (`calibrate.gate`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from octet.artifact import Manifest
+from octet.golden import GoldenSet
+from octet.interrupts import held_back
+from octet.recipe import KvCacheDtype
+
+if TYPE_CHECKING:
+    from calibrate.gate import Gate, Judged, Outcome
+    from calibrate.gate_prompts import PromptCost
+
+__all__ = ["ExportGate", "export_gate"]
+
+
+@dataclass(frozen=True)
+class ExportGate:
+    """The judge of an export from `calibration` (see `export.judging`)."""
+
+    gate: "Gate"
+    calibration: Path
+    model: Path | None  # where the checkpoint is, if not where it was
+    console: Console | None
+
+    def __call__(self, directory: Path, manifest: Manifest, out: Path) -> dict[str, Any]:
+        """Raises GateError, and leaves the evidence beside `out`, for what costs too much."""
+        outcome = self._outcome(directory, manifest)
+        if outcome.met:
+            return {"gate": outcome.details()}
+        self._keep(directory, manifest, outcome, out)
+        raise outcome.error(out, again="`octet rescale`", budget="calibrate again")
+
+    def _outcome(self, directory: Path, manifest: Manifest) -> "Outcome":
+        from calibrate.gate import Gate, Outcome
+        from calibrate.gate_prompts import judge_prompts
+
+        cost, how = self._cost(directory, manifest)
+        facts = _proof(directory, manifest)
+        judged: list[Judged] = []
+        left = self.gate
+        if facts is not None:
+            who = "the plan itself" if manifest.kind == "engine" else "the graph itself"
+            judged = [_measured(x, facts, who) for x in self.gate.limits if x.metric == "kl"]
+            left = Gate(tuple(limit for limit in self.gate.limits if limit.metric != "kl"))
+        if left.limits:
+            simulated = judge_prompts(left, cost, how, self.console)
+            return Outcome((*judged, *simulated.judged), simulated.parts or _blamed(judged, cost))
+        return Outcome(tuple(judged), _blamed(judged, cost))
+
+    def _cost(self, directory: Path, manifest: Manifest) -> "tuple[PromptCost, str]":
+        """What is simulated, with whose weights and scales, and how to call that."""
+        import torch
+
+        from calibrate.gate_prompts import PromptCost
+        from export.source import Source
+
+        source = Source.open(self.calibration, self.model, shards=False)
+        golden, recipe = source.calibration.golden, source.recipe
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if manifest.kind != "checkpoint":
+            cost = PromptCost(
+                source.checkpoint,
+                recipe,
+                source.calibration.scales,
+                golden,
+                kv_cache=_cache(manifest),
+                quantized=bool(manifest.details.get("quantized", True)),
+                device=device,
+            )
+            return cost, "simulated in float32 with the calibration's scales"
+        from export.written import Written
+        from octet.commands.next_tokens import written_scales, written_weight
+
+        written = Written.open(directory)
+        cost = PromptCost(
+            source.checkpoint,
+            recipe,
+            written_scales(written, manifest),
+            golden,
+            kv_cache=_cache(manifest),
+            weights=lambda name: written_weight(written, name),
+            device=device,
+        )
+        return cost, "simulated in float32 with the weights that were written"
+
+    def _keep(self, directory: Path, manifest: Manifest, outcome: "Outcome", out: Path) -> None:
+        from calibrate.gate import EVIDENCE_FILE, keep_refused
+        from export.verify import verify
+
+        found = verify(directory, model=self.model, calibration=self.calibration).as_json()
+        told = {key: found[key] for key in ("problems", "layers", "tensors")}
+        kept = ("kv_cache", "format", "target", "expected_divergence", "proof")
+        more = {key: manifest.details[key] for key in kept if key in manifest.details}
+        with keep_refused(out) as refused:
+            recipe = manifest.recipe.model_dump(mode="json")
+            text = outcome.evidence(kind=manifest.kind, recipe=recipe, **more)
+            (refused / EVIDENCE_FILE).write_text(text)
+            (refused / "verification.json").write_text(json.dumps(told, indent=1) + "\n")
+            GoldenSet.load(directory).save(refused)
+
+
+def export_gate(
+    max_kl: str | None,
+    max_ppl_change: str | None,
+    calibration: Path,
+    out: Path,
+    *,
+    model: Path | None,
+    console: Console | None,
+) -> ExportGate | None:
+    """The judge for these limits; None without any. Refuses what cannot be judged at once.
+
+    ConfigError for limits that make no sense and for too few golden prompts, UnsupportedError for
+    an architecture that cannot be simulated, ArtifactError for what is no calibration.
+    """
+    if max_kl is None and max_ppl_change is None:
+        return None
+    with held_back():
+        from calibrate.gate import Gate, check_refused
+        from calibrate.gate_prompts import check_prompts
+
+    gate = Gate.parse(max_kl, max_ppl_change)
+    assert gate is not None
+    gate.check_spec(Manifest.load(calibration, "calibration", verify=False).model.spec, calibration)
+    check_prompts(gate, GoldenSet.load(calibration))
+    check_refused(out)
+    return ExportGate(gate, calibration, model, console)
+
+
+def _proof(directory: Path, manifest: Manifest) -> dict[str, Any] | None:
+    """What a graph or a plan answered to the golden prompts; None if it cannot run here."""
+    facts = manifest.details.get("proof")
+    if manifest.kind == "onnx" and manifest.details.get("target") == "onnxruntime":
+        try:
+            from serve.engine_proof import prove
+        except ModuleNotFoundError:
+            return None
+        facts = prove(directory)
+    return facts if facts is not None and "kl_bound" in facts else None
+
+
+def _measured(limit: Any, facts: Mapping[str, Any], who: str) -> "Judged":
+    """Of reading and decoding, the one with the higher bound."""
+    from calibrate.gate import Judged
+
+    ways = ("kl", "reading"), ("kl_decoding", "decoding")
+    name, way = max(ways, key=lambda item: facts[f"{item[0]}_bound"])
+    count, bound = facts["prompts"], facts[f"{name}_bound"]
+    return Judged(limit, facts[name], bound, count, count, "golden prompts", f"{who}, {way}")
+
+
+def _blamed(judged: "list[Judged]", cost: "PromptCost") -> Any:
+    return () if all(one.met for one in judged) else cost.parts()
+
+
+def _cache(manifest: Manifest) -> KvCacheDtype:
+    """The cache that the export is for; an engine says more of it."""
+    told = manifest.details.get("kv_cache", manifest.recipe.kv_cache)
+    found: KvCacheDtype = told["dtype"] if isinstance(told, dict) else told
+    return found

@@ -89,7 +89,9 @@ class ModelTier:
         """503: which budget, what each pool measures, and what to do."""
         reasons = ", ".join(f"'{name}' {why}" for name, why in self.reasons().items())
         served = [name for name, tier in self._siblings.items() if tier.order()]
-        advice = f"ask for a tier that is served now ({', '.join(served)})" if served else "wait"
+        advice = "try again later"
+        if served:
+            advice = f"ask for a tier that is served now ({', '.join(served)})"
         return RequestError(
             f"no pool of the model '{self.model}' fits the tier '{self.name}' now "
             f"(at most {self.max_kl:.4g} nats from the reference): {reasons}; {advice}",
@@ -122,7 +124,7 @@ class ModelTier:
             return f"measures {pool.measured_kl:.4g}"
         if not is_measured(pool.config):
             return "is not measured: it has no golden records"
-        return "is not measured yet" if pool.ready else "has no backend that serves"
+        return "is not measured" if pool.ready else "has no backend that serves"
 
 
 def tiers_of(

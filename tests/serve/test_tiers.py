@@ -1,0 +1,426 @@
+"""Tiers as clients see them: who answers a request that names one, and what its headers say."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from serve.api.openapi import document
+from serve.config import GatewayConfig
+from serve.lifecycle.reload import reload_from
+from tests.fake_servers import FakeOpenAI, running
+from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.in_process import Reply
+from tests.serve.openai_clients import relay_to
+from tests.serve.test_attempts import STREAM, failed, refused
+from tests.serve.tiered import ARTIFACT, COSTS, TIERS, Figures, config, figures, in_tiers, tiered
+from tests.serve.upstreams import Scripted, chunk, whole
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 4}
+ALIASES = {"aliases": ["n"], "tier_aliases": {"m-exact": "exact", "m-cheap": "economy"}}
+PATH = "/v1/completions"
+OURS = ("tier", "precision", "artifact", "divergence")
+
+
+def said(headers: Any) -> tuple[str | None, ...]:
+    """Tier, precision, artifact and divergence."""
+    return tuple(headers.get(f"x-octet-{name}") for name in OURS)
+
+
+def tier(name: str) -> dict[str, str]:
+    return {"x-octet-tier": name}
+
+
+def sound(answer: Any = None) -> dict[str, list[Scripted]]:
+    """One backend a pool."""
+    return {name: [Scripted(whole() if answer is None else answer)] for name in COSTS}
+
+
+def asked(backends: dict[str, list[Scripted]]) -> dict[str, int]:
+    return {name: backend.asked for name, (backend,) in backends.items()}
+
+
+def error(reply: Reply, status: int, code: str) -> str:
+    """The message of a refusal that is as it should be."""
+    said = reply.json()["error"]
+    assert (reply.status, said["code"]) == (status, code), reply.body
+    assert "\n" not in said["message"]
+    message: str = said["message"]
+    return message
+
+
+class TestTheOfficialClient:
+    @pytest.fixture
+    async def served(self) -> AsyncIterator[tuple[Served, Figures]]:
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            servers = {name: await enter(running(FakeOpenAI())) for name in COSTS}
+            backends = {name: [relay_to(server.url)] for name, server in servers.items()}
+            model = {**ALIASES, "tier": "standard"}
+            yield await enter(tiered(backends, model))
+
+    @pytest.fixture
+    async def client(self, served: tuple[Served, Figures]) -> AsyncIterator[AsyncOpenAI]:
+        url = f"{served[0].url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
+
+    async def test_every_kind_of_answer_says_what_served_it(self, client: AsyncOpenAI) -> None:
+        messages: Any = [{"role": "user", "content": "hello"}]
+        for name, pool, measured in (
+            ("exact", "bf16", "0.0004"),
+            ("standard", "fp8", "0.01235"),
+            ("economy", "fp4", "0.06"),
+        ):
+            asking: Any = {"model": "m", "extra_headers": {"X-Octet-Tier": name}}
+            expected = (name, pool, ARTIFACT[:12], measured)
+            for stream in (False, True):
+                completion = await client.completions.with_raw_response.create(
+                    **asking, prompt="abc", max_tokens=3, stream=stream
+                )
+                chat = await client.chat.completions.with_raw_response.create(
+                    **asking, messages=messages, max_tokens=3, stream=stream
+                )
+                assert said(completion.headers) == said(chat.headers) == expected
+                for parsed in (completion.parse(), chat.parse()):
+                    if stream:
+                        assert {event.model async for event in parsed} == {"m"}
+                    else:
+                        assert parsed.choices and parsed.model == "m"
+            vectors = await client.embeddings.with_raw_response.create(**asking, input=["ab"])
+            assert said(vectors.headers) == expected and vectors.parse().data
+
+    async def test_an_alias_names_a_tier_and_the_model_has_one_of_its_own(
+        self, client: AsyncOpenAI
+    ) -> None:
+        for model, name, pool in (
+            ("m", "standard", "fp8"),
+            ("n", "standard", "fp8"),
+            ("m-exact", "exact", "bf16"),
+            ("m-cheap", "economy", "fp4"),
+        ):
+            answer = await client.completions.with_raw_response.create(
+                model=model, prompt="abc", max_tokens=2
+            )
+            assert said(answer.headers)[:2] == (name, pool)
+            assert answer.parse().model == model
+        again: Any = {"X-Octet-Tier": "exact"}
+        answer = await client.completions.with_raw_response.create(
+            model="m-exact", prompt="abc", max_tokens=2, extra_headers=again
+        )
+        assert said(answer.headers)[1] == "bf16"
+        with pytest.raises(BadRequestError, match="'m-cheap' is of the tier 'economy'"):
+            await client.completions.create(model="m-cheap", prompt="abc", extra_headers=again)
+
+    async def test_models_lists_the_aliases_of_tiers(self, client: AsyncOpenAI) -> None:
+        listed = [model.id async for model in client.models.list()]
+        assert listed == ["m", "n", "m-exact", "m-cheap"]
+        assert (await client.models.retrieve("m-cheap")).id == "m-cheap"
+
+    async def test_the_status_says_who_fits_and_why_others_do_not(
+        self, served: tuple[Served, Figures]
+    ) -> None:
+        gateway, stated = served
+        del stated.kl["fp4"]
+        async with gateway.session.get("/status") as answer:
+            model = (await answer.json())["models"]["m"]
+        assert (model["tier"], model["tier_aliases"]) == ("standard", ALIASES["tier_aliases"])
+        assert list(model["tiers"]) == ["exact", "standard", "economy"]
+        assert model["tiers"]["exact"] == {
+            "max_kl": 0.001,
+            "allow_less_exact": False,
+            "order": ["bf16"],
+            "unfit": {
+                "fp4": "is not measured: it has no golden records",
+                "fp8": "measures 0.01235",
+            },
+        }
+        assert model["tiers"]["economy"]["order"] == ["fp8", "bf16"]
+        labels = {"model": "m", "tier": "exact"}
+        for pool, fits in (("bf16", 1.0), ("fp8", 0.0), ("fp4", 0.0)):
+            assert await gateway.metric("octet_tier_fits", **labels, pool=pool) == fits
+
+
+async def test_without_a_tier_the_order_is_the_models_whatever_is_measured() -> None:
+    backends = sound()
+    async with in_tiers(backends) as (served, stated):
+        stated.kl = {"fp8": 5.0}
+        reply = await served.request(PATH, BODY)
+        assert said(reply.headers) == (None, "fp8", ARTIFACT[:12], "5")
+        stated.kl = {}
+        assert said((await served.request(PATH, BODY)).headers)[3] is None
+        backends["fp8"][0].outcomes = (refused(),)
+        assert said((await served.request(PATH, BODY)).headers)[:2] == (None, "bf16")
+        assert asked(backends) == {"fp8": 3, "bf16": 1, "fp4": 0}
+
+
+@pytest.mark.parametrize("failure", [refused, failed])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fallback_is_more_exact_and_says_so(failure: Any, stream: bool) -> None:
+    backends = sound(STREAM if stream else whole())
+    body = BODY | {"stream": stream}
+    async with in_tiers(backends) as (served, _):
+        for broken, name, answering in (
+            ("fp4", "economy", "fp8"),
+            ("fp8", "economy", "bf16"),
+            ("fp8", "standard", "bf16"),
+        ):
+            backends[broken][0].outcomes = (failure(),)
+            reply = await served.request(PATH, body, tier(name))
+            assert reply.status == 200 and said(reply.headers)[:2] == (name, answering)
+        cheap = backends["fp4"][0].asked
+        backends["bf16"][0].outcomes = (failure(),)
+        for name in ("standard", "exact"):  # and not the cheap one, which would answer
+            reply = await served.request(PATH, body, tier(name))
+            assert reply.status in (502, 503) and said(reply.headers) == (None,) * 4
+        assert backends["fp4"][0].asked == cheap
+
+
+async def test_a_tier_that_allows_it_falls_back_to_less_and_does_not_call_it_its_own() -> None:
+    backends = sound()
+    tiers = TIERS | {"exact": {"max_kl": 0.001, "allow_less_exact": True}}
+    async with in_tiers(backends, tiers=tiers) as (served, stated):
+        for broken, name, answering in (
+            ("none", "exact", "bf16"),
+            ("bf16", "standard", "fp8"),
+            ("fp8", "economy", "fp4"),
+        ):
+            for backend in backends.get(broken, ()):
+                backend.outcomes = (refused(),)
+            reply = await served.request(PATH, BODY, tier("exact"))
+            assert said(reply.headers)[:2] == (name, answering)
+        stated.kl["fp4"] = 0.5  # within no budget at all
+        assert said((await served.request(PATH, BODY, tier("exact"))).headers)[:2] == (None, "fp4")
+        stated.kl = {}  # but nobody of whom nothing is known
+        error(await served.request(PATH, BODY, tier("exact")), 503, "tier_unavailable")
+
+
+async def test_a_pool_leaves_its_tier_when_it_is_measured_anew_and_may_join_another() -> None:
+    backends = sound()
+    async with in_tiers(backends) as (served, stated):
+        for kl, answering in ((0.012, "fp8"), (0.0201, "bf16"), (0.02, "fp8"), (None, "bf16")):
+            stated.kl.pop("fp8")
+            if kl is not None:
+                stated.kl["fp8"] = kl
+            reply = await served.request(PATH, BODY, tier("standard"))
+            assert said(reply.headers)[:2] == ("standard", answering)
+            stated.kl.setdefault("fp8", 0.0)
+
+
+async def test_who_waited_for_a_pool_does_not_get_what_it_has_become() -> None:
+    backends = sound() | {"fp8": [Scripted([chunk(), None])]}
+    settings = config()["pools"]
+    settings["fp8"] |= {"admission": {"max_tokens": 8}}
+    async with in_tiers(backends, pools=settings) as (served, stated):
+        gone = asyncio.Event()
+        holding = served.request(PATH, BODY | {"stream": True}, gone=gone)
+        first = asyncio.create_task(holding)
+        while not backends["fp8"][0].running:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(served.request(PATH, BODY, tier("standard")))
+        gate = served.gateway.admission.gates["fp8"]
+        while not len(gate.queue):
+            await asyncio.sleep(0)
+        stated.kl["fp8"] = 0.03
+        gone.set()
+        await first
+        assert said((await second).headers)[:2] == ("standard", "bf16")
+        assert backends["fp8"][0].asked == 1
+
+
+async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_do() -> None:
+    backends = sound()
+    pools = config()["pools"]
+    pools["bf16"] |= {"proof": {"golden": "golden", "every_s": 20}}
+    async with in_tiers(backends, pools=pools) as (served, stated):
+        del stated.kl["bf16"], stated.kl["fp4"]
+        reply = await served.request(PATH, BODY, tier("exact"))
+        assert error(reply, 503, "tier_unavailable") == (
+            "no pool of the model 'm' fits the tier 'exact' now (at most 0.001 nats from the "
+            "reference): 'fp4' is not measured: it has no golden records, 'fp8' measures 0.01235, "
+            "'bf16' is not measured; ask for a tier that is served now (standard, economy)"
+        )
+        assert reply.json()["error"]["type"] == "service_unavailable_error"
+        assert reply.headers["retry-after"] == "20"
+        stated.kl = {}
+        served.gateway.pools["bf16"].members[0].go_out("gone", reachable=False)
+        reply = await served.request(PATH, BODY, tier("exact"))
+        message = error(reply, 503, "tier_unavailable")
+        assert message.endswith("'bf16' has no backend that serves; try again later")
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+        assert asked(backends) == {"bf16": 0, "fp8": 0, "fp4": 0}
+        labels = {"model": "m", "tier": "exact", "pool": ""}
+        assert served.metric("octet_tier_requests_total", **labels) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        ("m", "exat", "unknown tier 'exat'; did you mean 'exact'?; the most exact first: exact"),
+        ("m", "Standard", "did you mean 'standard'?"),
+        ("m", "zzz", "unknown tier 'zzz'; the most exact first: exact, standard, economy"),
+        ("m", "", "unknown tier ''; the most exact first"),
+        ("m", "exact, economy", "unknown tier 'exact, economy'"),
+        ("m", "x" * 5000, f"unknown tier '{'x' * 100}';"),
+        ("m", "\x00é", "unknown tier '"),
+        ("m-exact", "economy", "'m-exact' is of the tier 'exact', and X-Octet-Tier asks for"),
+    ],
+)
+async def test_a_tier_that_cannot_be_meant_is_refused(model: str, name: str, expected: str) -> None:
+    backends = sound()
+    async with in_tiers(backends, ALIASES) as (served, _):
+        reply = await served.request(PATH, BODY | {"model": model}, tier(name))
+        message = error(reply, 400, "invalid_tier")
+        assert expected in message and len(message) < 300
+        assert reply.json()["error"]["param"] == "X-Octet-Tier"
+        assert not any(asked(backends).values())
+        assert served.metric("octet_tier_requests_total", model="m", tier=name, pool="") == 0
+
+
+async def test_a_header_that_is_there_twice_is_refused_and_one_without_tiers_too() -> None:
+    async with tiered(sound()) as (gateway, _):
+        headers = [("X-Octet-Tier", "exact"), ("X-Octet-Tier", "economy")]
+        async with gateway.session.post(PATH, json=BODY, headers=headers) as answer:
+            assert answer.status == 400
+            assert "X-Octet-Tier is there twice" in (await answer.json())["error"]["message"]
+    async with in_tiers(sound(), tiers={}) as (served, _):
+        message = error(await served.request(PATH, BODY, tier("exact")), 400, "invalid_tier")
+        assert message.startswith("unknown tier 'exact': this gateway has no tiers")
+
+
+CANARY = {"pool": "bf16", "fallback": [], "canary": [{"pool": "fp8", "fraction": 1.0}]}
+
+
+class TestCanaries:
+    async def test_one_that_fits_has_its_share_before_the_cheapest(self) -> None:
+        backends = sound()
+        async with in_tiers(backends, CANARY) as (served, _):
+            reply = await served.request(PATH, BODY, tier("standard"))
+            assert said(reply.headers)[:2] == ("standard", "fp8")
+            backends["fp8"][0].outcomes = (refused(),)
+            reply = await served.request(PATH, BODY, tier("standard"))
+            assert said(reply.headers)[:2] == ("standard", "bf16")
+
+    async def test_one_that_does_not_fit_has_none(self) -> None:
+        backends = sound()
+        async with in_tiers(backends, CANARY) as (served, stated):
+            for name in ("exact", "standard"):
+                reply = await served.request(PATH, BODY, tier(name))
+                assert said(reply.headers)[:2] == (name, "bf16")
+                stated.kl["fp8"] = 0.3
+            assert (await served.request(PATH, BODY)).headers["x-octet-precision"] == "fp8"
+
+
+KEY = {"authorization": "Bearer secret"}
+
+
+class TestKeys:
+    """A key may have the right to the model, or to tiers of it alone."""
+
+    @staticmethod
+    def access(*models: str) -> dict[str, Any]:
+        digest = hashlib.sha256(b"secret").hexdigest()
+        return {"keys": [{"name": "k", "sha256": digest, "models": models}]}
+
+    async def test_the_right_to_a_tiers_alias_is_the_right_to_that_tier(self) -> None:
+        async with in_tiers(sound(), ALIASES, access=self.access("m-cheap")) as (served, _):
+            for model, headers in (("m-cheap", {}), ("m", tier("economy")), ("n", tier("economy"))):
+                reply = await served.request(PATH, BODY | {"model": model}, KEY | headers)
+                assert reply.status == 200, reply.body
+            for model, headers, what in (
+                ("m", {}, "'m'; it may use: m-cheap"),
+                ("m", tier("exact"), "'m' in the tier 'exact'; it may use: m-cheap"),
+                ("m-exact", {}, "'m' in the tier 'exact'"),
+            ):
+                reply = await served.request(PATH, BODY | {"model": model}, KEY | headers)
+                assert what in error(reply, 403, "model_not_allowed")
+
+    @pytest.mark.parametrize("name", ["m", "n"])
+    async def test_the_right_to_the_model_is_the_right_to_its_tiers(self, name: str) -> None:
+        async with in_tiers(sound(), ALIASES, access=self.access(name)) as (served, _):
+            for model in ("m", "n", "m-exact", "m-cheap"):
+                reply = await served.request(PATH, BODY | {"model": model}, KEY)
+                assert reply.status == 200
+
+    async def test_only_what_may_be_used_is_listed(self) -> None:
+        async with tiered(sound(), ALIASES, access=self.access("m-cheap")) as (served, _):
+            async with served.session.get("/v1/models", headers=KEY) as answer:
+                assert [model["id"] for model in (await answer.json())["data"]] == ["m-cheap"]
+            for model, status in (("m-cheap", 200), ("m-exact", 403), ("m", 403)):
+                url = f"/v1/models/{model}"
+                async with served.session.get(url, headers=KEY) as answer:
+                    assert answer.status == status
+
+
+async def test_requests_of_a_tier_are_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backends = sound()
+    async with in_tiers(backends, ALIASES, logs={"access": True}) as (served, _):
+        with caplog.at_level(logging.INFO, "octet.access"):
+            await served.request(PATH, BODY | {"model": "m-cheap"})
+            backends["fp8"][0].outcomes = (refused(),)
+            await served.request(PATH, BODY, tier("standard"))
+            await served.request(PATH, BODY)
+        for name, pool, count in (("economy", "fp4", 1), ("standard", "bf16", 1), ("", "fp8", 0)):
+            labels = {"model": "m", "tier": name, "pool": pool}
+            assert served.metric("octet_tier_requests_total", **labels) == count
+        records = [record for record in caplog.records if record.name == "octet.access"]
+        lines = [record.__dict__["fields"] for record in records]
+        assert [line.get("tier") for line in lines] == ["economy", "standard", None]
+
+
+async def test_a_reload_changes_tiers_and_costs(tmp_path: Path) -> None:
+    def text(standard: float, fp8_cost: float, server: FakeOpenAI) -> str:
+        pools = {
+            name: {
+                "backends": [{"type": "vllm", "url": server.url, "model": "fake"}],
+                "health": {"probe_after_s": None},
+                "precision": name,
+                "cost": cost,
+                "proof": {"golden": "golden"},
+            }
+            for name, cost in (("fp8", fp8_cost), ("bf16", 4.0))
+        }
+        return json.dumps(
+            {
+                "models": {"m": {"pool": "fp8", "fallback": ["bf16"], "tier": "standard"}},
+                "tiers": {"standard": {"max_kl": standard}},
+                "pools": pools,
+            }
+        )
+
+    async with running(FakeOpenAI()) as server:
+        with figures():
+            gateway = configured(tmp_path / "octet.yaml", text(0.02, 2.0, server))
+            async with serving_gateway(gateway) as served:
+                for budget, cost, answering in (
+                    (0.02, 2.0, "fp8"),
+                    (0.02, 8.0, "bf16"),
+                    (0.02, 2.0, "fp8"),
+                    (0.01, 2.0, "bf16"),
+                ):
+                    (tmp_path / "octet.yaml").write_text(text(budget, cost, server))
+                    await reload_from(gateway, gateway.path)
+                    async with served.session.post(PATH, json=BODY) as answer:
+                        assert said(answer.headers)[:2] == ("standard", answering)
+
+
+def test_the_openapi_document_has_the_headers() -> None:
+    described = document(GatewayConfig.model_validate(config()))
+    post = described["paths"]["/v1/embeddings"]["post"]
+    headers = post["responses"]["200"]["headers"]
+    assert {f"X-Octet-{name.title()}" for name in OURS} < headers.keys()
+    assert {"$ref": "#/components/parameters/tier"} in post["parameters"]
+    assert described["components"]["parameters"]["tier"]["schema"]["enum"] == list(TIERS)
+    without = document(GatewayConfig.model_validate(config(tiers={})))
+    post = without["paths"][PATH]["post"]
+    assert "X-Octet-Tier" not in post["responses"]["200"]["headers"]
+    assert "tier" not in without["components"]["parameters"]

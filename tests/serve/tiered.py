@@ -1,0 +1,74 @@
+"""Gateways whose pools have measured divergences, as if they had been probed."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from serve.config import GatewayConfig
+from serve.gateway import Gateway
+from serve.routing import Pool
+from tests.serve.conftest import Served, serving_gateway
+from tests.serve.in_process import Client, in_process
+
+__all__ = ["ARTIFACT", "COSTS", "KL", "TIERS", "Figures", "config", "figures", "in_tiers", "tiered"]
+
+ARTIFACT = "0123456789abcdef" * 4
+TIERS = {"exact": {"max_kl": 0.001}, "standard": {"max_kl": 0.02}, "economy": {"max_kl": 0.1}}
+KL = {"bf16": 0.0004, "fp8": 0.0123456, "fp4": 0.06}
+COSTS = {"bf16": 4.0, "fp8": 2.0, "fp4": 1.0}
+MODEL = {"pool": "fp8", "fallback": ["bf16", "fp4"]}
+
+
+@dataclass
+class Figures:
+    """Nats by pool, upper and lower bounds; what is not in `kl` is not measured."""
+
+    kl: dict[str, float] = field(default_factory=lambda: dict(KL))
+    low: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def figures() -> Iterator[Figures]:
+    """What every pool says that it measures, until the end."""
+    stated = Figures()
+
+    def says(read: Any) -> property:
+        return property(read, lambda pool, value: None)  # whatever it would say itself
+
+    with (
+        patch.object(Pool, "measured_kl", says(lambda p: stated.kl.get(p.name)), create=True),
+        patch.object(Pool, "measured_kl_low", says(lambda p: stated.low.get(p.name)), create=True),
+        patch.object(Pool, "artifact", says(lambda p: ARTIFACT), create=True),
+    ):
+        yield stated
+
+
+def config(model: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """The settings of the model `m` over three pools; no pool sends probes."""
+    quiet = {"health": {"probe_after_s": None}, "ejection": {"failures": 100}}
+    pools = {name: quiet | {"precision": name, "cost": cost} for name, cost in COSTS.items()}
+    return {"models": {"m": MODEL | (model or {})}, "pools": pools, "tiers": TIERS} | settings
+
+
+@asynccontextmanager
+async def tiered(
+    backends: dict[str, list[Any]], model: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Served, Figures]]:
+    """On a socket, over the given backends by pool."""
+    parsed = GatewayConfig.model_validate(config(model, **settings) | {"drain_timeout_s": 0.5})
+    with figures() as stated:
+        pools = {name: Pool.of(name, found, parsed.pools[name]) for name, found in backends.items()}
+        async with serving_gateway(Gateway(parsed, pools)) as served:
+            yield served, stated
+
+
+@asynccontextmanager
+async def in_tiers(
+    backends: dict[str, list[Any]], model: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Client, Figures]]:
+    """Without a server."""
+    with figures() as stated:
+        async with in_process(*backends.items(), **config(model, **settings)) as served:
+            yield served, stated

@@ -181,9 +181,9 @@ def run(
             print_report(console, report, page=page)
         again = f"calibrate again (it continues from {progress}, without observing)"
         raise judged.error(out, again=again, budget=None if algorithm == "gptq" else again)
-    expected = None
+    prediction = None
     if predict:
-        expected = expected_divergence(
+        prediction = expected_divergence(
             changed.checkpoint,
             solution.recipe,
             solution.scales,
@@ -218,7 +218,7 @@ def run(
         observed.histograms,
         solution.scales,
         golden,
-        extra_files=report_files(report, solution.convergence, expected) | changed.files,
+        extra_files=report_files(report, solution.convergence, prediction) | changed.files,
         force=force,
     )
     discard(progress)
@@ -227,7 +227,7 @@ def run(
         print_report(
             console,
             report,
-            expected=expected,
+            expected=prediction.expected if prediction else None,
             tokens=inputs.plan.tokens,
             seconds=seconds,
             page=page,

@@ -2,7 +2,7 @@
 
 Each hypothesis is simulated layer by layer (`calibrate.simulate_hypotheses`). What is compared is
 what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the prompt,
-of the paths that engines take, with a range (`calibrate.scatter`); `hypotheses.safetensors` the
+of the paths that engines take, with a range (`octet.scatter`); `hypotheses.safetensors` the
 log-probabilities of the reference's likeliest tokens, at every position, of every hypothesis.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from calibrate.hypotheses import hypotheses_of, serving_paths
 from calibrate.progress import progress_bar
-from calibrate.scatter import expectations
 from calibrate.simulate_hypotheses import Answers, Weights, simulated
 from calibrate.simulate_scales import Scales
 from octet.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from octet.expected import ExpectedSet, ServingPath
 from octet.golden import POSITIONS, GoldenSet, top_k_divergence
 from octet.hypotheses import Hypothesis, HypothesisSet
 from octet.recipe import Recipe
+from octet.scatter import expectations
 
 __all__ = [
     "Prediction",

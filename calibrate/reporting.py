@@ -11,12 +11,15 @@ from calibrate.convergence import Convergence
 from calibrate.experts import fallback_warnings
 from calibrate.gate import EVIDENCE_FILE, Outcome, keep_refused, refused_directory
 from calibrate.inputs import Inputs
+from calibrate.predict import Prediction
 from calibrate.report import Report, build_report
 from calibrate.report_html import render_html
 from calibrate.solve import Solution
 from calibrate.streaming import Observed
+from octet.calibration import Content
 from octet.checkpoint import Checkpoint
-from octet.expected import EXPECTED_FILE, ExpectedSet
+from octet.expected import EXPECTED_FILE
+from octet.hypotheses import HYPOTHESES_FILE
 from octet.golden import GoldenSet
 from octet.tensors import Tensor, write_tensors
 
@@ -65,18 +68,19 @@ def report_on(
 
 
 def report_files(
-    report: Report, course: Convergence | None, expected: ExpectedSet | None
-) -> dict[str, str | Path]:
-    """Name to content: the report as data, as a page, its convergence, what serving it costs."""
+    report: Report, course: Convergence | None, prediction: Prediction | None
+) -> dict[str, Content]:
+    """Name to content: the report as data, as a page, its convergence, what serving it costs and says."""
     data = report.as_json()
-    files: dict[str, str | Path] = {
+    files: dict[str, Content] = {
         "report.json": json.dumps(data, indent=1) + "\n",
         PAGE: render_html(data),
     }
     if course is not None:
         files["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
-    if expected is not None:
-        files[EXPECTED_FILE] = expected.to_json()
+    if prediction is not None:
+        files[EXPECTED_FILE] = prediction.expected.to_json()
+        files[HYPOTHESES_FILE] = prediction.hypotheses.save
     return files
 
 

@@ -105,10 +105,10 @@ def rescale(
     if judged is not None and not judged.met:
         keep_evidence(out, report, course, scales, origin.golden, judged)
         raise judged.error(out, again="rescale", budget="calibrate again")
-    expected = None
+    prediction = None
     if predict:
-        expected = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
-    extra = report_files(report, course, expected)
+        prediction = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
+    extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
@@ -127,6 +127,7 @@ def rescale(
             " was run",
             highlight=False,
         )
+        expected = prediction.expected if prediction else None
         print_report(console, report, expected=expected, page=out / "report.html")
     return written
 

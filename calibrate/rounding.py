@@ -18,6 +18,7 @@ _EXPONENT = 0x7F800000  # the exponent bits of a float32: alone, they are 2^floo
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _CACHE = {"e4m3": E4M3, "e5m2": E5M2}
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def fake_quantize(
@@ -53,16 +54,25 @@ def fake_quantize(
 
 
 def round_cache(
-    x: Tensor, kv_cache: KvCacheDtype, scale: Tensor, *, toward_zero: bool = False
+    x: Tensor,
+    kv_cache: KvCacheDtype,
+    scale: Tensor,
+    *,
+    toward_zero: bool = False,
+    reread: bool = False,
 ) -> Tensor:
     """Keys or values `x`, of any shape, as they come back from a cache with that scale [].
 
     `toward_zero` is how vLLM's CPU build writes an FP8 cache; everything else rounds to nearest.
+    `reread` takes the bytes for those of the other FP8 format: E4M3 of 384 and more are no number.
     """
     if kv_cache == "float16":
         limit = torch.finfo(torch.float16).max
         return (x.float() / scale).clamp_(-limit, limit).half().float().mul_(scale).to(x.dtype)
     rounded = round_to(x.float() / scale, _CACHE[kv_cache], toward_zero=toward_zero)
+    if reread:
+        written, read = _BYTES if kv_cache == "e4m3" else _BYTES[::-1]
+        rounded = rounded.to(written).view(read).float()
     return rounded.mul_(scale).to(x.dtype)
 
 

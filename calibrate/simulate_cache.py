@@ -20,13 +20,15 @@ __all__ = ["CacheRounding", "round_attention"]
 class CacheRounding:
     """How an engine writes its cache, and whether its attention computes in E4M3 too.
 
-    `own` scales are those of the calibration's recipe; else those kept for `kv_cache`.
+    `own` scales are those of the calibration's recipe; else those kept for `kv_cache`. `reread` is
+    a fault: bytes of E4M3 are taken for E5M2, or the reverse.
     """
 
     kv_cache: KvCacheDtype
     toward_zero: bool = False
     queries: bool = False
     own: bool = True
+    reread: bool = False
 
     def scale(self, attention: str, letter: str, scales: DeviceScales) -> Tensor:
         """That of keys ("k") or values ("v"); KeyError names one that is missing."""
@@ -79,7 +81,8 @@ class _CacheHook:
         rounded = []
         for kind, x, scale in zip(("key", "value"), (key, value), self._scales, strict=True):
             toward_zero = self._rounding.toward_zero
-            after = round_cache(x, self._rounding.kv_cache, scale, toward_zero=toward_zero)
+            kv_cache, reread = self._rounding.kv_cache, self._rounding.reread
+            after = round_cache(x, kv_cache, scale, toward_zero=toward_zero, reread=reread)
             if self._watch is not None:
                 name = f"{self._name}.{kind}"
                 self._watch(name, x.transpose(1, 2), after.transpose(1, 2), None)

@@ -21,6 +21,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ExportError
 from octet.expected import EXPECTED_FILE, ExpectedSet
 from octet.golden import GOLDEN_FILE
+from octet.hypotheses import HYPOTHESES_FILE
 from octet.model import Linear, ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
@@ -55,7 +56,7 @@ class Source:
         changed since calibration, or if a scale is missing. With `shards=False` the shards are not
         read for that: whoever streams them hashes them on the way, see `require_shard`.
         """
-        stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE))
+        stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE, HYPOTHESES_FILE))
         opened = Calibration.load(calibration)
         where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
         if model is None and not where.is_dir():
@@ -160,10 +161,12 @@ class Source:
     ) -> None:
         """Copies the tokenizer, generation config, golden records and (`config`) config.json.
 
-        With what the recipe is expected to cost, unless the export is not `quantized`.
+        With what each way of serving says to the golden prompts, of which not to quantize is one;
+        and what the recipe is expected to cost, unless the export is not `quantized`.
         """
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
         files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
+        files.append(self.calibration.path / HYPOTHESES_FILE)
         files += [self.calibration.path / EXPECTED_FILE] if quantized else []
         files += [self.checkpoint.path / "config.json"] if config else []
         for file in files:

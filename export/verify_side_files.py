@@ -9,6 +9,7 @@ from export.verify_original import Original
 from octet.artifact import Manifest
 from octet.expected import EXPECTED_FILE
 from octet.golden import GOLDEN_FILE
+from octet.hypotheses import HYPOTHESES_FILE
 
 __all__ = ["check_side_files"]
 
@@ -40,7 +41,7 @@ def check_side_files(
     calibration = original.calibration
     if manifest is None or calibration is None:
         return
-    names = [GOLDEN_FILE]
+    names = [GOLDEN_FILE, HYPOTHESES_FILE]
     if manifest.details.get("quantized", True):  # what the recipe costs is not for the others
         names.append(EXPECTED_FILE)
     for name in names:

@@ -11,11 +11,11 @@ report.json, report.html, convergence.json, ...   for people; nothing is compute
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ __all__ = [
     "BINS",
     "WEIGHTS_FILE",
     "Calibration",
+    "Content",
     "Observation",
     "StoredHistograms",
     "pack_histogram",
@@ -39,6 +40,9 @@ __all__ = [
 FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
 WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
 BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
+
+# Of a file: its text, a file to copy, or what writes it into the directory that it is given.
+Content: TypeAlias = str | Path | Callable[[Path], None]
 
 
 class Observation(BaseModel):
@@ -135,13 +139,13 @@ class Calibration:
         scales: Mapping[str, npt.NDArray[np.float32]],
         golden: GoldenSet,
         *,
-        extra_files: Mapping[str, str | Path] | None = None,
+        extra_files: Mapping[str, Content] | None = None,
         force: bool = False,
     ) -> Self:
         """Writes the directory whole or not at all.
 
         `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart.
-        `extra_files` are kept beside: texts, or files to copy.
+        `extra_files` are kept beside, by name.
         """
         with write_artifact(path, force=force, kind="calibration") as writer:
             records: dict[str, Any] = {
@@ -164,8 +168,10 @@ class Calibration:
             for name, content in (extra_files or {}).items():
                 if isinstance(content, Path):
                     shutil.copyfile(content, writer.path / name)
-                else:
+                elif isinstance(content, str):
                     (writer.path / name).write_text(content)
+                else:
+                    content(writer.path)
             writer.finish(manifest)
         return cls.load(path)
 

@@ -33,11 +33,13 @@ FaultKind = Literal[
     "k_scale_dropped",  # keys were stored divided by nothing: k_scale taken for 1
     "v_scale_dropped",
     "kv_scales_dropped",  # both
+    "kv_scales_swapped",  # the path's 8-bit cache, with the scales of the other 8-bit format
     "kv_bytes_reread",  # written in the path's format and read in the other 8-bit one
     "input_scales_dropped",  # static activation scales taken for 1
     "weight_scales_dropped",  # of every linear: taken for 1
     "weight_scales_scaled",  # of every linear of `layer`: times `factor`
     "fused_scales_merged",  # q/k/v and gate/up given the largest of their scales, codes unchanged
+    "global_scales_inverted",  # NVFP4's, of weights: multiplied by where it is to be divided by
 ]
 
 

@@ -1,0 +1,133 @@
+"""What a fault changes in a simulation: the scales that are read, the weights that codes become.
+
+Weights are given decoded, float32 [N, K], and their codes found again: dividing what a code and its
+scale gave by that scale misses the code by an ulp at most, and rounding to the format mends it.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calibrate.rounding import round_to
+from calibrate.simulate import Schemes
+from calibrate.simulate_cache import CacheRounding
+from calibrate.simulate_scales import DeviceScales, Scales
+from octet.formats import FORMATS
+from octet.hypotheses import Hypothesis
+from octet.model import ModelSpec
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+
+__all__ = ["cache_rounding", "changes_weights", "faulty_scales", "faulty_weights", "mergeable"]
+
+_OTHER: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}
+_OF_WEIGHTS = (
+    "weight_scales_dropped",
+    "weight_scales_scaled",
+    "fused_scales_merged",
+    "global_scales_inverted",
+)
+
+
+def mergeable(scheme: TensorScheme) -> bool:
+    """Whether linears that are fused may be given one scale, the largest of theirs."""
+    return scheme.granularity in ("tensor", "channel")
+
+
+def cache_rounding(hypothesis: Hypothesis, recipe: Recipe) -> CacheRounding:
+    """How the cache of a hypothesis is written, and read back."""
+    path, fault = hypothesis.path, hypothesis.fault
+    return CacheRounding(
+        path.kv_cache,
+        toward_zero=path.kv_rounding == "truncate",
+        queries=path.queries,
+        own=path.kv_cache == recipe.kv_cache,
+        reread=fault is not None and fault.kind == "kv_bytes_reread",
+    )
+
+
+def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Scales:
+    """Those that an engine takes; `scales` are those of a calibration. Weights' are as they were.
+
+    A cache whose bytes are read in another format than they are written in has the scales of the
+    recipe's cache. KeyError names a scale that is missing.
+    """
+    fault, cache = hypothesis.fault, hypothesis.path.kv_cache
+    if fault is None:
+        return scales
+    one = np.ones((), np.float32)
+    read = "" if cache == recipe.kv_cache else f"_{cache}"  # the suffix that the cache is read by
+    found = dict(scales)
+    for name, scale in scales.items():
+        head, _, leaf = name.rpartition(".")
+        if fault.kind == "input_scales_dropped" and leaf == "input_scale":
+            found[name] = one
+        if leaf not in ("k_scale", "v_scale"):
+            continue
+        if fault.kind in (f"{leaf}_dropped", "kv_scales_dropped"):
+            found[f"{name}{read}"] = one
+        elif fault.kind == "kv_scales_swapped":
+            found[f"{name}{read}"] = scales[f"{head}.{leaf}_{_OTHER[cache]}"]
+        elif fault.kind == "kv_bytes_reread":
+            found[f"{name}{read}"] = scale
+    return found
+
+
+def changes_weights(hypothesis: Hypothesis, layer: int) -> bool:
+    """Whether the weights of decoder layer `layer` are not what their codes and scales say."""
+    fault = hypothesis.fault
+    if fault is None or fault.kind not in _OF_WEIGHTS or not hypothesis.path.weights:
+        return False
+    return fault.layer is None or fault.layer == layer
+
+
+def faulty_weights(
+    weights: Mapping[str, Tensor],
+    schemes: Schemes,
+    scales: DeviceScales,
+    spec: ModelSpec,
+    hypothesis: Hypothesis,
+) -> dict[str, Tensor]:
+    """What the weights of one layer, decoded, float32 [N, K], become; they are left as they are."""
+    fault = hypothesis.fault
+    assert fault is not None
+    if fault.kind == "weight_scales_scaled":
+        factor = 1.0 if fault.factor is None else fault.factor
+        return {name: weight * factor for name, weight in weights.items()}
+    largest: dict[str, Tensor] = {}
+    inputs = {linear.name: linear.input for linear in spec.linears()}
+    if fault.kind == "fused_scales_merged":
+        for name in filter(lambda name: mergeable(schemes[name][0]), weights):
+            scale = scales.need(f"{name}.weight_scale").max()
+            before = largest.get(inputs[name], scale)
+            largest[inputs[name]] = torch.maximum(scale, before)
+    found = {}
+    for name, weight in weights.items():
+        scheme = schemes[name][0]
+        scale = scales.need(f"{name}.weight_scale")
+        shared = scales.get(f"{name}.weight_global_scale")
+        if fault.kind == "global_scales_inverted":
+            found[name] = weight if shared is None else weight / shared / shared
+        elif fault.kind == "weight_scales_dropped":
+            codes = _codes(weight, scheme, scale, shared)
+            found[name] = codes if shared is None else codes * shared
+        elif mergeable(scheme):
+            found[name] = _codes(weight, scheme, scale, shared) * largest[inputs[name]]
+        else:
+            found[name] = weight
+    return found
+
+
+def _codes(
+    weight: Tensor, scheme: TensorScheme, scale: Tensor, global_scale: Tensor | None
+) -> Tensor:
+    """The values of the codes, float32 [N, K]; 0 where the scale is."""
+    if scheme.group_size is not None:
+        if scheme.granularity == "block":  # a row of scales a row of blocks: one a row of weights
+            scale = scale.repeat_interleave(scheme.group_size, 0)[: weight.shape[0]]
+        scale = scale.repeat_interleave(scheme.group_size, 1)[:, : weight.shape[1]]
+    if global_scale is not None:
+        scale = scale * global_scale
+    codes = torch.where(scale == 0, 0.0, weight / scale)
+    return round_to(codes, FORMATS[scheme.format])

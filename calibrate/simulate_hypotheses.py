@@ -1,0 +1,319 @@
+"""Hypotheses through all layers together, over the golden prompts and what the reference answered.
+
+Weights are decoded once a layer and shared by all; in memory are one layer, in each dtype that is
+computed in, and hidden states (`_STATES_BYTES` of them at a time). A sequence is a prompt and the
+first POSITIONS - 1 tokens of its continuation, so that one pass gives every position that a server
+is compared at; positions are causal, so the first is that of the prompt alone.
+
+Paths run over all records, `REPEATS` times; faults over `FAULT_RECORDS` of them, evenly spaced by
+length, once. Those records are in batches of their own, so that a fault of one layer starts from
+what the honest path gave before that layer, to the bit, and runs the layers from there alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calibrate.batches import Batch, make_batches
+from calibrate.layers import LayeredModel
+from calibrate.loading import ComputeDtype
+from calibrate.progress import Spread
+from calibrate.simulate import (
+    Schemes,
+    decoded_weights,
+    layer_weights,
+    module_schemes,
+    replace_weights,
+    round_inputs,
+)
+from calibrate.simulate_cache import round_attention
+from calibrate.simulate_faults import (
+    cache_rounding,
+    changes_weights,
+    faulty_scales,
+    faulty_weights,
+)
+from calibrate.simulate_scales import DeviceScales, Scales
+from octet.checkpoint import Checkpoint
+from octet.golden import GoldenSet
+from octet.hypotheses import Hypothesis
+from octet.recipe import Recipe
+
+__all__ = ["FAULT_RECORDS", "REPEATS", "Answers", "Weights", "fault_records", "simulated"]
+
+REPEATS = 2
+FAULT_RECORDS = 24
+_TOKENS = {"cpu": 512, "cuda": 16384}  # in a batch: what stays in a cache, what fills a GPU
+_STATES_BYTES = 512 << 20  # hidden states in memory at a time
+_KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a sweep
+_UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # what embeddings differ by between repeats
+
+# weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
+Weights = Callable[[str], NDArray[np.float32] | None]
+
+
+@dataclass
+class Answers:
+    """The last hidden states of one run of a hypothesis at the positions of its records.
+
+    `hidden` [n, H] is of record `records[i]` at position `positions[i]`.
+    """
+
+    hypothesis: Hypothesis
+    hidden: Tensor
+    records: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    model: LayeredModel = field(repr=False)
+
+
+def fault_records(golden: GoldenSet) -> list[int]:
+    """Those that faults are simulated on, evenly spaced by length."""
+    lengths = [len(record.prompt_token_ids) for record in golden.records]
+    order = sorted(range(len(lengths)), key=lambda n: lengths[n])
+    last = len(order) - 1
+    at = np.linspace(0, last, min(len(order), FAULT_RECORDS)).round().astype(int)
+    return sorted(order[n] for n in at)
+
+
+def simulated(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    chosen: Sequence[Hypothesis],
+    *,
+    weights: Weights | None = None,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[Answers]:
+    """Each run of each of `chosen`: repeats of one follow each other; faults come after paths.
+
+    `advance` is told tokens as work is done, which add up to those of the golden prompts.
+    """
+    bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
+    plans = list(bench.plan(chosen))
+    spec = checkpoint.spec
+    steps = sum(spec.layers - run.start for plan in plans for run in plan)
+    total = sum(len(record.prompt_token_ids) for record in golden.records)
+    progress = Spread(advance, total, steps)
+    for plan in plans:
+        bench.sweep(plan, progress)
+        for run in plan:
+            if not run.carrier:
+                yield bench.answers(run)
+            run.states.clear()
+
+
+@dataclass
+class _Run:
+    """A hypothesis, once: its hidden states [B, T, H] of each batch, after the layers so far.
+
+    Of a fault's records alone if not `whole`. A `carrier` is a path that is run for the faults that
+    start from it. `start` is the first layer that is not as in the path without the fault.
+    """
+
+    hypothesis: Hypothesis
+    repeat: int = 0
+    whole: bool = True
+    carrier: bool = False
+    start: int = 0
+    states: list[Tensor] = field(default_factory=list)
+
+
+class _Bench:
+    """What all sweeps share: batches, models, scales."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        scales: Scales,
+        golden: GoldenSet,
+        weights: Weights | None,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
+        self._scales, self._given, self._device = scales, weights, device
+        self._honest = DeviceScales(scales, device)
+        self._schemes = module_schemes(self._spec, recipe)
+        self._models: dict[ComputeDtype, LayeredModel] = {}
+        self._golden = golden
+        ours = fault_records(golden)
+        rest = sorted(set(range(len(golden.records))) - set(ours))
+        most = _TOKENS.get(device.type, _TOKENS["cuda"])
+        self._few = _batches(golden, ours, most)
+        self._batches = self._few + _batches(golden, rest, most)
+
+    def plan(self, chosen: Sequence[Hypothesis]) -> Iterator[list[_Run]]:
+        """Runs whose hidden states fit in `_STATES_BYTES` together, or are of one hypothesis."""
+        order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
+        part: list[_Run] = []
+        for hypothesis in order:
+            fault = hypothesis.fault
+            if fault is None:
+                runs = [_Run(hypothesis, repeat) for repeat in range(REPEATS)]
+            else:
+                runs = [_Run(hypothesis, whole=False, start=fault.layer or 0)]
+            needed = runs + self._carriers(part, runs)
+            if part and sum(map(self._nbytes, part + needed)) > _STATES_BYTES:
+                yield part
+                part, needed = [], runs + self._carriers([], runs)
+            part += needed
+        if part:
+            yield part
+
+    def _carriers(self, part: Sequence[_Run], runs: Sequence[_Run]) -> list[_Run]:
+        """The paths that `runs` start from, where `part` has none yet."""
+        honest = {run.hypothesis.path for run in part if run.hypothesis.fault is None}
+        wanted = {run.hypothesis.path for run in runs if run.start} - honest
+        return [_Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
+
+    def _nbytes(self, run: _Run) -> int:
+        batches = self._batches if run.whole else self._few
+        tokens = sum(batch.token_ids.numel() for batch in batches)
+        itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
+        return tokens * self._spec.hidden_size * itemsize
+
+    def sweep(self, runs: Sequence[_Run], progress: Spread) -> None:
+        """Layer by layer."""
+        names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
+        models = [self._model(name) for name in names]
+        for run in runs:
+            if run.start == 0:
+                run.states = self._embed(run)
+        with models[0].few_threads():
+            for pairs in zip(*(model.sweep() for model in models), strict=True):
+                index = pairs[0][0]
+                layers = {name: layer for name, (_, layer) in zip(names, pairs, strict=True)}
+                self._start(runs, index)
+                started = [run for run in runs if run.start <= index]
+                self._layer(index, layers, started)
+                progress.step(len(started))
+
+    def answers(self, run: _Run) -> Answers:
+        """What a finished run says at the positions of its records."""
+        hidden: list[Tensor] = []
+        records: list[int] = []
+        positions: list[int] = []
+        batches = self._batches if run.whole else self._few
+        for states, batch in zip(run.states, batches, strict=True):
+            for row, (origin, length) in enumerate(zip(batch.origins, batch.lengths, strict=True)):
+                count = len(self._golden.records[int(origin)].tops)
+                hidden.append(states[row, length - count : length])
+                records += [int(origin)] * count
+                positions += range(count)
+        model = self._model(run.hypothesis.path.compute)
+        return Answers(
+            run.hypothesis, torch.cat(hidden), np.array(records), np.array(positions), model
+        )
+
+    def _start(self, runs: Sequence[_Run], index: int) -> None:
+        """Gives those that start here the states of their path."""
+        for run in runs:
+            if run.start == index and index:
+                path = Hypothesis(path=run.hypothesis.path)
+                honest = next(x for x in runs if x.hypothesis == path and x.repeat == 0)
+                run.states = honest.states[: len(self._few)]
+
+    def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[_Run]) -> None:
+        prefix = self._spec.layer(index)
+        mine = {n: pair for n, pair in self._schemes.items() if n.startswith(f"{prefix}.")}
+        decoded: dict[str, Tensor] = {}
+        if any(run.hypothesis.path.weights for run in runs):
+            decoded = self._weights(next(iter(layers.values())), prefix, mine)
+        # Runs that multiply with the same weights, in one dtype, come one after the other.
+        groups: dict[tuple[Any, ...], list[_Run]] = {}
+        for run in runs:
+            hypothesis = run.hypothesis
+            faulty = hypothesis.fault if changes_weights(hypothesis, index) else None
+            key = (hypothesis.path.compute, hypothesis.path.weights, faulty)
+            groups.setdefault(key, []).append(run)
+        for (dtype, quantized, faulty), group in groups.items():
+            weights = decoded if quantized else {}
+            if faulty is not None:
+                hypothesis = group[0].hypothesis
+                weights = faulty_weights(decoded, mine, self._honest, self._spec, hypothesis)
+            layer = layers[dtype]
+            with replace_weights(layer, prefix, self._spec, weights):
+                for run in group:
+                    self._through(layer, index, mine, run)
+
+    def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
+        """float32, of the quantized linears of a layer, decoded."""
+        given = {name: self._given(name) for name in schemes} if self._given is not None else {}
+        found = {
+            name: torch.from_numpy(np.asarray(weight, np.float32)).to(self._device)
+            for name, weight in given.items()
+            if weight is not None
+        }
+        left = {name: pair for name, pair in schemes.items() if name not in found}
+        for name, own in layer_weights(layer, prefix, self._spec, left).items():
+            found |= decoded_weights({name: own.float()}, left, self._honest)
+        return found
+
+    def _through(self, layer: Any, index: int, schemes: Schemes, run: _Run) -> None:
+        model = self._model(run.hypothesis.path.compute)
+        with self._rounding(layer, index, schemes, run.hypothesis):
+            run.states = [model.forward(states, None) for states in run.states]
+
+    @contextmanager
+    def _rounding(
+        self, layer: Any, index: int, schemes: Schemes, hypothesis: Hypothesis
+    ) -> Iterator[None]:
+        found = faulty_scales(self._scales, self._recipe, hypothesis)
+        scales = DeviceScales(found, self._device)
+        rounded = schemes if hypothesis.path.activations else {}
+        rounding = cache_rounding(hypothesis, self._recipe)
+        with ExitStack() as stack:
+            stack.enter_context(round_inputs(layer, index, self._spec, rounded, scales))
+            prefix = self._spec.layer(index)
+            stack.enter_context(round_attention(layer, prefix, rounding, scales))
+            yield
+
+    def _model(self, dtype: ComputeDtype) -> LayeredModel:
+        if dtype not in self._models:
+            self._models[dtype] = LayeredModel(
+                self._checkpoint, dtype, self._device, keep_bytes=_KEPT_BYTES
+            )
+        return self._models[dtype]
+
+    def _embed(self, run: _Run) -> list[Tensor]:
+        """The embeddings of each batch [B, T, H]; but for the first repeat, a last bit off."""
+        compute = run.hypothesis.path.compute
+        model = self._model(compute)
+        source = torch.Generator().manual_seed(run.repeat)
+        found = []
+        for batch in self._batches if run.whole else self._few:
+            states = model.embed(batch.token_ids)
+            if run.repeat:
+                noise = 2 * torch.rand(states.shape, generator=source).to(states.device) - 1
+                states = (states.float() * (1 + noise * _UNIT[compute])).to(states.dtype)
+            found.append(states)
+        return found
+
+
+def _batches(golden: GoldenSet, records: Sequence[int], most: int) -> list[Batch]:
+    """Of similar lengths, at most so many tokens together; the origin of a row is its record."""
+    sequences = {n: _sequence(golden, n) for n in records}
+    found: list[Batch] = []
+    part: list[int] = []
+    for number in [*sorted(records, key=lambda n: len(sequences[n])), None]:
+        if part and (number is None or len(sequences[number]) * (len(part) + 1) > most):
+            rows = [sequences[n] for n in part]
+            found += make_batches(rows, [str(n) for n in part], batch_size=len(part))
+            part = []
+        if number is not None:
+            part.append(number)
+    return found
+
+
+def _sequence(golden: GoldenSet, number: int) -> list[int]:
+    """The prompt, and the continuation up to the last position but one."""
+    record = golden.records[number]
+    return [*record.prompt_token_ids, *record.continuation_token_ids[: len(record.tops) - 1]]

@@ -17,10 +17,12 @@ from typing import Any
 from card import conditions, report
 
 import calibrate
-from calibrate.reference import perplexity as perplexity_of_checkpoint
+from calibrate.reference import CheckpointTarget
 from export.onnx import export_onnx
+from octet.evaluation.comparison import compare
+from octet.evaluation.evaluator import evaluate
 from octet.recipe import Recipe
-from serve.evaluate import perplexity as perplexity_of_export
+from serve.evaluation.export import Export
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 HELD_OUT = EXAMPLE / "samples" / "heldout.jsonl"
@@ -32,12 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     output: Path | None = parser.parse_args().output
-    reference = perplexity_of_checkpoint(EXAMPLE / "model", HELD_OUT)
+    original = CheckpointTarget(EXAMPLE / "model")
+    sequences = original.sequences(HELD_OUT)
+    (reference,) = compare(evaluate([original], None, sequences, k=1)).rows
     rows: list[dict[str, Any]] = [
         {
             "weights": "bfloat16, products in float32",
             "cache": "none",
-            "perplexity": reference.perplexity,
+            "perplexity": reference.perplexity.mean,
             "change": "",
             "limit": "",
         }
@@ -53,11 +57,12 @@ def main() -> None:
                 recipe=Recipe.load(recipe),
                 held_out=HELD_OUT,
             )
-            previous = reference.perplexity
+            previous = reference.perplexity.mean
             for cache in ("float16", "e5m2"):
                 export = Path(scratch) / f"{recipe}-{cache}"
                 export_onnx(calibration, export, kv_cache=cache)
-                value = perplexity_of_export(export, HELD_OUT).perplexity
+                (row,) = compare(evaluate([Export(export)], None, sequences, k=1)).rows
+                value = row.perplexity.mean
                 change = value / previous - 1
                 limit = LIMITS.get((recipe, cache)) if cache == "float16" else CACHE_LIMIT
                 base = "BF16" if cache == "float16" else "float16 cache"

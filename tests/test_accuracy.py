@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 import calibrate
-from calibrate.reference import perplexity as perplexity_of_checkpoint
+from calibrate.reference import CheckpointTarget
 from export.onnx import export_onnx
+from octet.evaluation.comparison import compare
+from octet.evaluation.evaluator import evaluate
 from octet.recipe import Recipe
-from serve.evaluate import perplexity as perplexity_of_export
+from serve.evaluation.export import Export
 
 COUNT, LENGTH = 48, 256
 
@@ -28,12 +30,12 @@ def test_held_out_perplexity_stays_within_its_limits(
         count=128,
         max_length=LENGTH,
     )
-    values = {}
-    for cache in ("float16", "e5m2"):
+    caches = ("float16", "e5m2")
+    for cache in caches:
         export_onnx(tmp_path / "calibration", tmp_path / cache, kv_cache=cache)
-        scored = perplexity_of_export(tmp_path / cache, held_out, count=COUNT, max_length=LENGTH)
-        values[cache] = scored.perplexity
-    reference = perplexity_of_checkpoint(example_model, held_out, count=COUNT, max_length=LENGTH)
-    assert reference.tokens == scored.tokens
-    assert 0 < values["float16"] / reference.perplexity - 1 < limit
-    assert values["e5m2"] / values["float16"] - 1 < 0.01
+    reference = CheckpointTarget(example_model)
+    sequences = reference.sequences(held_out, count=COUNT, max_length=LENGTH)
+    exports = [Export(tmp_path / cache) for cache in caches]
+    float16, e5m2 = compare(evaluate(exports, reference, sequences, k=20)).rows
+    assert float16.change is not None and 0 < float16.change.mean < limit
+    assert e5m2.change_from_first is not None and e5m2.change_from_first.mean < 0.01

@@ -1,36 +1,54 @@
-"""Perplexity, against a loop over single samples."""
+"""A checkpoint's answers, against a loop over single samples."""
 
-import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from calibrate.reference import perplexity
-from calibrate.samples import load_samples
-from octet.errors import SampleError
+from calibrate.reference import CheckpointTarget
+from octet.errors import NumericsError, SampleError
 
 
-def test_each_sample_is_scored_by_itself(
-    tiny_model: Path, tiny_samples: Path, model: Any, tokenizer: Any
-) -> None:
-    result = perplexity(tiny_model, tiny_samples, count=11, max_length=40)
-    total, tokens = 0.0, 0
-    for sample in load_samples(tiny_samples).samples[:11]:
-        ids = torch.tensor(tokenizer(sample.text)["input_ids"][:40])
+def test_each_sample_is_scored_by_itself(tiny_model: Path, tiny_samples: Path, model: Any) -> None:
+    target = CheckpointTarget(tiny_model, batch_size=4)
+    sequences = target.sequences(tiny_samples, count=11, max_length=40)
+    answers = dict(target.answers(sequences.ids, 20))
+    assert sorted(answers) == list(range(11))
+    for index, sample in enumerate(sequences.ids):
+        ids = torch.tensor(sample)
+        assert 2 <= len(ids) <= 40
         with torch.inference_mode():
-            logprobs = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-        total -= float(logprobs[:-1].gather(1, ids[1:, None]).sum())
-        tokens += len(ids) - 1
-    assert result.tokens == tokens
-    assert result.nll_sum == pytest.approx(total, rel=1e-6)
-    assert result.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-6)
-    assert result.compute_dtype == "float32"
+            logits = model(ids[None], use_cache=False).logits[0, :-1]
+        logprobs = logits.double().log_softmax(-1)
+        likely = logprobs.topk(20)
+        found = answers[index]
+        assert found.logprobs == pytest.approx(logprobs.gather(1, ids[1:, None])[:, 0], abs=2e-5)
+        assert found.top_logprobs == pytest.approx(likely.values.numpy(), abs=2e-5)
+        assert np.mean(found.top_ids == likely.indices.numpy()) > 0.999  # near-ties may swap
 
 
-def test_samples_of_one_token_predict_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    path.write_text('{"text": "x"}\n')
+def test_samples_are_those_that_calibration_reads(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("import os\n\nimport sys and more\n")
+    target = CheckpointTarget(tiny_model)
+    sequences = target.sequences(path)
+    assert [target.encode(text or "") for text in sequences.texts] == list(map(list, sequences.ids))
+    path.write_text("x\n")
     with pytest.raises(SampleError, match="no sample has two tokens"):
-        perplexity(tiny_model, path)
+        target.sequences(path)
+
+
+def test_a_weight_that_is_nan_is_one_clear_error(
+    tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = CheckpointTarget(tiny_model)
+    from calibrate import reference
+
+    loaded = reference.load_model(target.checkpoint, "float32")
+    loaded.model.norm.weight.data[3] = float("nan")
+    monkeypatch.setattr(reference, "load_model", lambda *_: loaded)
+    sequences = target.sequences(tiny_samples, count=2)
+    with pytest.raises(NumericsError, match="NaN or Inf in its logits"):
+        list(target.answers(sequences.ids, 5))

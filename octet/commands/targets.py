@@ -1,0 +1,80 @@
+"""What `octet evaluate` can be given: each kind from its own stage."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from octet.artifact import PLAN_FILE
+from octet.errors import BackendError, ConfigError, UnsupportedError
+from octet.evaluation.answers import Target
+from octet.evaluation.sequences import Sequences, read_texts
+from octet.interrupts import held_back
+
+__all__ = ["is_export", "open_target", "read_samples"]
+
+
+def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
+    """A server by its URL, an export or an engine, or else a checkpoint."""
+    if name.startswith(("http://", "https://")):
+        from serve.evaluation.server import Server
+
+        return Server(name, api_key_env=api_key_env, concurrency=concurrency)
+    if "://" in name:
+        raise UnsupportedError(
+            f"{name}: only a server of OpenAI's protocol says how likely the tokens of a prompt are"
+            " (http://host:port); of a Triton server, evaluate what it serves: the export or engine"
+        )
+    path = Path(name)
+    if is_export(path):
+        with held_back():
+            from serve.evaluation.export import Export
+
+        return Export(path)
+    with held_back():
+        from calibrate.reference import CheckpointTarget
+
+    return CheckpointTarget(path)
+
+
+def read_samples(
+    targets: Sequence[Target],
+    path: Path,
+    *,
+    count: int | None,
+    text_field: str,
+    max_length: int,
+) -> Sequences:
+    """The samples as the first of `targets` that can makes tokens of them, no longer than all can
+    read. A checkpoint reads everything that `calibrate` does, the others JSONL texts.
+
+    ConfigError if none of them has a tokenizer.
+    """
+    length = min([max_length, *(t.longest for t in targets if t.longest is not None)])
+    for target in targets:
+        if hasattr(target, "sequences"):
+            found: Sequences = target.sequences(
+                path, count=count, text_field=text_field, max_length=length
+            )
+            return found
+    for target in targets:
+        if target.encode("a") is not None:
+            return read_texts(
+                path, _encoder(target), count=count, text_field=text_field, max_length=length
+            )
+    raise ConfigError(
+        f"{targets[0].name}: does not tell how it makes tokens of a text: give --reference, whose"
+        " tokenizer does"
+    )
+
+
+def _encoder(target: Target) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        ids = target.encode(text)
+        if ids is None:
+            raise BackendError(f"{target.name}: stopped making tokens of texts")
+        return ids
+
+    return encode
+
+
+def is_export(path: Path) -> bool:
+    return any((path / name).exists() for name in ("model.onnx", PLAN_FILE))

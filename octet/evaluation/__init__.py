@@ -1,0 +1,1 @@
+"""How well artifacts answer held-out text, beside their reference and one another: numpy alone."""

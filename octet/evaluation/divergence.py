@@ -1,0 +1,46 @@
+"""`octet.golden.top_k_divergence` at every position of a sample at once."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.evaluation.answers import Answer
+
+__all__ = ["divergences"]
+
+_NOISE = 1e-6  # of a sum of probabilities, where nothing is left: as in octet.golden
+_LEAST = 1e-7  # that float32 log-probabilities can leave for the rest; less would be their rounding
+
+
+def divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
+    """KL(reference ‖ served) in nats [P], as far as the k most likely tokens of both tell.
+
+    A lower bound of the full divergence, see `octet.golden.top_k_divergence`; but never infinite:
+    what is left of the served probabilities is at least what their rounding would hide.
+    """
+    same = reference.top_ids[:, :, None] == served.top_ids[:, None, :]  # [P, k, k]
+    shared = same.any(axis=2)
+    log_p = reference.top_logprobs.astype(np.float64)
+    log_q = np.where(same, served.top_logprobs[:, None, :].astype(np.float64), 0.0).sum(axis=2)
+    p = np.exp(log_p)
+    found = np.where(shared, p * (log_p - log_q), 0.0).sum(axis=1)
+    p_rest = 1.0 - p.sum(axis=1)
+    p_rest[p_rest <= _NOISE] = 0.0
+    q_left = np.maximum(1.0 - np.where(shared, np.exp(log_q), 0.0).sum(axis=1), 0.0)
+    p_missing = np.where(shared, 0.0, p).sum(axis=1)
+    # The missing ones are served with at most the least listed probability each.
+    least = np.exp(served.top_logprobs.min(axis=1).astype(np.float64))
+    most = (~shared).sum(axis=1) * least
+    outside = p_missing + p_rest
+    share = np.divide(p_missing, outside, out=np.zeros_like(outside), where=outside > 0)
+    q_missing = np.minimum(most, q_left * share)
+    found += _terms(p_missing, q_missing) + _terms(p_rest, q_left - q_missing)
+    least_divergence: NDArray[np.float64] = np.maximum(found, 0.0)
+    return least_divergence
+
+
+def _terms(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """p · ln(p / q), 0 where p is 0."""
+    some = p > 0
+    ratio = np.divide(p, np.maximum(q, _LEAST), out=np.ones_like(p), where=some)
+    terms: NDArray[np.float64] = p * np.log(ratio)
+    return terms

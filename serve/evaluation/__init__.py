@@ -1,0 +1,1 @@
+"""What `octet evaluate` asks: exports in this process, and running servers."""

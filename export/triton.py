@@ -26,6 +26,7 @@ from export.triton_text import pbtxt
 from octet.artifact import Manifest, check_destination, write_artifact
 from octet.errors import ConfigError, UnsupportedError
 from octet.golden import GOLDEN_FILE
+from octet.hypotheses import HYPOTHESES_FILE
 
 __all__ = ["Backend", "Entries", "export_all", "export_triton"]
 
@@ -100,7 +101,9 @@ def _write_entry(out: Path, backend: Backend, inputs: "_Inputs", *, force: bool)
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
             (writer.path / "warmup" / file).write_bytes(data)
-        shutil.copyfile(version / where / GOLDEN_FILE, writer.path / GOLDEN_FILE)
+        for file in (GOLDEN_FILE, HYPOTHESES_FILE):
+            if (version / where / file).is_file():
+                shutil.copyfile(version / where / file, writer.path / file)
         return writer.finish(_manifest(content, backend, out.name, where))
 
 

@@ -60,6 +60,9 @@ X-Request-Timeout: 1e999
 X-Request-Timeout: x
 X-Request-Timeout:
 X-Request-Timeout: 30
+X-Octet-Tier:
+X-Octet-Tier: exact
+X-Octet-Tier: \xff\xfe
 X-Request-Id:
 X-Request-Id: a b
 X-Request-Id: \xff\xfe

@@ -45,6 +45,7 @@ class OpenAiHttpBackend:
         self.served_name = config.model or model
         self.models = (model,)
         self.context_length: int | None = None  # known once the server was ready
+        self.url = config.url
         self._config = config
         self._urls: dict[str, URL] = {}
         self._probe = 0  # which of `_probes` this server takes
@@ -78,14 +79,14 @@ class OpenAiHttpBackend:
     async def ready(self) -> bool:
         """GET /health for vLLM; other servers may have none, so /v1/models."""
         path = "/health" if self._config.type == "vllm" else "/v1/models"
-        status, body = await self._get(path)
+        status, body = await self.get(path)
         if status != 200:
             self.context_length = None  # what comes back may be another model
             self._load_from = LOAD_SOURCES
             return False
         if self.context_length is None:
             if self._config.type == "vllm":
-                _, body = await self._get("/v1/models")
+                _, body = await self.get("/v1/models")
             self.context_length = context_length(body, self.served_name)
         return True
 
@@ -94,7 +95,7 @@ class OpenAiHttpBackend:
         answered = True
         for source in self._load_from:
             path, read = source
-            status, body = await self._get(path)
+            status, body = await self.get(path)
             report = read(body) if status == 200 else None
             if report is not None:
                 self._load_from = (source,)
@@ -148,8 +149,8 @@ class OpenAiHttpBackend:
 
     async def incarnation(self) -> Incarnation | None:
         """By its list of models, and by its metrics' start time and counters, where it has them."""
-        status, models = await self._get("/v1/models")
-        page_status, page = await self._get(self._metrics_path)
+        status, models = await self.get("/v1/models")
+        page_status, page = await self.get(self._metrics_path)
         if status != 200 or page_status == 0:
             return None
         return incarnation(models, page if page_status == 200 else b"", self.served_name)
@@ -216,8 +217,8 @@ class OpenAiHttpBackend:
             url = self._urls[path] = URL(self._config.url + path)
         return url
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; status 0 where there was no answer."""
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of what it says of itself; status 0 where there was no answer."""
         if self._session is None:
             return 0, b""
         timeout = aiohttp.ClientTimeout(

@@ -25,7 +25,7 @@ from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.backends.held import hold_open
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_prompt import end_tokens, unsupported
-from serve.backends.triton_reports import incarnation, load_report
+from serve.backends.triton_reports import described, incarnation, load_report
 from serve.backends.triton_tensors import Inputs, Outputs, Signature, read_outputs
 from serve.backends.triton_trtllm import IdsDialect, TextDialect
 from serve.backends.triton_vllm import VllmDialect
@@ -115,6 +115,12 @@ class TritonBackend:
         if self._channel is None:
             return None
         return await incarnation(self._stub, self._model, READY_TIMEOUT_S)
+
+    async def described(self) -> dict[str, Any] | None:
+        """What it says of itself and of the model; None if it does not answer."""
+        if self._channel is None:
+            return None
+        return await described(self._stub, self._model, READY_TIMEOUT_S)
 
     async def probe(self) -> None:
         request = GenerateRequest(

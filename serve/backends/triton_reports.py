@@ -5,13 +5,15 @@ from typing import Any
 
 import aiohttp
 import grpc.aio
+from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
 from serve.backends.base import Incarnation, LoadReport
 from serve.backends.prometheus import load_of, samples
 
-__all__ = ["incarnation", "load_report"]
+__all__ = ["described", "incarnation", "load_report"]
 
+_kind = model_config_pb2.ModelInstanceGroup.Kind.Name
 _PENDING = "nv_inference_pending_request_count"
 
 
@@ -29,6 +31,22 @@ async def load_report(metrics_url: str, model: str, timeout_s: float) -> LoadRep
     pending = samples(page, (_PENDING,)).get(_PENDING, ())
     mine = [value for labels, value in pending if labels.get("model") == model]
     return load_of(page) or (LoadReport(0, round(sum(mine)), None, None) if mine else None)
+
+
+async def described(stub: Any, model: str, timeout_s: float) -> dict[str, Any] | None:
+    """What it tells about itself and the model: None if it does not answer."""
+    try:
+        server = await stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=timeout_s)
+        answer = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return None
+    config = answer.config
+    return {
+        "version": server.version,
+        "backend": config.backend or config.platform,
+        "kinds": [_kind(group.kind) for group in config.instance_group],
+        "parameters": {name: value.string_value for name, value in config.parameters.items()},
+    }
 
 
 async def incarnation(stub: Any, model: str, timeout_s: float) -> Incarnation | None:

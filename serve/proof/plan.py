@@ -4,13 +4,14 @@ The order is drawn by a seed, stratified by the prompts' lengths: the shortest a
 prompts show different faults, so that every beginning of the order holds some of each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from octet.golden import POSITIONS, GoldenSet
+from octet.hypotheses import HypothesisSet
 
-__all__ = ["FIRST_LOOK", "Slices", "cost", "looks", "order"]
+__all__ = ["FIRST_LOOK", "Slices", "cost", "looks", "order", "simulated"]
 
 FIRST_LOOK = 24  # records
 _MORE = 20  # of each further look
@@ -22,18 +23,35 @@ def cost(golden: GoldenSet, record: int) -> int:
     return len(golden.records[record].prompt_token_ids) + POSITIONS
 
 
-def order(golden: GoldenSet, *seed: int, context: int | None = None) -> list[int]:
+def simulated(hypotheses: HypothesisSet | None) -> list[int]:
+    """The records that every hypothesis was simulated on: those that can tell faults apart."""
+    if hypotheses is None or not hypotheses.logprobs:
+        return []
+    known = [~np.isnan(x).all(axis=(0, 2, 3)) for x in hypotheses.logprobs.values()]
+    return np.flatnonzero(np.logical_and.reduce(known)).tolist()
+
+
+def order(
+    golden: GoldenSet, *seed: int, context: int | None = None, first: Collection[int] = ()
+) -> list[int]:
     """All records but those that do not fit into `context`; the same for the same seed.
 
-    Any `_STRATA` that follow each other, from a multiple of that, are one of each length.
+    Those in `first` come before all others. Of either, any `_STRATA` that follow each other, from a
+    multiple of that, are one of each length.
     """
     lengths = [len(record.prompt_token_ids) for record in golden.records]
     fitting = [n for n, length in enumerate(lengths) if context is None or length < context]
+    fitting.sort(key=lambda n: (lengths[n], n))
     random = np.random.Generator(np.random.PCG64(seed))
-    by_length = np.array(sorted(fitting, key=lambda n: (lengths[n], n)), int)
-    strata = [random.permutation(part).tolist() for part in np.array_split(by_length, _STRATA)]
+    early = [n for n in fitting if n in first]
+    return _mixed(early, random) + _mixed([n for n in fitting if n not in first], random)
+
+
+def _mixed(by_length: Sequence[int], random: np.random.Generator) -> list[int]:
+    parts = np.array_split(np.array(by_length, int), _STRATA)
+    strata = [random.permutation(part).tolist() for part in parts]
     found: list[int] = []
-    while len(found) < len(fitting):
+    while len(found) < len(by_length):
         turn = random.permutation(_STRATA).tolist()
         found += [strata[which].pop() for which in turn if strata[which]]
     return found

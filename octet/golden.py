@@ -46,6 +46,8 @@ class GoldenRecord(BaseModel):
     prompt_token_ids: tuple[int, ...]
     continuation_token_ids: tuple[int, ...]  # greedy
     tops: tuple[Top, ...]
+    # -Σ ln p of the prompt's tokens but the first, each given those before, in nats.
+    prompt_nll: float | None = None
 
     @property
     def top(self) -> dict[int, float]:

@@ -1,0 +1,127 @@
+"""What may be wrong with a server, in words: what its numbers match, and what to do about it."""
+
+from dataclasses import dataclass
+
+from octet.expected import ServingPath
+from octet.hypotheses import Fault, Hypothesis
+
+__all__ = ["ANOTHER_MODEL", "CLOSER", "Cause", "cause_of"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`name` is for machines; `sentence` continues "its numbers"; `remedy` is an order."""
+
+    name: str
+    sentence: str
+    remedy: str
+
+
+ANOTHER_MODEL = Cause(
+    "another_model",
+    "match another model: no simulated path or fault explains them",
+    "check which checkpoint the server loaded, whether it is whole, and its tokenizer",
+)
+CLOSER = Cause(
+    "closer",
+    "are closer to the unquantized model than this artifact can be",
+    "check which checkpoint the server loaded, and whether its quantization and its cache's are on",
+)
+_OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
+# kind -> sentence, remedy
+_FAULTS = {
+    "k_scale_dropped": (
+        "match weights without their k_scale",
+        "see that the checkpoint still has its k_scale tensors and that the engine loads them",
+    ),
+    "v_scale_dropped": (
+        "match weights without their v_scale",
+        "see that the checkpoint still has its v_scale tensors and that the engine loads them",
+    ),
+    "kv_scales_dropped": (
+        "match weights without their k_scale and v_scale",
+        "see that the checkpoint still has its k_scale and v_scale tensors and that the engine"
+        " loads them",
+    ),
+    "input_scales_dropped": (
+        "match weights without their input_scale",
+        "see that the checkpoint still has its input_scale tensors; export again",
+    ),
+    "weight_scales_dropped": (
+        "match weights whose weight_scale was taken for 1",
+        "see that the checkpoint still has its weight_scale tensors, under the names that this"
+        " engine reads; export again",
+    ),
+    "fused_scales_merged": (
+        "match fused linears that share the largest of their scales",
+        "use an engine that keeps a scale for each of q, k, v, gate and up, or export with shared"
+        " scales",
+    ),
+}
+
+
+def cause_of(hypothesis: Hypothesis, declared: ServingPath | None) -> Cause:
+    """Why a server is refused whose numbers `hypothesis` explains, where `declared` is said."""
+    if hypothesis.fault is not None:
+        return _fault(hypothesis.fault, hypothesis.path)
+    return _path(hypothesis.path, declared)
+
+
+def _fault(fault: Fault, path: ServingPath) -> Cause:
+    name = fault.label
+    if fault.kind in _FAULTS:
+        return Cause(name, *_FAULTS[fault.kind])
+    own = path.kv_cache.upper()
+    other = _OTHER.get(path.kv_cache, "other")
+    if fault.kind == "kv_bytes_reread":
+        return Cause(
+            name,
+            f"match {own} bytes read as {other}",
+            "let the engine write and read its cache in one format: another version of it, or"
+            " another --kv-cache-dtype",
+        )
+    if fault.kind == "weight_scales_scaled":
+        return Cause(
+            name,
+            f"match weight scales of layer {fault.layer} that are {_times(fault.factor)} what they"
+            " should be",
+            "compare the checkpoint with its manifest (octet verify), and export again",
+        )
+    return Cause(
+        name,
+        f"match a known fault: {name.replace('_', ' ')}",
+        "compare the checkpoint with its manifest (octet verify), and export again",
+    )
+
+
+def _times(factor: float | None) -> str:
+    return {0.5: "half of", 2.0: "twice"}.get(factor or 1.0, f"{factor:g} times")
+
+
+def _path(path: ServingPath, declared: ServingPath | None) -> Cause:
+    label = path.label
+    if declared is not None and path.weights != declared.weights:
+        if path.weights:
+            return Cause(
+                "quantized",
+                f"match a quantized model ({label})",
+                "serve the original checkpoint, or declare the pool as quantized",
+            )
+        cache = "" if path.kv_cache == "float16" else f" with an {path.kv_cache.upper()} cache"
+        return Cause(
+            "unquantized",
+            f"match an unquantized model{cache}",
+            "serve the exported checkpoint: this is the original, or its quantization is ignored",
+        )
+    if declared is not None and path.kv_cache != declared.kv_cache:
+        cache = "a 16-bit" if path.kv_cache == "float16" else f"an {path.kv_cache.upper()}"
+        return Cause(
+            f"kv_cache_{path.kv_cache}",
+            f"match {cache} cache",
+            f"start the engine with a cache of {declared.kv_cache}, or declare {path.kv_cache}",
+        )
+    return Cause(
+        "another_path",
+        f"match another way of serving this artifact ({label})",
+        "declare the engine that serves it, or none",
+    )

@@ -1,0 +1,119 @@
+"""Next-token distributions as points, whose squared distances are comparable with divergences.
+
+A distribution p is the point 2√p, on a sphere: the squared distance of two is four times their
+squared Hellinger distance, 4·Σ(√p - √q)², about 2·KL where they are close, and 8 at most; the noise
+of a point does not depend on where it is (Fisher's metric; Amari and Nagaoka, Methods of
+Information Geometry, 2.5). Axes are the reference's likeliest tokens that the server told too, and
+one for all other outcomes together. So everything is compared as coarsely as the server told, which
+can only shorten distances (the data-processing inequality).
+
+Where the server leaves out n of the reference's tokens, they have at most n times the least
+probability that it told. If the reference gives them more, they are an outcome of their own, with
+that bound as what was served; if not, nothing is known of them beyond the rest.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.golden import GoldenSet, Top
+from octet.proof.responses import Response, comparable
+
+__all__ = ["Answers", "divergence"]
+
+Points = NDArray[np.float64]
+_TINY = math.exp(-88)  # about the least normal number of float32
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was answered to n prompts, beside the reference: [n, positions, tokens + 2] points.
+
+    The last two axes of a point are the tokens that were left out, and the rest. Where a position
+    cannot be compared, all points are 0.
+    """
+
+    records: NDArray[np.int64]  # [n], of those with a position that can be compared
+    compared: NDArray[np.bool_]  # [n, positions]
+    shared: NDArray[np.bool_]  # [n, positions, tokens]: told by both
+    split: NDArray[np.bool_]  # [n, positions]: those left out are an outcome of their own
+    served: Points
+    reference: Points
+
+    @classmethod
+    def of(cls, golden: GoldenSet, responses: Sequence[Response]) -> "Answers":
+        """Of the last response to each record."""
+        latest = {response.record: response for response in responses}
+        found = {
+            number: positions
+            for number, response in sorted(latest.items())
+            if (positions := comparable(golden.records[number], response))
+        }
+        count = max((len(record.tops) for record in golden.records), default=0)
+        tokens = max((len(t.token_ids) for r in golden.records for t in r.tops), default=0)
+        shape = (len(found), count)
+        compared = np.zeros(shape, bool)
+        split = np.zeros(shape, bool)
+        shared = np.zeros((*shape, tokens), bool)
+        served = np.zeros((*shape, tokens + 2))
+        reference = np.zeros((*shape, tokens + 2))
+        for row, (number, positions) in enumerate(found.items()):
+            compared[row, positions] = True
+            for j in positions:
+                top = golden.records[number].tops[j]
+                at = row, j
+                shared[at], split[at], served[at], reference[at] = _outcomes(
+                    top, latest[number].tops[j], tokens
+                )
+        records = np.array(list(found), np.int64)
+        return cls(records, compared, shared, split, served, reference)
+
+    def points(self, logprobs: NDArray[np.float32]) -> Points:
+        """[repeats, n, positions, tokens + 2] of [repeats, records, positions, tokens] in nats.
+
+        NaN for records that are all NaN in it.
+        """
+        count, tokens = self.shared.shape[1:]
+        mine = logprobs[:, self.records, :count, :tokens].astype(np.float64)
+        absent = np.isnan(mine).all(axis=(0, 2, 3))
+        p = np.exp(np.where(np.isnan(mine), -np.inf, mine))
+        told = np.where(self.shared, p, 0.0)
+        left_out = np.where(self.split, p.sum(-1) - told.sum(-1), 0.0)
+        rest = np.maximum(1.0 - told.sum(-1) - left_out, 0.0)
+        points = 2 * np.sqrt(np.concatenate([told, left_out[..., None], rest[..., None]], -1))
+        points[:, ~self.compared] = 0.0
+        points[:, absent] = np.nan
+        return np.asarray(points)
+
+
+def divergence(reference: Points, other: Points) -> NDArray[np.float64]:
+    """KL(reference ‖ other) in nats, [..., positions] of points [..., positions, axes]."""
+    p, q = np.square(reference) / 4, np.square(other) / 4
+    ratio = np.log(np.maximum(p, _TINY)) - np.log(np.maximum(q, _TINY))
+    return np.asarray(np.maximum(np.where(p > 0, p * ratio, 0.0).sum(-1), 0.0))
+
+
+def _outcomes(
+    top: Top, told: Mapping[int, float], tokens: int
+) -> tuple[NDArray[np.bool_], bool, Points, Points]:
+    """Of one position: which tokens are shared, whether others are split off, and both points."""
+    shared = np.zeros(tokens, bool)
+    served, reference = np.zeros(tokens + 2), np.zeros(tokens + 2)
+    left_out: list[float] = []
+    for n, (token, logprob) in enumerate(zip(top.token_ids, top.logprobs, strict=True)):
+        if token in told:
+            shared[n] = True
+            served[n], reference[n] = math.exp(told[token]), math.exp(logprob)
+        else:
+            left_out.append(math.exp(logprob))
+    rest = max(1.0 - float(served.sum()), 0.0)
+    most = min(len(left_out) * math.exp(min(told.values())), rest)
+    split = sum(left_out) > most
+    if split:
+        served[-2], reference[-2] = most, sum(left_out)
+    served[-1] = rest - served[-2]
+    reference[-1] = max(1.0 - float(reference.sum()), 0.0)
+    return shared, split, 2 * np.sqrt(served), 2 * np.sqrt(reference)

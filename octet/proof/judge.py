@@ -1,0 +1,221 @@
+"""Whether answers come from what a server is said to be, and if not, from what.
+
+The server is refused if one of two tests says so, each at half of `ALPHA` over the looks that a
+probe may take at its answers:
+
+1. **Contest.** Some simulated hypothesis that is not honest explains them better than the best
+   honest path: Vuong's z over prompts (the clusters; positions in one prompt are not independent)
+   is above Student's t quantile, Bonferroni over the hypotheses. Under honesty the mean of these
+   differences is not 0 but below it, the more so the farther a hypothesis is, so that the level is
+   a bound. It does not depend on how noisy the server's kernels are.
+2. **Fit.** The answers are farther from the best honest path than its own repeats are from each
+   other, prompt by prompt: mean of ln(|x - m|²/S), less that of the repeats', against a margin. An
+   implementation may round in up to twice as many places as the simulation does; independent
+   roundings add, so that |x - m|² may be (2 + 1/R) for (1 + 1/R). That is the margin.
+
+A hypothesis is *visible* on the prompts that were asked if, by its own repeats and those of the
+honest path, both can be told: let z_h be what the honest path scores against it and z_a what it
+scores against the honest path, each as if its repeats were servers. It is excluded by z above
+max(0, t - z_a), so that it would exclude itself with probability `BETA` at most, t being Student's
+quantile of `BETA`; and it is visible if z_h is above that by t. The server is as expected if it is
+not refused and all that are visible are excluded. What is not visible takes part in nothing, and is
+listed. What is visible on all golden prompts, but not on those that were asked, makes the outcome
+inconclusive: more are to be asked.
+
+The cause is the likeliest hypothesis, if it explains the answers: it passes the test of fit, or is
+nearer than the honest path by a factor of 4 in squared distance, half in distance. Else it is
+another model.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from octet.golden import GoldenSet
+from octet.hypotheses import Hypothesis, HypothesisSet
+from octet.proof.causes import ANOTHER_MODEL, CLOSER, Cause, cause_of
+from octet.proof.contest import Contest
+from octet.proof.declared import Declared
+from octet.proof.embedding import divergence
+from octet.proof.measure import Measure, measure
+from octet.proof.responses import Response
+from octet.proof.verdict import Outcome, Range, Score, Verdict
+from octet.scatter import expectations
+from octet.student import t_quantile
+
+__all__ = ["ALPHA", "BETA", "judge"]
+
+ALPHA = 1e-5  # of refusing an honest server, in all looks of one probe
+BETA = 1e-3  # of not excluding a visible hypothesis, and of excluding honesty no better than it
+_EXPLAINED = math.log(4)
+
+
+def judge(
+    golden: GoldenSet,
+    hypotheses: HypothesisSet | None,
+    declared: Declared,
+    responses: Sequence[Response],
+    *,
+    looks: int = 1,
+    bound: float | None = None,
+) -> Verdict:
+    """Whether `responses`, the last to each golden record, are those of a `declared` server.
+
+    `looks` is how often a probe may be judged in all, while its answers come in. `bound` is the
+    mean divergence in nats that is accepted where no honest path was simulated (`octet.expected.
+    bound_of`).
+    """
+    measured = measure(golden, responses)
+    if not measured.prompts:
+        reason = "inconclusive: no answer can be compared with the golden records"
+        return Verdict("inconclusive", measured, None, None, None, (), (), reason)
+    if hypotheses is None or not declared.paths:
+        return _by_bound(measured, declared, bound, len(golden.records))
+    contest = Contest.of(golden, hypotheses, declared.paths, responses)
+    whole = Contest.whole(golden, hypotheses, declared.paths)
+    return _Judgement(contest, whole, declared, measured, looks).verdict()
+
+
+def _by_bound(measured: Measure, declared: Declared, bound: float | None, records: int) -> Verdict:
+    """Of the divergence alone: too large or not. Nothing says what too small would be."""
+    outcome: Outcome = "inconclusive"
+    cause = None
+    if bound is None:
+        why = f"nothing was simulated of {declared.label}, and no bound is given"
+    elif measured.kl_low > bound or (measured.prompts == records and measured.kl_mean > bound):
+        outcome, cause = "worse", ANOTHER_MODEL
+        why = f"a bound of {bound:g} for {declared.label}, without a simulation"
+    else:
+        if measured.kl_high <= bound or measured.prompts == records:
+            outcome = "as_expected"
+        why = f"a bound of {bound:g} for {declared.label}, without a simulation"
+    reason = _sentence(outcome, measured, f"against {why}", cause)
+    return Verdict(outcome, measured, None, None, cause, (), (), reason)
+
+
+class _Judgement:
+    """One decision. `whole` is on all golden records; `contest` on those that were answered."""
+
+    def __init__(
+        self,
+        contest: Contest,
+        whole: Contest,
+        declared: Declared,
+        measured: Measure,
+        looks: int,
+    ) -> None:
+        self._contest, self._whole, self._declared = contest, whole, declared
+        self._measured = measured
+        self._level = ALPHA / 2 / looks
+        self._best = contest.best
+        self._separation = {h: whole.told(self._best, h) for h in contest.others}
+        self._visible = [h for h in contest.others if self._is_visible(h)]
+
+    def verdict(self) -> Verdict:
+        cause, outcome = self._refusal()
+        waiting = [] if cause is not None else self._not_excluded()
+        if waiting:
+            outcome = "inconclusive"
+        expected = self._expected()
+        told = f"where {_range(expected)} is expected of {self._declared.label}"
+        reason = _sentence(outcome, self._measured, told, cause)
+        if waiting:
+            names = waiting[0].label + (f" and {len(waiting) - 1} more" if waiting[1:] else "")
+            reason += f"; these prompts do not yet exclude {names}"
+        return Verdict(
+            outcome=outcome,
+            measure=self._measured,
+            expected=expected,
+            path=self._best.path,
+            cause=cause,
+            ranking=self._ranking(),
+            hidden=tuple(h.label for h in self._contest.others if h not in self._visible),
+            reason=reason,
+        )
+
+    def _is_visible(self, other: Hypothesis) -> bool:
+        prompts = self._whole.against(other, self._best)[1]
+        return self._separation[other] >= (
+            self._exclusion(self._whole, other, prompts) + t_quantile(1 - BETA, prompts - 1)
+        )
+
+    def _exclusion(self, contest: Contest, other: Hypothesis, prompts: int) -> float:
+        """The z of the best honest path over `other` from which on that is excluded."""
+        return max(0.0, t_quantile(1 - BETA, prompts - 1) - contest.told(other, self._best))
+
+    def _refusal(self) -> tuple[Cause | None, Outcome]:
+        """Why, and on which side; None, "as_expected" if neither test says so."""
+        contest = self._contest
+        scores = {h: contest.against(h, self._best) for h in self._visible}
+        level = 1 - self._level / max(len(scores), 1)
+        beaten = any(z > t_quantile(level, prompts - 1) for z, prompts in scores.values())
+        misfit, prompts = contest.misfit(self._best)
+        if not beaten and misfit <= t_quantile(1 - self._level, prompts - 1):
+            return None, "as_expected"
+        likeliest = max(scores, key=lambda h: self._mean(h), default=None)
+        if likeliest is not None and scores[likeliest][0] > 0 and self._explains(likeliest):
+            farther = contest.farther(likeliest, self._best)
+            return cause_of(likeliest, self._best.path), "worse" if farther else "better"
+        if contest.answers_farther:
+            return ANOTHER_MODEL, "worse"
+        return CLOSER, "better"
+
+    def _explains(self, other: Hypothesis) -> bool:
+        misfit, prompts = self._contest.misfit(other)
+        fits = misfit <= t_quantile(1 - self._level, prompts - 1)
+        return fits or self._contest.nearer(other, self._best) >= _EXPLAINED
+
+    def _not_excluded(self) -> list[Hypothesis]:
+        found = []
+        for other in self._visible:
+            z, prompts = self._contest.against(other, self._best)
+            if -z <= self._exclusion(self._contest, other, prompts):
+                found.append(other)
+        return found
+
+    def _mean(self, hypothesis: Hypothesis) -> float:
+        """Its log-likelihood beside that of the best honest path, on the prompts of both."""
+        scores = self._contest.scores
+        return float(np.nanmean(scores[hypothesis] - scores[self._best]))
+
+    def _ranking(self) -> tuple[Score, ...]:
+        found = []
+        base = float(np.nanmean(self._contest.scores[self._best]))
+        for h in self._contest.candidates:
+            z, prompts = self._contest.against(h, self._best)
+            separation = self._separation.get(h, 0.0)
+            found.append(Score(h.label, base + self._mean(h), z, separation, prompts))
+        return tuple(sorted(found, key=lambda score: -score.log_likelihood))
+
+    def _expected(self) -> Range:
+        """Of the best honest path; its range from how all paths scatter (`octet.scatter`)."""
+        answers = self._contest.answers
+        count = answers.compared.sum(1)
+        found = {
+            h.path: divergence(answers.reference, candidate.points).sum(-1) / count
+            for h, candidate in self._contest.candidates.items()
+            if h.fault is None and candidate.repeats > 1
+        }
+        for item in expectations(found):
+            if item.path == self._best.path:
+                return Range(item.mean, item.low, item.high)
+        raise AssertionError("an honest path is simulated at least twice")
+
+
+_OUTCOMES = {
+    "as_expected": "as expected",
+    "better": "better than expected",
+    "worse": "worse than expected",
+    "inconclusive": "inconclusive",
+}
+
+
+def _range(found: Range) -> str:
+    return f"{found.mean:.3g} ({found.low:.3g} to {found.high:.3g})"
+
+
+def _sentence(outcome: Outcome, measured: Measure, told: str, cause: Cause | None) -> str:
+    kl = _range(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
+    text = f"{_OUTCOMES[outcome]}: {kl} nats over {measured.prompts} prompts {told}"
+    return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"

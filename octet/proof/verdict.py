@@ -1,0 +1,67 @@
+"""What was found out about a server, for people and for machines."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from octet.expected import ServingPath
+from octet.proof.causes import Cause
+from octet.proof.measure import Measure
+
+__all__ = ["Outcome", "Range", "Score", "Verdict"]
+
+Outcome = Literal["as_expected", "better", "worse", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What `Measure.kl_mean` is for an honest server, in nats, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well one hypothesis explains the answers.
+
+    `log_likelihood` is a prompt's mean, per dimension of the noise, up to a constant; `z` the
+    standardized difference from the best honest path (Vuong's statistic): below zero, it explains
+    them worse. `separation` is the z that an honest server is expected to have against it.
+    """
+
+    label: str
+    log_likelihood: float
+    z: float
+    separation: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`as_expected`; `better`: not quantized as declared; `worse`: corrupt; or `inconclusive`."""
+
+    outcome: Outcome
+    measure: Measure
+    expected: Range | None  # the same figure, from simulations of `path` on the same positions
+    path: ServingPath | None  # the honest path that explains the answers best
+    cause: Cause | None  # when they are not as expected
+    ranking: tuple[Score, ...]  # likeliest first
+    hidden: tuple[str, ...]  # hypotheses that these numbers cannot tell from honesty
+    reason: str  # one line: what was measured against what was expected, likely cause, remedy
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, of JSON's types."""
+        path = None if self.path is None else self.path.label
+        told: dict[str, Any] = _finite({**asdict(self), "path": path})
+        return told
+
+
+def _finite(value: Any) -> Any:
+    """None in the place of each NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octet.commands.options import Json, console_for
+from octet.errors import ConfigError, nearest
 from octet.interrupts import held_back
 
 if TYPE_CHECKING:
@@ -19,15 +21,30 @@ if TYPE_CHECKING:
 __all__ = ["report", "verify"]
 
 _WORST, _PROBLEMS = 10, 30  # rows of the tables that are shown without --all
+_SERVER = "Of a server"
+
+
+def _of_url(flag: str, text: str, least: int | None = None) -> Any:
+    return typer.Option(flag, help=text, min=least, rich_help_panel=_SERVER)
+
+
 _WHERE = 48  # columns that the name of a tensor may take before it is folded
 
 
 def verify(
     path: Annotated[
-        str, typer.Argument(help="What an export wrote, a calibration, or another's checkpoint.")
+        str,
+        typer.Argument(
+            metavar="PATH|URL",
+            help="What an export wrote, a calibration, another's checkpoint; or a running server:"
+            " http://HOST:PORT of OpenAI's protocol, triton://HOST:PORT/MODEL.",
+        ),
     ],
     model: Annotated[
-        Path | None, typer.Option("--model", help="The original checkpoint, to compare with.")
+        str | None,
+        typer.Option(
+            "--model", help="The original checkpoint, to compare with; of a URL, the model's name."
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -36,18 +53,65 @@ def verify(
     numbers_only: Annotated[
         bool, typer.Option("--no-tokens", help="Do not let the model predict any token.")
     ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor.")] = False,
+    show_all: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Show every tensor; of a URL, ask every prompt and show every hypothesis."
+        ),
+    ] = False,
+    golden: Annotated[
+        Path | None, _of_url("--golden", "The export or calibration that it is to answer like.")
+    ] = None,
+    weights: Annotated[
+        Literal["quantized", "original"] | None,
+        _of_url("--weights", "What it is said to serve: the recipe's weights, or the original."),
+    ] = None,
+    kv_cache: Annotated[
+        Literal["e5m2", "e4m3", "float16"] | None,
+        _of_url("--kv-cache", "What it is said to keep: default what --golden is for."),
+    ] = None,
+    engine: Annotated[
+        Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None,
+        _of_url("--engine", "Which computes: then only what that honestly does is right."),
+    ] = None,
+    api_key_env: Annotated[
+        str | None, _of_url("--api-key-env", "The environment variable that holds its key.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, _of_url("--checkpoint", "What it serves, on this disk: verified as well.")
+    ] = None,
+    seed: Annotated[
+        int | None, _of_url("--seed", "Draws which golden prompts are asked first; default 0.", 0)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Reload what was written and compare it with the original: exit code 0 is fine, 1 is wrong.
 
     Every quantized tensor's error, the others bit for bit, the names that an engine would drop, and
     the divergence of the next token on the golden prompts. 2: something could not be checked.
+
+    Of a URL: what the server answers to the golden prompts of --golden, held against what it should
+    and against what is known to go wrong.
     """
+    console = console_for(as_json)
+    served = {
+        "golden": golden,
+        "weights": weights,
+        "kv_cache": kv_cache,
+        "engine": engine,
+        "api_key_env": api_key_env,
+        "checkpoint": checkpoint,
+        "seed": seed,
+    }
+    if "://" in path:
+        files = {"calibration": calibration, "no_tokens": numbers_only or None}
+        _refuse(files, f"is for files; {path} is a server")
+        raise typer.Exit(_verify_url(path, model, served, show_all, as_json, console))
+    _refuse(served, f"is for a server's URL; {path} is none")
     from export.verify import verify as check
 
-    console = console_for(as_json)
-    found = check(path, model=model, calibration=calibration, console=console)
+    original = None if model is None else Path(model)
+    found = check(path, model=original, calibration=calibration, console=console)
     if not numbers_only:
         with held_back():
             from octet.commands.next_tokens import add_divergence
@@ -57,6 +121,34 @@ def verify(
     else:
         report(found, Console(), show_all=show_all)
     raise typer.Exit(found.exit_code)
+
+
+def _refuse(options: Mapping[str, object], reason: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}")
+
+
+def _verify_url(
+    url: str,
+    model: str | None,
+    served: Mapping[str, Any],
+    show_all: bool,
+    as_json: bool,
+    console: Console | None,
+) -> int:
+    from octet.commands.verify_url import SCHEMES, Asked, verify_url
+
+    scheme = url.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise ConfigError(f"{url}: unknown scheme{nearest(scheme, SCHEMES)}")
+    if served["golden"] is None:
+        raise ConfigError(
+            f"{url}: give --golden, the directory of the export that it serves, or its calibration"
+        )
+    given = {name: value for name, value in served.items() if value is not None}
+    asked = Asked(url=url, model=model, every_prompt=show_all, **given)
+    return verify_url(asked, as_json=as_json, console=console)
 
 
 def report(found: "Verification", console: Console, *, show_all: bool = False) -> None:

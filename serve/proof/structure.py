@@ -58,6 +58,11 @@ class EngineReport:
     facts: Mapping[str, str] = field(default_factory=dict)  # of interest to people
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether it may: Octet's own engine does not, in a Triton or by itself."""
+        return self.engine != "embedded" and self.facts.get("backend") != "python"
+
+    @property
     def kv_cache(self) -> KvCacheDtype | None:
         return _FORMATS.get(self.cache_dtype or "")
 

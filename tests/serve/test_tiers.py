@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from serve.api.openapi import document
-from serve.config import GatewayConfig
+from serve.config import GatewayConfig, Proof
 from serve.lifecycle.reload import reload_from
 from tests.fake_servers import FakeOpenAI, running
 from tests.serve.conftest import Served, configured, serving_gateway
@@ -237,9 +237,10 @@ async def test_who_waited_for_a_pool_does_not_get_what_it_has_become() -> None:
 
 async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_do() -> None:
     backends = sound()
-    pools = config()["pools"]
-    pools["bf16"] |= {"proof": {"golden": "golden", "every_s": 20}}
-    async with in_tiers(backends, pools=pools) as (served, stated):
+    async with in_tiers(backends) as (served, stated):
+        bf16 = served.gateway.pools["bf16"]
+        proof = Proof(golden=Path("golden"), every_s=20)
+        bf16.config = bf16.config.model_copy(update={"proof": proof})
         del stated.kl["bf16"], stated.kl["fp4"]
         reply = await served.request(PATH, BODY, tier("exact"))
         assert error(reply, 503, "tier_unavailable") == (
@@ -250,7 +251,7 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         assert reply.json()["error"]["type"] == "service_unavailable_error"
         assert reply.headers["retry-after"] == "20"
         stated.kl = {}
-        served.gateway.pools["bf16"].members[0].go_out("gone", reachable=False)
+        bf16.members[0].go_out("gone", reachable=False)
         reply = await served.request(PATH, BODY, tier("exact"))
         message = error(reply, 503, "tier_unavailable")
         assert message.endswith("'bf16' has no backend that serves; try again later")
@@ -385,13 +386,12 @@ async def test_a_reload_changes_tiers_and_costs(tmp_path: Path) -> None:
                 "health": {"probe_after_s": None},
                 "precision": name,
                 "cost": cost,
-                "proof": {"golden": "golden"},
             }
             for name, cost in (("fp8", fp8_cost), ("bf16", 4.0))
         }
         return json.dumps(
             {
-                "models": {"m": {"pool": "fp8", "fallback": ["bf16"], "tier": "standard"}},
+                "models": {"m": {"pool": "fp8", "fallback": ["bf16"]}},
                 "tiers": {"standard": {"max_kl": standard}},
                 "pools": pools,
             }
@@ -409,7 +409,8 @@ async def test_a_reload_changes_tiers_and_costs(tmp_path: Path) -> None:
                 ):
                     (tmp_path / "octet.yaml").write_text(text(budget, cost, server))
                     await reload_from(gateway, gateway.path)
-                    async with served.session.post(PATH, json=BODY) as answer:
+                    headers = tier("standard")
+                    async with served.session.post(PATH, json=BODY, headers=headers) as answer:
                         assert said(answer.headers)[:2] == ("standard", answering)
 
 

@@ -93,7 +93,7 @@ def test_the_check_lists_tiers_and_their_names(tmp_path: Path) -> None:
     tiers = "tiers: {exact: {max_kl: 0.001, allow_less_exact: true}, economy: {max_kl: 0.1}}"
     written = text("aliases: [a], tier: exact, tier_aliases: {n: economy}", tiers)
     path = tmp_path / "octet.yaml"
-    path.write_text(written.replace("golden: out", "enabled: true, golden: out"))
+    path.write_text(written.replace("proof: {golden: out}", "discover: [{file: later.yaml}]"))
     result = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"])
     assert "tier exact: at most 0.001 nats from the reference, or else the most exact pool" in (
         result.output

@@ -19,11 +19,13 @@ from serve.api.affinity import ask_for
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.deadlines import Deadlines
+from serve.api.disowned import Disowned, require_same
 from serve.api.failures import too_late, unavailable, without_address
 from serve.api.fields import UnsupportedField
 from serve.api.operation import Operation
 from serve.routing.budget import RetryBudget
-from serve.routing.member import Lease, Member
+from serve.routing.lease import Lease
+from serve.routing.member import Member
 from serve.routing.pool import Pool
 from serve.routing.tiers import ModelTier
 from serve.telemetry.observation import Observation
@@ -127,6 +129,8 @@ class Attempts:
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """What the key is charged for."""
+        if self.lease is not None:
+            self.lease.served = prompt_tokens + completion_tokens
         if self.ticket is not None:
             self.ticket.settle(prompt_tokens, completion_tokens)
 
@@ -187,6 +191,8 @@ class Attempts:
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
         member = pool.choose(self._ask_of)
+        if member is None and await pool.looked_into():
+            member = pool.choose(self._ask_of)
         while member is not None:
             again = member in tried
             tried.append(member)
@@ -200,6 +206,8 @@ class Attempts:
             except BackendError as error:
                 failure = error
             member = self._next(pool, tried, unfit, failure)
+            if member is None and failure.kind == "lost" and await pool.looked_into():
+                member = self._next(pool, tried, unfit, failure)
             if member is None:
                 break
             if failure.kind in ("refused", "lost") and not self._redispatched:
@@ -250,6 +258,11 @@ class Attempts:
             self.deadlines.within("first_token", first_token_s)
         try:
             answer = await self.operation.open(member.backend, self.call)
+            if lease.unsettled:
+                await require_same(lease, answer)
+        except Disowned:
+            self._leave_member()
+            raise
         except RequestError as refused:
             self._leave_member()
             raise without_address(refused, member) from None

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
 from serve.admission.overloaded import shutting_down
-from serve.api.answer import JSON, Answer
+from serve.api.answer import JSON, Answer, close
 from serve.api.attempts import Attempts
 from serve.api.body import require_json
 from serve.api.call import Call
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-CLOSE_S = 5.0  # for a backend to let go of a stream that did not end by itself
 _log = logging.getLogger(__name__)
 
 
@@ -181,7 +180,7 @@ class Exchange:
         finally:
             deadlines.close()  # a second one would end what the first one has begun
             if not whole:
-                await _close(rest)
+                await close(rest)
         # From here on the backend is free, and the client has the time that it takes.
         tail = self._broken(error) if error is not None else b""
         self._complete(answer, error)
@@ -273,15 +272,6 @@ class Exchange:
 async def _watch(receive: Receive, deadlines: Deadlines) -> None:
     await disconnected(receive)
     deadlines.disconnected()
-
-
-async def _close(rest: AsyncGenerator[bytes, None]) -> None:
-    """Frees the backend. That it fails to be freed is no reason to keep what else is held."""
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            await rest.aclose()
-    except Exception as error:
-        _log.warning("an answer could not be closed: %r", error)
 
 
 def _choices(body: Any) -> int:

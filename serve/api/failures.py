@@ -40,15 +40,11 @@ def unavailable(pool: Pool) -> BackendUnavailable:
 
 def without_address(error: OctetError, member: Member) -> OctetError:
     """`error` naming the member as clients know it: addresses are nobody's business."""
-    kind_and_address = member.backend.name
-    address = kind_and_address.split(" ", 1)[-1]
-    bare = address.partition("://")[2] or address
     answer = error.answer if isinstance(error, AnsweredFailure) else None
-    text = str(error)
-    for shown in (kind_and_address, address, bare):
-        text = text.replace(shown, member.name)
-        if answer is not None:
+    if answer is not None:
+        for shown in member.addresses:
             answer.first = answer.first.replace(shown.encode(), member.name.encode())
+    text = member.nameless(str(error))
     if text != str(error):
         error.args = (text,)
     return error

@@ -70,6 +70,7 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
                 async with aclosing(answer.rest) as rest:
                     async for _piece in rest:
                         lease.progressed()
+        lease.served = (answer.tally.prompt_tokens or 0) + (answer.tally.completion_tokens or 0)
         if answer.tally.failed is not None:
             raise answer.tally.failed
         lease.succeeded()

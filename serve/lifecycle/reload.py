@@ -12,7 +12,9 @@ from serve.access.keys import Keys
 from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig
 from serve.lifecycle.discovery import origin_of
 from serve.lifecycle.epoch import Epoch
+from serve.proof.exam import Exams
 from serve.routing import Member, Pool, Routes
+from serve.routing.proving import Provers
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
@@ -129,6 +131,8 @@ class _PoolChange:
         self.model = model
         self.come: list[Member] = []
         self._listed: list[Member] = []
+        self._exams = Exams(config.proof)
+        self._provers: Provers = {}
 
     async def prepare(self) -> None:
         """A member stays if some entry is equal to its own; for other entries new ones start."""
@@ -149,6 +153,8 @@ class _PoolChange:
                 raise outcome
             found[i] = outcome
         self._listed = [member for member in found if member is not None]
+        stays = [member for member in self.pool.members if member not in self.come]
+        self._provers = await self.pool.examined(stays, self._exams)
 
     def _serves_the_same(self, member: Member) -> bool:
         """Whether it is asked for the same model as before, if the public name is another."""
@@ -157,7 +163,7 @@ class _PoolChange:
         return own or self.model == self.pool.model
 
     async def _start(self, entry: Any) -> Member:
-        member = await self.pool.prepare(entry, model=self.model)
+        member = await self.pool.prepare(entry, model=self.model, exams=self._exams)
         self.come.append(member)
         return member
 
@@ -172,7 +178,8 @@ class _PoolChange:
             if member.origin in origins and member.name not in names
         ]
         self.pool.model = self.model
-        self.pool.swap(self.config, [*self._listed, *discovered])
+        members = [*self._listed, *discovered]
+        self.pool.swap(self.config, members, exams=self._exams, provers=self._provers)
         return sum(member not in self.pool.members for member in before)
 
 

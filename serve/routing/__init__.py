@@ -2,8 +2,9 @@
 
 from serve.routing.ask import Ask
 from serve.routing.budget import RetryBudget
+from serve.routing.lease import Lease
 from serve.routing.make import make_backend
-from serve.routing.member import Lease, Member
+from serve.routing.member import Member
 from serve.routing.pool import Pool
 from serve.routing.route import Route, Routes
 

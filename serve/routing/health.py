@@ -17,6 +17,8 @@ from typing import Any
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
 from serve.config import Health
+from serve.proof.prover import Prover
+from serve.routing.lives import Lives
 from serve.routing.member import Member
 
 __all__ = ["Watch"]
@@ -40,6 +42,8 @@ class Watch:
         self._rng = rng
         self._task: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()
+        self.prover: Prover | None = None  # None: no proof is wanted
+        self._lives = Lives(member)
         self._unread = ""  # why its load could not be read the last time
         self.looked = asyncio.Event()  # the first verdict is there
 
@@ -55,10 +59,22 @@ class Watch:
         self._member.breaker.probed = config.probe_after_s is not None
         self._member.changed()
 
+    def prove(self, prover: Prover | None) -> None:
+        """Has the member's numbers proven by `prover` from now on; None: they need not be."""
+        before, self.prover = self.prover, prover
+        self._member.proof = None if prover is None else prover.proof
+        self._member.changed()
+        if prover is not None:
+            prover.start()
+        if before is not None:
+            before.cancel()
+
     async def stop(self) -> None:
         self._member.on_doubt = None
         self._member.breaker.probed = False
         self._member.changed()
+        if self.prover is not None:
+            await self.prover.stop()
         if self._task is not None:
             await _ended(self._task)
 
@@ -76,30 +92,30 @@ class Watch:
     async def _keep_connected(self) -> None:
         while True:
             held = asyncio.create_task(self._hold())
-            held.add_done_callback(self._connection_ended)  # at once, whatever is waited for
             try:
                 await self._while_held(held)
             finally:
-                held.remove_done_callback(self._connection_ended)
                 await _ended(held)
             self.looked.set()
             await asyncio.sleep(self._config.reconnect_s)
 
-    async def _hold(self) -> str:
-        """Why the connection ended, or was not made."""
+    async def _hold(self) -> None:
+        """Holds the connection. At its end the member is out at once, whatever is waited for.
+
+        Before this task ends: a request may be next to run, with an answer of who came after.
+        """
         try:
-            await self._member.backend.hold()
+            await self._member.backend.hold(self._lives.reopened)
+            reason = "its connection ended"
         except BackendError as error:
-            return str(error)
-        return "its connection ended"
+            reason = str(error)
+        except Exception as error:
+            reason = repr(error)
+        self._lives.ended()
+        self._go_out(reason, reachable=False)
+        self._doubt.set()
 
-    def _connection_ended(self, held: asyncio.Task[str]) -> None:
-        if not held.cancelled():
-            error = held.exception()
-            self._go_out(repr(error) if error else held.result(), reachable=False)
-            self._doubt.set()
-
-    async def _while_held(self, held: asyncio.Task[str]) -> None:
+    async def _while_held(self, held: asyncio.Task[None]) -> None:
         """Asks whether it is ready, again and again; sooner if a request lost its connection."""
         member = self._member
         while not held.done():
@@ -118,6 +134,7 @@ class Watch:
             elif ready is None and self._busy_since(asked_at - config.interval_s):
                 member.come_in()  # it only was too busy to say so
             else:
+                self._lives.uncertain |= ready is False
                 silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
                 self._go_out(refusal if ready is False else silent, reachable=True)
             self.looked.set()
@@ -130,9 +147,11 @@ class Watch:
     def _busy_since(self, moment: float) -> bool:
         """Whether it is known to have worked since then, and was not out."""
         member = self._member
+        if self._lives.uncertain:
+            return False
         return member.out_since is None and max(member.last_success, member.last_stir) >= moment
 
-    async def _ask_ready(self, held: asyncio.Task[str]) -> bool | None:
+    async def _ask_ready(self, held: asyncio.Task[None]) -> bool | None:
         """Its own word; None if it says nothing in time, or its connection ended meanwhile."""
         asked = asyncio.ensure_future(self._member.backend.ready())
         try:
@@ -145,9 +164,12 @@ class Watch:
         finally:
             await _ended(asked)
 
-    async def _let_in(self, held: asyncio.Task[str]) -> None:
+    async def _let_in(self, held: asyncio.Task[None]) -> None:
         """Who was out has to generate a token first; then it is as new."""
         member = self._member
+        await self._lives.recognize(held, self._config.timeout_s)
+        if held.done() or self._lives.uncertain:
+            return
         if member.out_since is not None:
             failure = None
             if self._config.probe_after_s is not None:
@@ -163,6 +185,8 @@ class Watch:
             else:
                 _log.info("%s/%s is back", member.pool, member.name)
         member.come_in()
+        if self.prover is not None:
+            self.prover.wake()
 
     async def _keep_proving(self) -> None:
         """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""

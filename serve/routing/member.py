@@ -5,14 +5,18 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from octet.errors import BackendError
 from serve.backends.base import Backend, LoadReport
 from serve.config import BackendConfig, Ejection
 from serve.routing.breaker import Breaker
+from serve.routing.lease import Lease
 
-__all__ = ["Lease", "Member", "Standing"]
+if TYPE_CHECKING:
+    from serve.proof.state import MemberProof
+
+__all__ = ["Member", "Standing"]
 
 _log = logging.getLogger(__name__)
 
@@ -20,11 +24,13 @@ _log = logging.getLogger(__name__)
 #   leaving      it was removed, and finishes what it has
 #   unreachable  no connection, or one that came back and has not proved itself yet
 #   not_ready    it says itself that it cannot serve
+#   refused      its numbers are not those of what it is said to serve
 #   ejected      its breaker is open
+#   unproven     its numbers have not been checked yet, or not since it came back
 #   full         it has all the requests that it may have at once
 #   trial        its breaker is half-open: a few requests at a time
 Standing: TypeAlias = Literal[
-    "leaving", "unreachable", "not_ready", "ejected", "full", "trial", "in"
+    "leaving", "unreachable", "not_ready", "refused", "ejected", "unproven", "full", "trial", "in"
 ]
 _NEWEST = 0.1  # weight of the newest lease in the mean duration of leases
 
@@ -70,6 +76,12 @@ class Member:
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
         self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
+        self.looked_into = asyncio.Event()  # it is not doubtful
+        self.looked_into.set()
+
+        self.proof: MemberProof | None = None  # None: it serves without
+        self.generation = 0  # of its lives, and of what was taken back that it had proven
+        self.served_tokens = 0  # of clients: prompts and answers, as counted or estimated
 
         self.in_flight = 0  # requests
         self.outstanding_tokens = 0
@@ -99,6 +111,7 @@ class Member:
         return (
             self.reachable
             and self.ready
+            and (self.proof is None or self.proof.admits)
             and not self.leaving
             and not self._full()
             and self.breaker.admits
@@ -112,9 +125,14 @@ class Member:
             return "unreachable"
         if not self.ready:
             return "not_ready"
+        proof = None if self.proof is None else self.proof.state
+        if proof == "refused":
+            return "refused"
         state = self.breaker.state
         if state == "open":
             return "ejected"
+        if proof == "unproven":
+            return "unproven"
         if self._full():
             return "full"
         return "trial" if state == "half_open" else "in"
@@ -145,14 +163,16 @@ class Member:
         if not (self.reachable and self.ready):
             self.came_in_at = self._clock()
         self.reachable = self.ready = True
-        self.doubtful = False
+        self._settle()
         self.out_since = None
         self.changed()
 
     def go_out(self, error: str, *, reachable: bool) -> None:
         """It cannot be reached; or it can, and says that it is not ready."""
+        if not reachable:
+            self.forget("its connection ended")
         self.reachable, self.ready = reachable, False
-        self.doubtful = False
+        self._settle()
         self.last_error = error
         if self.out_since is None:
             self.out_since = self._clock()
@@ -163,8 +183,30 @@ class Member:
         self.last_error = error
         if self.on_doubt is not None and self.reachable:
             self.reachable, self.doubtful = False, True
+            self.looked_into.clear()
             self.changed()
             self.on_doubt()
+
+    def forget(self, reason: str) -> None:
+        """Another life of it may answer from now on: what was proven is of the one before."""
+        if self.proof is not None:
+            self.generation += 1
+            self.proof.forget(f"not asked yet: {reason}")
+            self.changed()
+
+    def nameless(self, text: str) -> str:
+        """`text` without its address, which is no client's business."""
+        for shown in self.addresses:
+            text = text.replace(shown, self.name)
+        return text
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What errors may call it, the longest first; none of an engine in this process."""
+        kind_and_address = self.backend.name
+        address = kind_and_address.split(" ", 1)[-1]
+        bare = address.partition("://")[2] or address
+        return () if ":" not in address else (kind_and_address, address, bare)
 
     def failed(self, error: BackendError, epoch: int, *, again: bool = False) -> None:
         """It failed a request that began in that epoch of its breaker; `again` as in `lease`."""
@@ -190,6 +232,10 @@ class Member:
         if report.capacity_tokens is not None:
             self.capacity_tokens = report.capacity_tokens
 
+    def _settle(self) -> None:
+        self.doubtful = False
+        self.looked_into.set()
+
     def _full(self) -> bool:
         return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
 
@@ -209,53 +255,3 @@ class Member:
             self.idle.set()
         mean = seconds if self.mean_lease_s is None else self.mean_lease_s
         self.mean_lease_s = mean + _NEWEST * (seconds - mean)
-
-
-class Lease:
-    """One request at one member. Its first outcome counts; without one, its client went away."""
-
-    __slots__ = (
-        *("_again", "_began", "_clock", "_epoch", "_open", "_silent", "_undecided"),
-        *("member", "tokens"),
-    )
-
-    def __init__(
-        self, member: Member, tokens: int, clock: Callable[[], float], *, again: bool = False
-    ) -> None:
-        self.member = member
-        self.tokens = tokens
-        self._clock = clock
-        self._began = clock()
-        self._epoch = member.breaker.begin()
-        self._again = again
-        self._silent = self._undecided = True
-        self._open = True
-        member._took(tokens)
-
-    def progressed(self) -> None:
-        """Tokens came: it is busy, not dead. The outcome is still to come."""
-        self.member.last_success = self._clock()
-        if self._silent and self._undecided:
-            self._silent = False
-            self._epoch = self.member.breaker.progressed(self._epoch)
-
-    def succeeded(self) -> None:
-        if self._undecided:
-            self._undecided = False
-            self.member.last_success = self._clock()
-            self.member.breaker.succeeded(self._epoch)
-
-    def failed(self, error: BackendError) -> None:
-        """Not for a request that the backend refused as its client's mistake."""
-        if self._undecided:
-            self._undecided = False
-            self.member.failed(error, self._epoch, again=self._again)
-
-    def release(self) -> None:
-        """Always, and as often as one likes."""
-        if self._open:
-            self._open = False
-            if self._undecided:
-                self._undecided = False
-                self.member.breaker.abandoned(self._epoch)
-            self.member._gave_back(self.tokens, self._clock() - self._began)

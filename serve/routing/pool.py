@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import math
 import random
 import time
@@ -12,18 +11,20 @@ from typing import Self
 
 from serve.backends.base import Backend
 from serve.config import BackendConfig, PoolConfig
+from serve.proof.exam import Exams
 from serve.routing.ask import Ask
 from serve.routing.budget import RetryBudget
-from serve.routing.health import Watch
+from serve.routing.closing import Closing
 from serve.routing.make import make_backend
 from serve.routing.member import Member
 from serve.routing.policies import Policy, make_policy
+from serve.routing.proving import Proven, Provers, examined, make_provers, proven_by
+from serve.routing.waiting import LONGEST_WAIT_S, wait_s
+from serve.routing.watches import Watches
 
 __all__ = ["Pool"]
 
-_log = logging.getLogger(__name__)
 _FRESH_REPORTS = 3  # intervals of reading the load: older reports are not believed
-_LONGEST_WAIT_S = 60.0  # that a client is told to wait
 
 
 class Pool:
@@ -36,6 +37,7 @@ class Pool:
         model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        exams: Exams | None = None,
     ) -> None:
         """`model` is the public name for which backends are made later on."""
         self.name = name
@@ -45,19 +47,16 @@ class Pool:
         self._clock = clock
         self._rng = rng or random.Random()
         self._policy = self._make_policy()
-        # Nats from the reference as measured, the worst of those that serve; None: nothing was.
-        self.measured_kl: float | None = None  # upper bound
-        self.measured_kl_low: float | None = None  # the lower bound that goes with it
-        self.artifact: str | None = None  # identity, in hex, of the manifest that it is proven by
         self.closing = False  # what its members fail from then on is not their fault
         self.active = 0  # requests that are in it, those that wait for a retry included
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
-        self._watches: dict[Member, Watch] = {}
+        self._exams = exams or Exams(config.proof)
+        self._watches = Watches(clock, self._rng)
         self._prepared: set[Member] = set()
-        self._leaving: dict[Member, asyncio.Task[None]] = {}
-        self._closing: dict[Member, asyncio.Task[None]] = {}
+        self._gone = Closing(self._watches)
         self._available: list[Member] = []
-        self._stale = True  # `_available` is to be made anew
+        self._proven = Proven()
+        self._stale = True  # these two are to be made anew
         self._reopens_at = math.inf  # when a breaker's time passes, by the clock
         self._take(members)
 
@@ -79,9 +78,10 @@ class Pool:
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        exams: Exams | None = None,
     ) -> Self:
         """A pool of backends that exist already."""
-        pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng)
+        pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng, exams=exams)
         for backend in backends:
             pool.members = (*pool.members, pool._member(backend))
         pool._take(pool.members)
@@ -99,15 +99,47 @@ class Pool:
         if tried:
             members = [member for member in members if member not in tried]
         if not members:  # those whose connection is being looked into are better than nobody
-            members = [member for member in self.members if member.doubtful and member not in tried]
+            members = [m for m in self.members if m.doubtful and not m.proof and m not in tried]
             if not members:
                 return None
         return self._policy.pick(members, ask)
 
+    async def looked_into(self) -> bool:
+        """Waits for one whose connection is being looked into, and who has to be the one it was.
+
+        Whether there was any: the choice may be another now.
+        """
+        looks = [m.looked_into.wait() for m in self.members if m.doubtful and m.proof]
+        if looks:
+            tasks = {asyncio.ensure_future(look) for look in looks}
+            try:
+                timeout_s = self.config.health.timeout_s
+                await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return bool(looks)
+
     def retry_after_s(self) -> float:
         """When somebody may be available again; at least a moment, at most a minute."""
-        waits = [self._wait_s(member) for member in self.members if not member.leaving]
-        return min(waits, default=_LONGEST_WAIT_S)
+        health, now = self.config.health, self._clock()
+        waits = [wait_s(member, health, now) for member in self.members if not member.leaving]
+        return min(waits, default=LONGEST_WAIT_S)
+
+    @property
+    def measured_kl(self) -> float | None:
+        """Nats from the reference, an upper bound of the worst that serves; None: not known."""
+        return self._measured().kl
+
+    @property
+    def measured_kl_low(self) -> float | None:
+        """The lower bound that goes with it."""
+        return self._measured().kl_low
+
+    @property
+    def artifact(self) -> str | None:
+        """Identity of the manifest that it is proven by."""
+        return self._measured().artifact
 
     @property
     def ready(self) -> bool:
@@ -143,30 +175,37 @@ class Pool:
             if isinstance(error, BaseException):
                 await self.close()
                 raise error
-        await self._watch(self.members)
+        try:
+            provers = await self._provers(self.members, self._exams)
+        except BaseException:
+            await self.close()
+            raise
+        await self._watches.begin(self.members, self.config, provers, patient=False)
 
     async def close(self) -> None:
         """Lets go of every backend; those that are retiring do not finish. Twice is no mistake."""
         self.closing = True
-        tasks = list(self._leaving.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*map(self._close, [*self.members, *self._leaving, *self._prepared]))
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._gone.close([*self.members, *self._prepared])
 
     async def prepare(
-        self, config: BackendConfig, origin: str = "config", *, model: str | None = None
+        self,
+        config: BackendConfig,
+        origin: str = "config",
+        *,
+        model: str | None = None,
+        exams: Exams | None = None,
     ) -> Member:
-        """One more, made, started and looked at; nothing is given to it before `swap` takes it.
+        """One more, made, started, looked at and proven; `swap` gives it requests.
 
-        `model` is the public name where it is about to change. Raises OctetError if it can never
-        work.
+        `model` is the public name, and `exams` what it is proven with, where they are about to
+        change. Raises OctetError if it can never work.
         """
         member = self._member(make_backend(model or self.model, config), config, origin)
         self._prepared.add(member)
         try:
             await member.backend.start()
-            await self._watch([member])
+            provers = await self._provers([member], exams or self._exams)
+            await self._watches.begin([member], self.config, provers, patient=True)
         except BaseException:
             await self.discard(member)
             raise
@@ -175,39 +214,48 @@ class Pool:
     async def discard(self, member: Member) -> None:
         """Lets go of one that was prepared and is not wanted after all."""
         self._prepared.discard(member)
-        await self._close(member)
-        del self._closing[member]
+        await self._gone.discard(member)
 
-    def swap(self, config: PoolConfig, members: Sequence[Member]) -> None:
+    async def examined(self, members: Sequence[Member], exams: Exams) -> Provers:
+        """What `swap` needs for those that stay and are proven with something else from then on."""
+        return await examined(members, await self._provers(members, exams), self._watches.provers)
+
+    def swap(
+        self,
+        config: PoolConfig,
+        members: Sequence[Member],
+        *,
+        exams: Exams | None = None,
+        provers: Provers | None = None,
+    ) -> None:
         """In one step: new settings, and these members.
 
         Those that stay keep their state. Those that are missing are given nothing more, and are
         closed when their last lease ends.
         """
         before, self.config = self.config, config
+        self._exams = exams or self._exams
         if (before.routing, before.health) != (config.routing, config.health):
             self._policy = self._make_policy()
         self.budget.config = config.retries
         for member in self.members:
             if member not in members:
-                member.leave()
-                self._leaving[member] = asyncio.create_task(self._close_when_idle(member))
+                self._gone.leave(member)
         for member in members:
             member.breaker.config = config.ejection
-            if member in self._watches:
-                self._watches[member].take(config.health)
+        self._watches.take(members, config, provers or {})
         self._prepared.difference_update(members)
         self._take(members)
 
     @property
     def retiring(self) -> tuple[Member, ...]:
         """Those that are no members any more and finish what they have."""
-        return tuple(self._leaving)
+        return self._gone.leaving
 
     def _member(
         self, backend: Backend, config: BackendConfig | None = None, origin: str = "config"
     ) -> Member:
-        taken = {member.name for member in (*self.members, *self._leaving, *self._prepared)}
+        taken = {member.name for member in (*self.members, *self.retiring, *self._prepared)}
         taken.update(entry.name for entry in self.config.backends if entry.name)
         numbers = (f"{self.name}-{number}" for number in itertools.count(1))
         name = config.name if config else None
@@ -237,6 +285,15 @@ class Pool:
         opened = (m.breaker.until for m in self.members if m.breaker.reopens_by_itself)
         self._reopens_at = min(opened, default=math.inf)
         self._stale = False
+        self._proven = proven_by(self.members)
+
+    def _measured(self) -> Proven:
+        if self._stale or self._clock() >= self._reopens_at:
+            self._refresh()
+        return self._proven
+
+    async def _provers(self, members: Sequence[Member], exams: Exams) -> Provers:
+        return await make_provers(members, exams, self._clock, self._rng)
 
     def _may_eject(self, candidate: Member) -> bool:
         """For failures that may be the requests' fault: never the last that serves."""
@@ -244,49 +301,3 @@ class Pool:
         ejected = sum(member.breaker.counted for member in others)
         allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))
         return ejected < allowed and any(m.standing in ("in", "full") for m in others)
-
-    def _wait_s(self, member: Member) -> float:
-        health, now = self.config.health, self._clock()
-        standing = member.standing
-        if standing == "ejected":
-            wait_s = member.breaker.until - now
-        elif standing in ("unreachable", "not_ready"):
-            # Who has been away for long will be away for about as long again (Lindy's law).
-            since = now if member.out_since is None else member.out_since
-            wait_s = max(now - since, health.reconnect_s)
-        elif standing in ("full", "trial") and member.mean_lease_s is not None:
-            wait_s = member.mean_lease_s / max(member.in_flight, 1)
-        else:
-            wait_s = 0.0
-        return min(max(wait_s, 0.1), _LONGEST_WAIT_S)
-
-    async def _watch(self, members: Sequence[Member]) -> None:
-        watches = [Watch(m, self.config.health, self._clock, self._rng) for m in members]
-        for member, watch in zip(members, watches, strict=True):
-            self._watches[member] = watch
-            watch.start()
-        looks = [asyncio.ensure_future(watch.looked.wait()) for watch in watches]
-        if looks:
-            _, late = await asyncio.wait(looks, timeout=self.config.health.timeout_s)
-            for look in late:
-                look.cancel()
-
-    async def _close_when_idle(self, member: Member) -> None:
-        await member.idle.wait()
-        await self._close(member)
-        del self._leaving[member], self._closing[member]
-
-    async def _close(self, member: Member) -> None:
-        """Once, whoever asks for it and goes away meanwhile."""
-        if member not in self._closing:
-            self._closing[member] = asyncio.create_task(self._let_go(member))
-        await asyncio.shield(self._closing[member])
-
-    async def _let_go(self, member: Member) -> None:
-        watch = self._watches.pop(member, None)
-        if watch is not None:
-            await watch.stop()
-        try:
-            await member.backend.close()
-        except Exception:  # the others must be closed too
-            _log.exception("%s/%s could not be closed", self.name, member.name)

@@ -10,7 +10,7 @@ import pytest
 
 from octet.errors import BackendUnavailable, RequestError
 from serve.admission.memory import Memory
-from serve.api import exchange
+from serve.api import answer
 from serve.api.receiving import read_body
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import pools
@@ -100,7 +100,7 @@ async def test_a_backend_that_never_lets_go_of_a_stream_holds_nothing_back(
             finally:
                 await asyncio.Event().wait()
 
-    monkeypatch.setattr(exchange, "CLOSE_S", 0.05)
+    monkeypatch.setattr(answer, "CLOSE_S", 0.05)
     async with in_process(("fake", [Clinging([chunk()])])) as served:
         gone = asyncio.Event()
         body = BODY | {"stream": True}

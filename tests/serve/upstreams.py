@@ -201,8 +201,10 @@ class Scripted:
     async def load(self) -> None: ...
     async def probe(self) -> None: ...
 
-    async def hold(self) -> None:
+    async def hold(self, _reopened: Any = None) -> None:
         await asyncio.Event().wait()
+
+    async def incarnation(self) -> None: ...
 
     async def ready(self) -> bool:
         return True

@@ -1,11 +1,11 @@
 """A backend whose server can be killed, hung, and made to lie."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octet.errors import BackendError, BackendUnavailable
-from serve.backends.base import Backend, LoadReport
+from serve.backends.base import Backend, Incarnation, LoadReport
 from serve.config import PoolConfig
 from serve.routing import Member, Pool
 from tests.serve.clock import Clock
@@ -27,6 +27,7 @@ class Server:
         self.probe_error: BackendError | None = None
         self.probe_s = 0.0  # how long a token takes
         self.report: LoadReport | None = None
+        self.life: Incarnation | None = None
         self.probes = 0
         self.started = False
         self.closes = 0
@@ -51,14 +52,23 @@ class Server:
     async def close(self) -> None:
         self.closes += 1
 
-    async def hold(self) -> None:
+    async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         if not self.alive:
             raise BackendUnavailable(f"{self.name}: connection refused", kind="refused")
         self.connected += 1
+        self._reopened = reopened
         try:
             await self._ended.wait()
         finally:
             self.connected -= 1
+
+    def close_idle(self) -> None:
+        """Ends the held connection in order; another one is made at once."""
+        self._reopened()
+
+    async def incarnation(self) -> Incarnation | None:
+        await self._answer()
+        return self.life
 
     async def ready(self) -> bool:
         await self._answer()

@@ -349,7 +349,7 @@ def test_a_defect_is_logged_in_a_line_and_puts_it_out_until_it_is_over(
         await asyncio.sleep(2)
         assert member.report is not None
 
-    async def broken() -> Any:
+    async def broken(*_given: Any) -> Any:
         raise ValueError("a defect")
 
     server = Server()

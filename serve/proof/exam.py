@@ -1,0 +1,85 @@
+"""What backends are held against, and which of it each backend of a pool is."""
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from octet.golden import GOLDEN_FILE
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.backends.base import Backend
+from serve.config import BackendConfig, EmbeddedConfig
+from serve.config.proof import Proof
+from serve.proof.probe import Probed
+
+__all__ = ["Exam", "Exams", "Slicing", "directory_of"]
+
+
+class Slicing(Protocol):
+    """Which records the probes of a backend that serves are to ask."""
+
+    def next(self, allowance: int) -> tuple[int, ...]:
+        """The next records that take `allowance` tokens at most; () if none does."""
+
+
+class Exam(Protocol):
+    """What a backend is held against. Equal `key`s: what one has proven, another need not."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @property
+    def label(self) -> str:
+        """What it is proven with, for people."""
+
+    @property
+    def identity(self) -> str:
+        """Of the artifact."""
+
+    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+        """The records of an admission, in the parts in which they are asked."""
+
+    def slicing(self, seed: int, context: int | None) -> Slicing: ...
+
+    async def findings(self, backend: Backend) -> list[str]:
+        """What the engine says of itself that is not as declared, a line each."""
+
+    async def ask(
+        self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
+    ) -> Probed: ...
+
+    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict: ...
+
+
+class Exams:
+    """Those of one pool's backends, each read once."""
+
+    def __init__(self, config: Proof) -> None:
+        self.config = config
+        self._known: dict[tuple[Path, bool], Exam] = {}
+
+    async def find(self, entry: BackendConfig | None) -> Exam | None:
+        """That of a backend; None: it serves unproven. Raises ArtifactError."""
+        directory = directory_of(self.config, entry)
+        if directory is None:
+            return None
+        key = (directory, isinstance(entry, EmbeddedConfig))
+        if key not in self._known:
+            self._known[key] = await asyncio.to_thread(self.load, *key)
+        return self._known[key]
+
+    def load(self, directory: Path, embedded: bool) -> Exam:
+        """`embedded`: for the engine of this process. Raises ArtifactError for what is damaged."""
+        from serve.proof.golden_exam import GoldenExam  # NumPy and statistics: only where needed
+
+        return GoldenExam.load(directory, self.config, embedded=embedded)
+
+
+def directory_of(config: Proof, entry: BackendConfig | None) -> Path | None:
+    """Whose golden records a backend is proven with; None: with none, it serves unproven."""
+    if not config.enabled:
+        return None
+    if config.golden is None and isinstance(entry, EmbeddedConfig):
+        return entry.path if (entry.path / GOLDEN_FILE).exists() else None
+    return config.golden

@@ -1,0 +1,103 @@
+"""Golden records as an `Exam`: what an export or a calibration carries, and the judgement by it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from octet.expected import bound_of
+from octet.proof.artifact import Proofs, load_proofs
+from octet.proof.declared import Declared, declared_paths
+from octet.proof.judge import judge
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.backends.base import Backend
+from serve.config.proof import Proof
+from serve.proof.plan import Slices, looks, order, simulated
+from serve.proof.probe import Probed, probe
+from serve.proof.structure import engine_report, structural_findings
+from serve.tokenizer import Tokenizer
+
+__all__ = ["GoldenExam"]
+
+
+class GoldenExam:
+    """By what an export or a calibration carries. An `Exam`."""
+
+    def __init__(self, proofs: Proofs, declared: Declared, bound: float, directory: Path) -> None:
+        """Of `directory`. `bound` holds, in nats, where `declared` was not simulated."""
+        self.proofs = proofs
+        self.declared = declared
+        self.identity = proofs.identity
+        self.label = f"{len(proofs.golden.records)} golden records: {declared.label}"
+        self.key = (proofs.identity, declared, bound)
+        self._bound = bound
+        self._directory = directory
+        self._tokenizer = _tokenizer(directory)
+
+    @classmethod
+    def load(cls, directory: Path, config: Proof, *, embedded: bool = False) -> Self:
+        """`embedded`: of the engine in this process.
+
+        Raises ArtifactError for what is not there, damaged, or of another release.
+        """
+        proofs = load_proofs(directory)
+        weights = "original" if proofs.weights == "original" else config.weights
+        engine = config.engine
+        if engine is None and embedded:
+            engine = "tensorrt" if proofs.manifest.kind == "engine" else "onnxruntime"
+        declared = declared_paths(
+            proofs.hypotheses,
+            proofs.recipe,
+            config.kv_cache or proofs.kv_cache,
+            weights=weights,
+            engine=engine,
+        )
+        bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")
+        return cls(proofs, declared, bound, directory)
+
+    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+        first = simulated(self.proofs.hypotheses)
+        return list(looks(order(self.proofs.golden, seed, context=context, first=first)))
+
+    def slicing(self, seed: int, context: int | None) -> Slices:
+        return Slices(self.proofs.golden, seed, context=context)
+
+    async def findings(self, backend: Backend) -> list[str]:
+        report = await engine_report(backend)
+        if report is None:
+            return []
+        return await asyncio.to_thread(
+            structural_findings, report, self.proofs, self.declared, self._directory
+        )
+
+    async def ask(
+        self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
+    ) -> Probed:
+        return await probe(
+            backend,
+            self.proofs.golden,
+            records,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            tokenizer=self._tokenizer,
+            vocab_size=self.proofs.manifest.model.spec.vocab_size,
+        )
+
+    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+        """Beside the event loop: it takes tens of milliseconds."""
+        proofs = self.proofs
+        return await asyncio.to_thread(
+            judge,
+            proofs.golden,
+            proofs.hypotheses,
+            self.declared,
+            responses,
+            looks=looks,
+            bound=self._bound,
+        )
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    """Servers that name tokens by their ids are read without."""
+    return Tokenizer.load(directory) if (directory / "tokenizer.json").exists() else None

@@ -1,0 +1,276 @@
+"""One backend's proof: it is asked before it serves, and again and again while it does.
+
+unproven: look after look of golden prompts, until the verdict is clear. Numbers that are not what
+they should be refuse it; no verdict (it is too busy, too little came back) is no refusal: it is
+asked again, later each time. A refused backend is asked again, too: somebody may repair it.
+
+proven: a few prompts at a time, as far as their tokens are allowed, judged together with those
+before them. What looks wrong then takes it out at once, and all of it is asked anew: only a whole
+probe refuses. No verdict leaves it in.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from octet.errors import BackendError
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.config.proof import Proof
+from serve.proof.exam import Exam, Slicing
+from serve.proof.probe import Probed, Unprovable
+from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
+from serve.proof.state import MemberProof, ProofState, measured
+
+if TYPE_CHECKING:
+    from serve.routing.member import Member
+
+__all__ = ["Prover"]
+
+_log = logging.getLogger(__name__)
+_POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
+WINDOW = 24  # of the newest answers of a backend that serves, those that are judged together
+_SILENT = (
+    "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
+    " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
+)
+
+
+class Prover:
+    """Keeps `member.proof` true once it is installed there, and `start`ed."""
+
+    def __init__(
+        self,
+        member: "Member",
+        exam: Exam,
+        config: Proof,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.exam = exam
+        self.config = config
+        self.proof = MemberProof(exam.label, exam.identity, clock)
+        self.concluded = asyncio.Event()  # the first admission has ended, one way or another
+        self._member = member
+        self._clock = clock
+        self._rng = rng
+        self._backoff = Backoff(rng)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._generation = member.generation  # of what follows
+        self._window: dict[int, Response] = {}  # the oldest first
+        self._slices: Slicing | None = None
+
+    def start(self) -> None:
+        # Not in the caller's context: that may be a request's, whose id the log would show.
+        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        self.cancel()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def wake(self) -> None:
+        """Something about the member has changed."""
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            due_in_s = self.proof.next_at - self._clock()
+            if due_in_s <= 0 and self._may_ask():
+                try:
+                    await self._probe()
+                except Exception as error:  # a defect of ours proves nothing of the backend
+                    _log.exception("the proof of %s failed", self._member.name)
+                    self._unclear(f"its probe failed: {error!r}", "defect")
+            # Not wait_for: in Python 3.11 that loses a cancellation which comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(due_in_s, 0.05), _POLL_S)):
+                    await self._wake.wait()
+
+    def _may_ask(self) -> bool:
+        member = self._member
+        up = member.reachable and member.ready and not member.leaving
+        return up and member.breaker.state != "open"
+
+    async def _probe(self) -> None:
+        if self._generation != self._member.generation:
+            self._generation = self._member.generation
+            self._window.clear()
+            self._slices = None
+            self._backoff.reset()
+        if self.proof.admits:
+            await self._look_again()
+        else:
+            await self.admit()
+
+    async def admit(self) -> None:
+        """A whole probe, and what follows from it. Told of no earlier one."""
+        proof = self.proof
+        proof.asking, began = True, self._clock()
+        try:
+            await self._examine(began)
+        except Unprovable as error:
+            self._conclude("refused", str(error), "unprovable")
+        except BackendError as error:
+            self._unclear(str(error), "inconclusive")
+        finally:
+            proof.asking = False
+            proof.seconds = self._clock() - began
+            self.concluded.set()
+
+    async def _examine(self, began: float) -> None:
+        """Asks look after look. Raises Unprovable, BackendError."""
+        member, generation = self._member, self._member.generation
+        findings = await self.exam.findings(member.backend)
+        if findings and generation == member.generation:
+            return self._conclude("refused", "; ".join(findings), "refused")
+        looks = self.exam.looks(self._rng.getrandbits(32), member.backend.context_length)
+        responses: list[Response] = []
+        verdict: Verdict | None = None
+        for records in looks:
+            left_s = self.config.timeout_s - (self._clock() - began)
+            probed = await self._ask(records, max(left_s, 0.001))
+            if generation != member.generation:
+                return  # it is another one by now, and asked anew
+            if probed.responses and not probed.alternatives:
+                return self._silent()
+            responses += probed.responses
+            if responses:
+                verdict = await self.exam.judge(responses, len(looks))
+            if generation != member.generation:
+                return
+            if verdict is None or not probed.responses:
+                break
+            if verdict.outcome != "inconclusive":
+                self._window = {response.record: response for response in responses[-WINDOW:]}
+                state: ProofState = "proven" if verdict.outcome == "as_expected" else "refused"
+                return self._conclude(state, verdict.reason, verdict.outcome, verdict)
+        reason = "; ".join(probed.notes) if not probed.responses else ""
+        reason = reason or (verdict.reason if verdict else "it has answered nothing")
+        self._unclear(reason, "inconclusive", verdict)
+
+    async def _ask(self, records: tuple[int, ...], timeout_s: float) -> Probed:
+        config, proof = self.config, self.proof
+        probed = await self.exam.ask(
+            self._member.backend, records, concurrency=config.concurrency, timeout_s=timeout_s
+        )
+        proof.tokens += probed.tokens
+        proof.prompts += len(probed.responses)
+        proof.notes = tuple(map(self._member.nameless, probed.notes))
+        return probed
+
+    async def _look_again(self) -> None:
+        """A few prompts of one that serves; nothing, as long as it has served too little."""
+        member, proof = self._member, self.proof
+        if self._slices is None:
+            seed = self._rng.getrandbits(32)
+            self._slices = self.exam.slicing(seed, member.backend.context_length)
+        allowed = allowance(self.config.share, member.served_tokens, proof.tokens)
+        records = self._slices.next(allowed) if allowed > 0 else ()
+        if not records:
+            return
+        generation, began = member.generation, self._clock()
+        verdict: Verdict | None = None
+        reason = ""
+        try:
+            probed = await self._ask(records, self.config.timeout_s)
+            reason = "; ".join(probed.notes)
+            if probed.responses and probed.alternatives:
+                verdict = await self._judge_again(probed.responses)
+        except (Unprovable, BackendError) as error:
+            reason = str(error)
+        if generation != member.generation:
+            return
+        proof.seconds = self._clock() - began
+        if proof.state == "admitted" and verdict is None:
+            return self._again(self.config.every_s, "as_expected")
+        if verdict is None:  # too busy, most likely
+            return self._unclear(reason, "inconclusive")
+        if verdict.outcome in ("better", "worse"):
+            self._doubt(verdict)
+            return await self.admit()
+        if verdict.outcome == "as_expected":
+            proof.verdict, proof.reason = verdict, member.nameless(verdict.reason)
+            member.changed()
+        self._again(self.config.every_s, verdict.outcome)
+
+    async def _judge_again(self, responses: list[Response]) -> Verdict:
+        """Of the newest answers, those of earlier probes of the same life among them."""
+        for response in responses:
+            self._window.pop(response.record, None)
+            self._window[response.record] = response
+        for record in list(self._window)[:-WINDOW]:
+            del self._window[record]
+        return await self.exam.judge(list(self._window.values()), 1)
+
+    def _again(self, after_s: float, outcome: str) -> None:
+        self.proof.probed(outcome)
+        self.proof.next_at = self._clock() + after_s * self._rng.uniform(1.0, 1.1)
+        self._backoff.reset()
+
+    def _doubt(self, verdict: Verdict) -> None:
+        """One that serves looks wrong: it is out, and asked for everything before it is refused."""
+        self.proof.probed("suspect")
+        self._window.clear()
+        self._become("unproven", f"it is asked again: {verdict.reason}", verdict)
+
+    def _silent(self) -> None:
+        if self.config.without_logprobs == "admit":
+            reason = "it returns no log-probabilities: it serves unproven, as configured"
+            self._conclude("admitted", reason, "no_logprobs")
+        else:
+            self._conclude("refused", _SILENT, "no_logprobs")
+
+    def _conclude(
+        self, state: ProofState, reason: str, outcome: str, verdict: Verdict | None = None
+    ) -> None:
+        self._become(state, reason, verdict)
+        if state == "refused":
+            self.proof.probed(outcome)
+            self.proof.next_at = self._clock() + self._backoff.next(REFUSED_S)
+        else:
+            self._again(self.config.every_s, outcome)
+
+    def _unclear(self, reason: str, outcome: str, verdict: Verdict | None = None) -> None:
+        """Nothing was learned: whoever serves goes on, and whoever does not waits."""
+        proof = self.proof
+        reason = self._member.nameless(reason)
+        proof.probed(outcome)
+        proof.next_at = self._clock() + self._backoff.next(UNCLEAR_S)
+        if not proof.admits and proof.state != "refused":
+            proof.reason, proof.verdict = f"no verdict yet: {reason}", verdict
+        self._say(logging.WARNING, f"no verdict, asked again later: {reason}", outcome, verdict)
+
+    def _become(self, state: ProofState, reason: str, verdict: Verdict | None) -> None:
+        member, proof = self._member, self.proof
+        reason = member.nameless(reason)
+        news = (state, reason) != (proof.state, proof.reason)
+        served = proof.admits
+        proof.state, proof.verdict, proof.reason = state, verdict, reason
+        if served and not proof.admits and member.proof is proof:
+            # Answers that have not begun are asked for elsewhere; begun ones go on to their end.
+            member.generation += 1
+            self._generation = member.generation
+        if member.proof is proof:
+            member.changed()
+        if news:
+            level = logging.INFO if state == "proven" else logging.WARNING
+            self._say(level, f"is {state}: {reason}", state, verdict)
+
+    def _say(self, level: int, line: str, outcome: str, verdict: Verdict | None) -> None:
+        member = self._member
+        fields: dict[str, Any] = {"pool": member.pool, "backend": member.name, "outcome": outcome}
+        fields |= {k: v for k, v in measured(verdict).items() if v is not None and k != "outcome"}
+        fields |= {"artifact": self.proof.identity, "probe_tokens": self.proof.tokens}
+        _log.log(level, "%s/%s %s", member.pool, member.name, line, extra={"fields": fields})

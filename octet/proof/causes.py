@@ -52,6 +52,10 @@ _FAULTS = {
         "see that the checkpoint still has its weight_scale tensors, under the names that this"
         " engine reads; export again",
     ),
+    "global_scales_inverted": (
+        "match weights multiplied by the global scale that divides them",
+        "export in the format that this engine reads: one stores the divisor, another the factor",
+    ),
     "fused_scales_merged": (
         "match fused linears that share the largest of their scales",
         "use an engine that keeps a scale for each of q, k, v, gate and up, or export with shared"
@@ -60,11 +64,14 @@ _FAULTS = {
 }
 
 
-def cause_of(hypothesis: Hypothesis, declared: ServingPath | None) -> Cause:
-    """Why a server is refused whose numbers `hypothesis` explains, where `declared` is said."""
-    if hypothesis.fault is not None:
-        return _fault(hypothesis.fault, hypothesis.path)
-    return _path(hypothesis.path, declared)
+def cause_of(hypothesis: Hypothesis, declared: ServingPath) -> Cause:
+    """Why a server is refused whose numbers `hypothesis` explains, where `declared` is honest."""
+    path, fault = hypothesis.path, hypothesis.fault
+    if fault is None or path.weights != declared.weights:
+        return _path(path, declared)
+    if fault.kind == "kv_scales_swapped" and path.kv_cache != declared.kv_cache:
+        return _path(path, declared)  # it keeps the scales that the artifact has
+    return _fault(fault, path)
 
 
 def _fault(fault: Fault, path: ServingPath) -> Cause:
@@ -79,6 +86,12 @@ def _fault(fault: Fault, path: ServingPath) -> Cause:
             f"match {own} bytes read as {other}",
             "let the engine write and read its cache in one format: another version of it, or"
             " another --kv-cache-dtype",
+        )
+    if fault.kind == "kv_scales_swapped":
+        return Cause(
+            name,
+            f"match an {own} cache with the scales of {other}",
+            f"export again for a cache of {path.kv_cache}, or start the engine with the other one",
         )
     if fault.kind == "weight_scales_scaled":
         return Cause(
@@ -98,9 +111,9 @@ def _times(factor: float | None) -> str:
     return {0.5: "half of", 2.0: "twice"}.get(factor or 1.0, f"{factor:g} times")
 
 
-def _path(path: ServingPath, declared: ServingPath | None) -> Cause:
+def _path(path: ServingPath, declared: ServingPath) -> Cause:
     label = path.label
-    if declared is not None and path.weights != declared.weights:
+    if path.weights != declared.weights:
         if path.weights:
             return Cause(
                 "quantized",
@@ -113,7 +126,7 @@ def _path(path: ServingPath, declared: ServingPath | None) -> Cause:
             f"match an unquantized model{cache}",
             "serve the exported checkpoint: this is the original, or its quantization is ignored",
         )
-    if declared is not None and path.kv_cache != declared.kv_cache:
+    if path.kv_cache != declared.kv_cache:
         cache = "a 16-bit" if path.kv_cache == "float16" else f"an {path.kv_cache.upper()}"
         return Cause(
             f"kv_cache_{path.kv_cache}",

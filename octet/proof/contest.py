@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -33,6 +33,7 @@ class Contest:
     answers: Answers
     candidates: dict[Hypothesis, Candidate]
     honest: tuple[Hypothesis, ...]
+    _told: dict[tuple[Hypothesis, Hypothesis], float] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -90,15 +91,23 @@ class Contest:
     def told(self, truth: Hypothesis, other: Hypothesis) -> float:
         """The z of `truth` over `other` if a repeat of it were the server: mean over repeats.
 
-        0 for a hypothesis that was simulated once.
+        Either is without that repeat then, so that neither mean is of more. 0 for a hypothesis that
+        was simulated once.
         """
-        mine, others = self.candidates[truth], self.candidates[other]
+        key = truth, other
+        if key not in self._told:
+            self._told[key] = self._tell(self.candidates[truth], self.candidates[other])
+        return self._told[key]
+
+    def _tell(self, mine: Candidate, others: Candidate) -> float:
         if mine.repeats < 2:
             return 0.0
         found = []
         for number, served in enumerate(mine.points):
             own = self.noise.likelihood(mine, served, without=number)
-            found.append(z_score(own - self.noise.likelihood(others, served))[0])
+            without = number % others.repeats if others.repeats > 1 else None
+            theirs = self.noise.likelihood(others, served, without=without)
+            found.append(z_score(own - theirs)[0])
         return float(np.mean(found))
 
     def misfit(self, hypothesis: Hypothesis) -> tuple[float, int]:
@@ -109,11 +118,20 @@ class Contest:
         excess = self._logs(candidate, self.answers.served, None) - self._usual
         return z_score(excess, margin)
 
-    def nearer(self, hypothesis: Hypothesis, honest: Hypothesis) -> float:
-        """By what factor the answers are nearer to it, in squared distance: ln, mean of prompts."""
+    def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
+        """By what factor the answers are nearer to it, in squared distance: ln, mean of prompts.
+
+        `than` to another, or None: to a model that gives the reference's likeliest tokens nothing.
+        """
         served = self.answers.served
-        mine, other = (self.candidates[h].squared(served) for h in (hypothesis, honest))
-        return float(np.nanmean(np.log(self._floored(other)) - np.log(self._floored(mine))))
+        mine = self.candidates[hypothesis].squared(served)
+        if than is not None:
+            other = self.candidates[than].squared(served)
+        else:
+            nothing = np.zeros_like(served)
+            nothing[..., -1] = 2.0 * self.answers.compared
+            other = distance(served, nothing)
+        return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
 
     def farther(self, hypothesis: Hypothesis, honest: Hypothesis) -> bool:
         """Whether `hypothesis` is farther from the reference than `honest`, on these prompts."""

@@ -8,13 +8,13 @@ one for all other outcomes together. So everything is compared as coarsely as th
 can only shorten distances (the data-processing inequality).
 
 Where the server leaves out n of the reference's tokens, they have at most n times the least
-probability that it told. If the reference gives them more, they are an outcome of their own, with
-that bound as what was served; if not, nothing is known of them beyond the rest.
+probability that it told. What a distribution gives them beyond that is an outcome of its own, which
+the server gave nothing; what it gives them within that is part of the rest.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +32,14 @@ _TINY = math.exp(-88)  # about the least normal number of float32
 class Answers:
     """What was answered to n prompts, beside the reference: [n, positions, tokens + 2] points.
 
-    The last two axes of a point are the tokens that were left out, and the rest. Where a position
-    cannot be compared, all points are 0.
+    The last two axes of a point are what tokens that were left out have beyond `limit`, and the
+    rest. Where a position cannot be compared, all points are 0.
     """
 
     records: NDArray[np.int64]  # [n], of those with a position that can be compared
     compared: NDArray[np.bool_]  # [n, positions]
     shared: NDArray[np.bool_]  # [n, positions, tokens]: told by both
-    split: NDArray[np.bool_]  # [n, positions]: those left out are an outcome of their own
+    limit: NDArray[np.float64]  # [n, positions]: of the probability of those left out
     served: Points
     reference: Points
 
@@ -56,36 +56,40 @@ class Answers:
         tokens = max((len(t.token_ids) for r in golden.records for t in r.tops), default=0)
         shape = (len(found), count)
         compared = np.zeros(shape, bool)
-        split = np.zeros(shape, bool)
+        limit = np.zeros(shape)
         shared = np.zeros((*shape, tokens), bool)
         served = np.zeros((*shape, tokens + 2))
-        reference = np.zeros((*shape, tokens + 2))
+        reference = np.full((*shape, tokens), -np.inf)
         for row, (number, positions) in enumerate(found.items()):
             compared[row, positions] = True
             for j in positions:
-                top = golden.records[number].tops[j]
                 at = row, j
-                shared[at], split[at], served[at], reference[at] = _outcomes(
-                    top, latest[number].tops[j], tokens
-                )
-        records = np.array(list(found), np.int64)
-        return cls(records, compared, shared, split, served, reference)
+                top = golden.records[number].tops[j]
+                reference[at][: len(top.logprobs)] = top.logprobs
+                shared[at], limit[at], served[at] = _outcomes(top, latest[number].tops[j], tokens)
+        answers = cls(np.array(list(found), np.int64), compared, shared, limit, served, served)
+        return replace(answers, reference=answers._coarse(np.exp(reference)))
 
     def points(self, logprobs: NDArray[np.float32]) -> Points:
         """[repeats, n, positions, tokens + 2] of [repeats, records, positions, tokens] in nats.
 
-        NaN for records that are all NaN in it.
+        NaN for records of which it has nothing.
         """
         count, tokens = self.shared.shape[1:]
         mine = logprobs[:, self.records, :count, :tokens].astype(np.float64)
         absent = np.isnan(mine).all(axis=(0, 2, 3))
         p = np.exp(np.where(np.isnan(mine), -np.inf, mine))
-        told = np.where(self.shared, p, 0.0)
-        left_out = np.where(self.split, p.sum(-1) - told.sum(-1), 0.0)
-        rest = np.maximum(1.0 - told.sum(-1) - left_out, 0.0)
-        points = 2 * np.sqrt(np.concatenate([told, left_out[..., None], rest[..., None]], -1))
-        points[:, ~self.compared] = 0.0
+        points = self._coarse(p)
         points[:, absent] = np.nan
+        return points
+
+    def _coarse(self, p: Points) -> Points:
+        """The points of probabilities [..., n, positions, tokens]."""
+        told = np.where(self.shared, p, 0.0)
+        beyond = np.maximum(p.sum(-1) - told.sum(-1) - self.limit, 0.0)
+        rest = np.maximum(1.0 - told.sum(-1) - beyond, 0.0)
+        points = 2 * np.sqrt(np.concatenate([told, beyond[..., None], rest[..., None]], -1))
+        points[..., ~self.compared, :] = 0.0
         return np.asarray(points)
 
 
@@ -98,22 +102,15 @@ def divergence(reference: Points, other: Points) -> NDArray[np.float64]:
 
 def _outcomes(
     top: Top, told: Mapping[int, float], tokens: int
-) -> tuple[NDArray[np.bool_], bool, Points, Points]:
-    """Of one position: which tokens are shared, whether others are split off, and both points."""
+) -> tuple[NDArray[np.bool_], float, Points]:
+    """Of one position: which tokens are shared, what the others have at most, and the point."""
     shared = np.zeros(tokens, bool)
-    served, reference = np.zeros(tokens + 2), np.zeros(tokens + 2)
-    left_out: list[float] = []
-    for n, (token, logprob) in enumerate(zip(top.token_ids, top.logprobs, strict=True)):
+    served = np.zeros(tokens + 2)
+    for n, token in enumerate(top.token_ids):
         if token in told:
             shared[n] = True
-            served[n], reference[n] = math.exp(told[token]), math.exp(logprob)
-        else:
-            left_out.append(math.exp(logprob))
-    rest = max(1.0 - float(served.sum()), 0.0)
-    most = min(len(left_out) * math.exp(min(told.values())), rest)
-    split = sum(left_out) > most
-    if split:
-        served[-2], reference[-2] = most, sum(left_out)
-    served[-1] = rest - served[-2]
-    reference[-1] = max(1.0 - float(reference.sum()), 0.0)
-    return shared, split, 2 * np.sqrt(served), 2 * np.sqrt(reference)
+            served[n] = math.exp(told[token])
+    served[-1] = max(1.0 - float(served.sum()), 0.0)
+    left_out = len(top.token_ids) - int(shared.sum())
+    limit = min(left_out * math.exp(min(told.values())), float(served[-1]))
+    return shared, limit, 2 * np.sqrt(served)

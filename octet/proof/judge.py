@@ -13,18 +13,25 @@ probe may take at its answers:
    implementation may round in up to twice as many places as the simulation does; independent
    roundings add, so that |x - m|² may be (2 + 1/R) for (1 + 1/R). That is the margin.
 
-A hypothesis is *visible* on the prompts that were asked if, by its own repeats and those of the
-honest path, both can be told: let z_h be what the honest path scores against it and z_a what it
-scores against the honest path, each as if its repeats were servers. It is excluded by z above
-max(0, t - z_a), so that it would exclude itself with probability `BETA` at most, t being Student's
-quantile of `BETA`; and it is visible if z_h is above that by t. The server is as expected if it is
-not refused and all that are visible are excluded. What is not visible takes part in nothing, and is
-listed. What is visible on all golden prompts, but not on those that were asked, makes the outcome
-inconclusive: more are to be asked.
+Which hypotheses take part is decided by their own repeats and those of the best honest path, on all
+golden prompts, each repeat as if it were a server. Let z_h be what an honest repeat scores against
+a hypothesis, z_a what a repeat of the hypothesis scores against honesty (0 if there is but one
+repeat), t Student's quantile of `BETA`.
 
-The cause is the likeliest hypothesis, if it explains the answers: it passes the test of fit, or is
-nearer than the honest path by a factor of 4 in squared distance, half in distance. Else it is
-another model.
+- It is refused from max(t, t' - z_h) on, t' being the quantile of the contest's level: z is
+  expected at -z_h, and kernels of its own are allowed to take an honest server to where both
+  explain it alike. Its own server is refused with 1 - `BETA` if z_a is above that by t.
+- It is excluded from -z above max(0, t - z_a) on, which its own server passes with `BETA` at most.
+  An honest server passes with 1 - `BETA` if z_h is above that by t.
+
+What can be refused or excluded so is *visible*. What is neither takes part in nothing, and is
+listed as hidden. The server is as expected if it is not refused, and everything visible is excluded
+or would have been refused. What needs more prompts than were asked makes it inconclusive.
+
+The cause is the likeliest hypothesis, if it explains the answers: they pass its own test of fit, or
+are nearer to it than to the honest path by a factor of 4 in squared distance, half in distance; and
+so much nearer than to a model that has nothing in common with the reference. Else it is another
+model.
 """
 
 import math
@@ -135,10 +142,21 @@ class _Judgement:
         )
 
     def _is_visible(self, other: Hypothesis) -> bool:
-        prompts = self._whole.against(other, self._best)[1]
-        return self._separation[other] >= (
-            self._exclusion(self._whole, other, prompts) + t_quantile(1 - BETA, prompts - 1)
-        )
+        honest, prompts = self._separation[other], self._whole.against(other, self._best)[1]
+        least = t_quantile(1 - BETA, prompts - 1)
+        excludable = honest >= self._exclusion(self._whole, other, prompts) + least
+        return excludable or self._refusable(self._whole, other, prompts)
+
+    def _refusable(self, contest: Contest, other: Hypothesis, prompts: int) -> bool:
+        """Whether a server of `other` is refused with 1 - BETA."""
+        least = t_quantile(1 - BETA, prompts - 1)
+        return contest.told(other, self._best) >= self._threshold(contest, other, prompts) + least
+
+    def _threshold(self, contest: Contest, other: Hypothesis, prompts: int) -> float:
+        """The z of `other` over the best honest path from which on that is refused."""
+        level = self._level / len(contest.others)
+        least, most = (t_quantile(1 - x, prompts - 1) for x in (BETA, level))
+        return max(least, most - contest.told(self._best, other))
 
     def _exclusion(self, contest: Contest, other: Hypothesis, prompts: int) -> float:
         """The z of the best honest path over `other` from which on that is excluded."""
@@ -148,8 +166,7 @@ class _Judgement:
         """Why, and on which side; None, "as_expected" if neither test says so."""
         contest = self._contest
         scores = {h: contest.against(h, self._best) for h in self._visible}
-        level = 1 - self._level / max(len(scores), 1)
-        beaten = any(z > t_quantile(level, prompts - 1) for z, prompts in scores.values())
+        beaten = any(z > self._threshold(contest, h, prompts) for h, (z, prompts) in scores.items())
         misfit, prompts = contest.misfit(self._best)
         if not beaten and misfit <= t_quantile(1 - self._level, prompts - 1):
             return None, "as_expected"
@@ -162,15 +179,18 @@ class _Judgement:
         return CLOSER, "better"
 
     def _explains(self, other: Hypothesis) -> bool:
-        misfit, prompts = self._contest.misfit(other)
+        contest = self._contest
+        misfit, prompts = contest.misfit(other)
         fits = misfit <= t_quantile(1 - self._level, prompts - 1)
-        return fits or self._contest.nearer(other, self._best) >= _EXPLAINED
+        nearer = fits or contest.nearer(other, self._best) >= _EXPLAINED
+        return nearer and contest.nearer(other, None) >= _EXPLAINED
 
     def _not_excluded(self) -> list[Hypothesis]:
         found = []
         for other in self._visible:
             z, prompts = self._contest.against(other, self._best)
-            if -z <= self._exclusion(self._contest, other, prompts):
+            excluded = -z > self._exclusion(self._contest, other, prompts)
+            if not excluded and not self._refusable(self._contest, other, prompts):
                 found.append(other)
         return found
 

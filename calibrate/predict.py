@@ -2,7 +2,7 @@
 
 Each hypothesis is simulated layer by layer (`calibrate.simulate_hypotheses`). What is compared is
 what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the prompt,
-of the paths that engines take, with a range (`octet.scatter`); `hypotheses.safetensors` the
+of the paths that engines take, with a range (`octet.scatter`); `hypotheses.octet` the
 log-probabilities of the reference's likeliest tokens, at every position, of every hypothesis.
 """
 

@@ -27,7 +27,8 @@ from octet.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["HYPOTHESES_FILE", "Fault", "FaultKind", "Hypothesis", "HypothesisSet"]
 
-HYPOTHESES_FILE = "hypotheses.safetensors"
+# Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
+HYPOTHESES_FILE = "hypotheses.octet"
 
 FaultKind = Literal[
     "k_scale_dropped",  # keys were stored divided by nothing: k_scale taken for 1

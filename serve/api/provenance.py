@@ -44,8 +44,9 @@ def provenance(pool: Pool | None, tier: ModelTier | None) -> dict[str, str]:
         headers["x-octet-tier"] = kept
     if pool.precision is not None:
         headers["x-octet-precision"] = pool.precision
-    if pool.artifact is not None:
-        headers["x-octet-artifact"] = pool.artifact[:_DIGITS]
-    if pool.measured_kl is not None:
-        headers["x-octet-divergence"] = f"{pool.measured_kl:.4g}"
+    proven = pool.proven
+    if proven.artifact is not None:
+        headers["x-octet-artifact"] = proven.artifact[:_DIGITS]
+    if proven.kl is not None:
+        headers["x-octet-divergence"] = f"{proven.kl:.4g}"
     return headers

@@ -127,19 +127,11 @@ class Pool:
         return min(waits, default=LONGEST_WAIT_S)
 
     @property
-    def measured_kl(self) -> float | None:
-        """Nats from the reference, an upper bound of the worst that serves; None: not known."""
-        return self._measured().kl
-
-    @property
-    def measured_kl_low(self) -> float | None:
-        """The lower bound that goes with it."""
-        return self._measured().kl_low
-
-    @property
-    def artifact(self) -> str | None:
-        """Identity of the manifest that it is proven by."""
-        return self._measured().artifact
+    def proven(self) -> Proven:
+        """What its numbers measure now."""
+        if self._stale or (self._reopens_at < math.inf and self._clock() >= self._reopens_at):
+            self._refresh()
+        return self._proven
 
     @property
     def ready(self) -> bool:
@@ -286,11 +278,6 @@ class Pool:
         self._reopens_at = min(opened, default=math.inf)
         self._stale = False
         self._proven = proven_by(self.members)
-
-    def _measured(self) -> Proven:
-        if self._stale or self._clock() >= self._reopens_at:
-            self._refresh()
-        return self._proven
 
     async def _provers(self, members: Sequence[Member], exams: Exams) -> Provers:
         return await make_provers(members, exams, self._clock, self._rng)

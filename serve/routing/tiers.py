@@ -4,6 +4,7 @@ A pool fits where the upper bound of its measured divergence is within the tier'
 which nothing is measured fits no tier. All of this is asked anew for each request.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ class ModelTier:
 
     def fits(self, pool: Pool) -> bool:
         """Whether `pool` keeps the budget, as last measured."""
-        measured = pool.measured_kl
-        return measured is not None and measured <= self.max_kl
+        kl = pool.proven.kl
+        return kl is not None and kl <= self.max_kl
 
     def order(self) -> list[Pool]:
         """The cheapest that fits, then those to fall back to. Empty: nobody fits.
@@ -53,20 +54,21 @@ class ModelTier:
         over their upper bounds. Where the tier allows less, the others that fit come after them,
         then those that do not, the most exact first; never one of which nothing is measured.
         """
-        limit, exactest = self.max_kl, None
+        limit, exactest = self.max_kl, math.inf
         found: list[Pool] = []
         for pool in self._by_cost:
-            measured = pool.measured_kl
-            if measured is None or measured > limit:
+            proven = pool.proven
+            kl = proven.kl
+            if kl is None or kl > limit:
                 continue
-            if exactest is None or measured <= exactest:
-                exactest = measured
-            elif _low(pool, measured) > exactest:
+            if kl <= exactest:
+                exactest = kl
+            elif (kl if proven.kl_low is None else proven.kl_low) > exactest:
                 continue
             found.append(pool)
         if self.allow_less_exact and len(found) < len(self._by_cost):
-            rest = [p for p in self._by_cost if p.measured_kl is not None and p not in found]
-            rest.sort(key=lambda pool: max(pool.measured_kl or 0.0, limit))  # stable: by cost
+            rest = [p for p in self._by_cost if p.proven.kl is not None and p not in found]
+            rest.sort(key=lambda pool: max(pool.proven.kl or 0.0, limit))  # stable: by cost
             found += rest
         return found
 
@@ -75,8 +77,8 @@ class ModelTier:
 
         Since `order` was asked, the request may have waited, and the pool been measured again.
         """
-        measured = pool.measured_kl
-        if measured is None or (measured > self.max_kl and not self.allow_less_exact):
+        kl = pool.proven.kl
+        if kl is None or (kl > self.max_kl and not self.allow_less_exact):
             raise self.refusal()
 
     def kept_by(self, pool: Pool) -> str | None:
@@ -120,8 +122,8 @@ class ModelTier:
         return {pool.name: self.fits(pool) for pool in self._by_cost}
 
     def _reason(self, pool: Pool) -> str:
-        if pool.measured_kl is not None:
-            return f"measures {pool.measured_kl:.4g}"
+        if (kl := pool.proven.kl) is not None:
+            return f"measures {kl:.4g}"
         if not is_measured(pool.config):
             return "is not measured: it has no golden records"
         return "is not measured" if pool.ready else "has no backend that serves"
@@ -136,11 +138,6 @@ def tiers_of(
     for name, tier in tiers.items():
         found[name] = ModelTier(name, tier, model, by_cost, found)
     return found
-
-
-def _low(pool: Pool, measured: float) -> float:
-    low = pool.measured_kl_low
-    return measured if low is None else low
 
 
 def _retry_after_s(pool: Pool) -> float:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 from serve.config import GatewayConfig
 from serve.gateway import Gateway
 from serve.routing import Pool
+from serve.routing.proving import Proven
 from tests.serve.conftest import Served, serving_gateway
 from tests.serve.in_process import Client, in_process
 
@@ -34,14 +35,10 @@ def figures() -> Iterator[Figures]:
     """What every pool says that it measures, until the end."""
     stated = Figures()
 
-    def says(read: Any) -> property:
-        return property(read, lambda pool, value: None)  # whatever it would say itself
+    def proven(pool: Pool) -> Proven:
+        return Proven(stated.kl.get(pool.name), stated.low.get(pool.name), ARTIFACT)
 
-    with (
-        patch.object(Pool, "measured_kl", says(lambda p: stated.kl.get(p.name)), create=True),
-        patch.object(Pool, "measured_kl_low", says(lambda p: stated.low.get(p.name)), create=True),
-        patch.object(Pool, "artifact", says(lambda p: ARTIFACT), create=True),
-    ):
+    with patch.object(Pool, "proven", property(proven)):
         yield stated
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +62,24 @@ class FakeRunner:
     Its keys and values are the token ids, so whatever mixes up slots or positions changes what it
     says. It mostly says printable ASCII, ends after some forty tokens, and now and then a letter of
     several bytes. `delay_s` is slept in every step. Tokens in `poison` make a step that has one
-    raise. `gate`, when cleared, holds the next step until it is set.
+    raise. `gate`, when cleared, holds the next step until it is set. `model` gives the logits after
+    the tokens that it is called with, such as another's than `fake_logits`.
     """
 
     def __init__(
-        self, *, context: int = 512, delay_s: float = 0.0, poison: frozenset[int] = frozenset()
+        self,
+        *,
+        context: int = 512,
+        delay_s: float = 0.0,
+        poison: frozenset[int] = frozenset(),
+        model: Callable[[list[int]], NDArray[np.float32]] | None = None,
     ) -> None:
         self.spec = fake_spec(context)
         self.kv_dtype: CacheDtype = "e5m2"
         self.slots = 16
         self.delay_s = delay_s
         self.poison = poison
+        self.model = model or fake_logits
         self.gate = threading.Event()
         self.gate.set()
         self.batches: list[int] = []  # rows of each step
@@ -101,7 +109,7 @@ class FakeRunner:
             before = _ids(past[0, row, 0, :length])
             for index, position in enumerate(step.logit_positions[row].tolist()):
                 seen = [*before, *step.token_ids[row, : position + 1].tolist()]
-                logits[row, index] = fake_logits(seen)
+                logits[row, index] = self.model(seen)
         cache.append(step.slots, _rows(step.token_ids))
         return logits
 

@@ -66,7 +66,7 @@ async def completion_events(
             for choice in event.get("choices") or ():
                 delta = _delta(choice, offset, alternatives)
                 offset += len(delta.text)
-                if delta.text or delta.token_ids:
+                if delta.text or delta.token_ids or delta.logprobs:
                     yield delta
                 reason = choice.get("finish_reason") or reason
                 stop_reason = _stop_reason(choice, stop_reason)

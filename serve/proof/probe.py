@@ -28,7 +28,9 @@ __all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "pr
 ALTERNATIVES = 20  # log-probabilities of a position that are asked for: what the reference has
 # Asked for one after the other, where a server refuses more; OpenAI's own limit is 5.
 _LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
-_TOO_LONG = re.compile(r"maximum (context|model) length|context_length_exceeded|longer than the m")
+_TOO_LONG = re.compile(
+    r"maximum (context|model) length|context_length_exceeded|longer than the m|context of \d"
+)
 
 # Why a record has no answer:
 #   busy       no answer in time, or the server takes no more now: worth asking again

@@ -42,6 +42,8 @@ class FakeOpenAI(FakeServer):
         self.flavour = FLAVOURS[flavour]
         self.healthy = True
         self.load_tracking = False  # vLLM's --enable-server-load-tracking
+        self.version = ""  # vLLM's /version says it
+        self.card: dict[str, Any] = {}  # more of its entry in /v1/models
         self.log_stats = True  # without, vLLM has no metrics of its engine
         self._only = only  # one of the paths that generate or embed; the others are refused
 
@@ -58,6 +60,8 @@ class FakeOpenAI(FakeServer):
         app.router.add_get("/v1/models", self._models)
         if self.log_stats:
             app.router.add_get(self.flavour.metrics_path, self._metrics)
+        if self.version:
+            app.router.add_get("/version", self._version)
         if self.load_tracking:
             app.router.add_get("/load", self._load)
         if self.flavour.tokenize:
@@ -79,10 +83,13 @@ class FakeOpenAI(FakeServer):
     async def _models(self, _request: web.Request) -> web.Response:
         if not self.healthy:
             return web.Response(status=503)
-        card = {"id": "fake", "object": "model", "created": 1, "owned_by": self.flavour.name}
+        card: dict[str, Any] = {"id": "fake", "object": "model", "created": 1, "owned_by": self.flavour.name}
         if self.flavour.max_model_len:
             card["max_model_len"] = 512
-        return web.json_response({"object": "list", "data": [card]})
+        return web.json_response({"object": "list", "data": [card | self.card]})
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         stats = self.engine.stats

@@ -1,0 +1,350 @@
+"""Asking golden prompts: of every kind of backend, and of those that cannot be asked."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octet.errors import RequestError
+from octet.golden import POSITIONS, GoldenSet, top_k_divergence
+from serve.backends.base import Backend
+from serve.config import TritonConfig
+from serve.proof.plan import order
+from serve.proof.probe import ALTERNATIVES, Unprovable, probe
+from serve.routing.make import make_backend
+from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
+from tests.fakes import FakeRunner, byte_tokenizer, fake_backend
+from tests.serve.openai_clients import dead_url, started
+from tests.serve.proof.fake_proofs import fake_golden
+from tests.serve.upstreams import STREAM_HEAD, forever, scripted
+
+RECORDS = [5, 20, 40, 60]
+
+
+class Limited(FakeOpenAI):
+    """`most` log-probabilities of a token, or none at all; refuses more, or sends fewer."""
+
+    most: int | None = None
+    silent = False
+    takes_salt = True
+
+    async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+        asked = body.get("logprobs")
+        if not self.takes_salt and "cache_salt" in body:
+            raise RequestError("Extra inputs are not permitted: cache_salt")
+        if self.most is not None and asked is not None and asked > self.most:
+            if not self.silent:
+                said = f"Requested sample logprobs of {asked}, greater than max allowed"
+                raise RequestError(said, param="logprobs")
+            body["logprobs"] = self.most or None
+        return await super()._answer(request, body)
+
+
+async def asked(backend: Backend, golden: GoldenSet | None = None, **options: Any) -> Any:
+    records = options.pop("records", RECORDS)
+    options = {"tokenizer": byte_tokenizer(), "vocab_size": 257, "timeout_s": 20.0} | options
+    return await probe(backend, golden or fake_golden(), records, **options)
+
+
+def require_exact(probed: Any) -> None:
+    """Every answer is the reference's own: same tokens, same distributions."""
+    assert sorted(r.record for r in probed.responses) == RECORDS and probed.failures == []
+    for response in probed.responses:
+        record = fake_golden().records[response.record]
+        count = min(POSITIONS, len(record.continuation_token_ids))
+        assert response.tokens == record.continuation_token_ids[:count]
+        assert len(response.tops) == count
+        for top, golden in zip(response.tops, record.tops, strict=True):
+            assert top_k_divergence(golden.mapping, top) < 1e-6
+
+
+@asynccontextmanager
+async def triton(server: FakeTriton, tmp_path: Any) -> AsyncIterator[Backend]:
+    byte_tokenizer().inner.save(str(tmp_path / "tokenizer.json"))
+    config = TritonConfig(type="triton", url=server.url, model="fake", tokenizer=tmp_path)
+    backend = make_backend("fake", config)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+async def test_vllm_names_tokens_by_id_and_gets_a_fresh_salt() -> None:
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        probed = await asked(backend, tokenizer=None)
+        require_exact(probed)
+        golden = fake_golden()
+        expected = sum(
+            len(golden.records[n].prompt_token_ids)
+            + min(POSITIONS, len(golden.records[n].continuation_token_ids))
+            for n in RECORDS
+        )
+        assert probed.tokens == expected and probed.state == "answered" and not probed.notes
+        assert (probed.alternatives, probed.salted) == (ALTERNATIVES, True)
+        await asked(backend)
+    salts = [body["cache_salt"] for body in server.requests]
+    assert len(set(salts[:4])) == len(set(salts[4:])) == 1 and len(set(salts)) == 2
+    assert all(body["temperature"] == 0 for body in server.requests)
+    assert not any(body.get("ignore_eos") for body in server.requests)
+
+
+@pytest.mark.parametrize("flavour", [name for name in FLAVOURS if name != "vllm"])
+async def test_other_servers_name_tokens_by_their_text(flavour: str) -> None:
+    async with (
+        running(FakeOpenAI(flavour=flavour)) as server,
+        started(server.url, type="openai") as backend,
+    ):
+        probed = await asked(backend)
+    # Bytes that are not UTF-8 all read U+FFFD: what is left is exact, and enough.
+    known = [top for r in probed.responses for top in r.tops if top]
+    assert len(known) > 10
+    for response in probed.responses:
+        record = fake_golden().records[response.record]
+        for token, golden in zip(response.tokens, record.continuation_token_ids, strict=False):
+            assert token in (golden, -1)
+        for top, reference in zip(response.tops, record.tops, strict=False):
+            assert not top or top_k_divergence(reference.mapping, top) < 1e-6
+
+
+async def test_names_by_text_mean_nothing_without_a_tokenizer() -> None:
+    async with (
+        running(FakeOpenAI(flavour="sglang")) as server,
+        started(server.url, type="openai") as backend,
+    ):
+        with pytest.raises(Unprovable, match="no tokenizer beside the golden records") as error:
+            await asked(backend, tokenizer=None)
+    assert error.value.kind == "tokenizer" and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+async def test_triton_is_asked_through_our_entry_and_through_vllms(
+    token_ids: bool, tmp_path: Any
+) -> None:
+    async with (
+        running(FakeTriton(token_ids=token_ids)) as server,
+        triton(server, tmp_path) as backend,
+    ):
+        probed = await asked(backend)
+    require_exact(probed)
+    assert not probed.salted
+
+
+async def test_the_engine_in_this_process_is_asked() -> None:
+    backend = fake_backend()
+    await backend.start()
+    try:
+        require_exact(await asked(backend))
+    finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "sent"])
+async def test_fewer_log_probabilities_are_usable_and_said(silent: bool) -> None:
+    server = Limited()
+    server.most, server.silent = 5, silent
+    async with running(server), started(server.url) as backend:
+        probed = await asked(backend)
+    assert len(probed.responses) == len(RECORDS) and probed.alternatives == 5
+    assert all(len(top) == 5 for r in probed.responses for top in r.tops)
+    assert probed.notes == [
+        "it returns 5 log-probabilities of a token, not 20: what it says of less likely ones is"
+        " not known"
+    ]
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "not sent"])
+async def test_without_log_probabilities_greedy_tokens_are_left(silent: bool) -> None:
+    server = Limited()
+    server.most, server.silent = 0, silent
+    async with running(server), started(server.url) as backend:
+        probed = await asked(backend)
+    assert probed.alternatives == 0 and "no log-probabilities" in probed.notes[0]
+    for response in probed.responses:
+        golden = fake_golden().records[response.record].continuation_token_ids[:POSITIONS]
+        assert response.tokens == golden and response.tops == ()
+
+
+async def test_greedy_tokens_are_read_off_a_text_that_is_all_there_is(tmp_path: Any) -> None:
+    """TensorRT-LLM's models in Triton return neither ids nor log-probabilities of others."""
+    server = Limited(flavour="sglang")
+    server.most, server.silent = 0, True
+    async with running(server), started(server.url, type="openai") as backend:
+        probed = await asked(backend)
+    for response in probed.responses:
+        golden = fake_golden().records[response.record].continuation_token_ids
+        assert response.tokens == golden[: len(response.tokens)] and len(response.tokens) > 1
+
+
+async def test_a_server_that_knows_no_salt_is_asked_without() -> None:
+    server = Limited()
+    server.takes_salt = False
+    async with running(server), started(server.url) as backend:
+        probed = await asked(backend)
+    require_exact(probed)
+    assert not probed.salted
+
+
+async def test_another_tokenizer_is_seen_by_how_it_reads_the_prompts() -> None:
+    golden = fake_golden()
+    records = tuple(
+        record.model_copy(update={"prompt_token_ids": record.prompt_token_ids[:-1]})
+        for record in golden.records
+    )
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        with pytest.raises(Unprovable, match=r"another tokenizer .*reads one as \d+ tokens that"):
+            await asked(backend, golden.model_copy(update={"records": records}))
+
+
+async def test_another_tokenizer_is_seen_by_ids_that_are_none() -> None:
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        with pytest.raises(Unprovable, match=r"another tokenizer .*with token \d+ of 100 that are"):
+            await asked(backend, vocab_size=100)
+
+
+async def test_another_tokenizer_is_seen_by_texts_that_are_none_of_ours() -> None:
+    class Shouting(FakeOpenAI):
+        async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+            return await super()._answer(request, body | {"shout": True})
+
+    flavour = replace(FLAVOURS["sglang"], name="two", choice_extra={})
+    server = Shouting(flavour="sglang")
+    server.flavour = flavour
+
+    def event(number: int, chunk: Any) -> bytes:
+        for choice in chunk["choices"] if isinstance(chunk, dict) else ():
+            for token in (choice.get("logprobs") or {"tokens": []})["tokens"][:1]:
+                choice["logprobs"]["tokens"][0] = token * 2
+        return FLAVOURS["sglang"].event(number, chunk)
+
+    object.__setattr__(server.flavour, "event", event)
+    async with running(server), started(server.url, type="openai") as backend:
+        with pytest.raises(Unprovable, match=r"another tokenizer .*which is none of ours"):
+            await asked(backend)
+
+
+async def test_prompts_that_do_not_fit_are_left_out_and_said() -> None:
+    runner = FakeRunner(context=40)
+    server = FakeOpenAI()
+    server.engine = fake_backend(runner)
+    server.card = {"max_model_len": 40}
+    async with running(server), started(server.url) as backend:
+        assert await backend.ready()
+        probed = await asked(backend)
+        with pytest.raises(Unprovable, match="shorter than every golden prompt"):
+            await asked(backend, records=[60, 61])
+    assert len(server.requests) == len(probed.responses) == 2
+    assert probed.notes == [
+        "2 of 4 golden prompts are longer than its context and left out: one has 55 tokens, it was"
+        " started for 40"
+    ]
+
+
+async def test_a_server_that_does_not_say_its_context_refuses_what_does_not_fit() -> None:
+    server = FakeOpenAI()
+    server.engine = fake_backend(FakeRunner(context=40))
+    async with running(server), started(server.url, type="openai") as backend:
+        probed = await asked(backend, tokenizer=byte_tokenizer())
+    assert [failure.kind for failure in probed.failures] == ["context", "context"]
+    assert len(probed.responses) == 2
+
+
+async def test_a_refused_model_name_is_one_clear_line() -> None:
+    class Strict(FakeOpenAI):
+        async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+            raise RequestError(f"The model `{body['model']}` does not exist.", status=404)
+
+    async with running(Strict()) as server, started(server.url) as backend:
+        with pytest.raises(Unprovable) as error:
+            await asked(backend)
+    assert error.value.kind == "refused"
+    assert str(error.value).endswith("refuses the golden prompts: The model `fake` does not exist.")
+
+
+async def test_a_server_that_is_busy_is_not_gone() -> None:
+    runner = FakeRunner()
+    runner.gate.clear()
+    server = FakeOpenAI()
+    server.engine = fake_backend(runner)
+    async with running(server), started(server.url) as backend:
+        probed = await asked(backend, timeout_s=0.2)
+        runner.gate.set()
+    assert (probed.state, len(probed.failures), probed.responses) == ("busy", 4, [])
+    assert probed.notes == [
+        "4 of 4 golden prompts were not answered in time: none came in 0.2 s, though it is ready"
+    ]
+    assert probed.tokens == sum(len(fake_golden().records[n].prompt_token_ids) for n in RECORDS)
+    assert server.cancelled == 4 and server.running == 0
+
+
+async def test_what_came_in_time_is_kept() -> None:
+    golden = fake_golden()
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        long = golden.records[60].model_copy(update={"prompt": "!wait"})
+        records = tuple(long if n == 60 else r for n, r in enumerate(golden.records))
+        probed = await asked(backend, golden.model_copy(update={"records": records}), timeout_s=1.0)
+    assert probed.state == "answered" and len(probed.responses) == 3
+    assert [(f.record, f.kind) for f in probed.failures] == [(60, "busy")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "state"),
+    [
+        ("!busy", "busy", "busy"),
+        ("!limit", "busy", "busy"),
+        ("!error", "failed", "failed"),
+        ("!key", "failed", "failed"),
+        ("!dead", "gone", "gone"),
+        ("!reset", "gone", "gone"),
+        ("!die", "gone", "gone"),
+        ("!garbage", "failed", "failed"),
+    ],
+)
+async def test_how_a_server_fails_is_told(fault: str, kind: str, state: str) -> None:
+    golden = fake_golden()
+    records = tuple(r.model_copy(update={"prompt": fault}) for r in golden.records)
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        probed = await asked(backend, golden.model_copy(update={"records": records}))
+    assert {failure.kind for failure in probed.failures} == {kind}
+    assert probed.state == state and len(probed.notes) == 1 and "\n" not in probed.notes[0]
+
+
+async def test_a_server_that_is_not_there_is_gone() -> None:
+    async with started(dead_url()) as backend:
+        probed = await asked(backend)
+    assert probed.state == "gone" and "cannot be reached" in probed.notes[0]
+
+
+async def test_one_that_neither_answers_nor_says_that_it_is_ready_is_gone() -> None:
+    async with scripted(forever(STREAM_HEAD)) as upstream, started(upstream.url) as backend:
+
+        async def not_ready() -> bool:
+            return False
+
+        backend.ready = not_ready  # type: ignore[method-assign]  # as of a host that hangs
+        probed = await asked(backend, timeout_s=0.1)
+    assert probed.state == "gone"
+
+
+async def test_no_more_are_asked_at_once_than_allowed() -> None:
+    most = 0
+
+    class Counting(FakeOpenAI):
+        async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+            nonlocal most
+            most = max(most, self.running)
+            await asyncio.sleep(0)
+            return await super()._answer(request, body)
+
+    done: list[int] = []
+    async with running(Counting()) as server, started(server.url) as backend:
+        probed = await asked(
+            backend,
+            records=order(fake_golden(), 0)[:16],
+            concurrency=3,
+            advance=lambda: done.append(1),
+        )
+    assert len(probed.responses) == len(done) == 16 and most == 3

@@ -24,6 +24,7 @@ def readiness(gateway: "Gateway") -> dict[str, Any]:
                 "backend": member.name,
                 "ready": member.up,
                 "standing": member.standing,
+                "proof": "none" if member.proof is None else member.proof.state,
             }
             for pool in pools
             for member in gateway.pools[pool].members
@@ -43,6 +44,7 @@ def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
         last_reload = {"at": last_reload["at"], "outcome": last_reload["outcome"]}
     return {
         "version": __version__,
+        "unproven_pools": [name for name, pool in gateway.pools.items() if pool.unproven],
         "uptime_s": round(time.time() - gateway.created, 1),
         "ready": gateway.ready,
         "draining": gateway.draining,
@@ -70,6 +72,7 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         "in_flight": member.in_flight,
         "outstanding_tokens": member.outstanding_tokens,
         "load": _load(member),
+        "proof": proof(member),
         "last_success_s_ago": _ago(member.last_success, now),
         "out_for_s": None if member.out_since is None else round(now - member.out_since, 1),
     }
@@ -79,6 +82,13 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         entry["last_error_s_ago"] = _ago(member.last_error_at, now)
         entry["recovered"] = member.recovered if member.last_error else None
     return entry
+
+
+def proof(member: Member) -> dict[str, Any]:
+    """What its numbers have shown, against what they should be; `state` "none": nobody asks."""
+    if member.proof is None:
+        return {"state": "none"}
+    return member.proof.as_json(member.served_tokens)
 
 
 def _load(member: Member) -> dict[str, Any] | None:
@@ -111,6 +121,17 @@ def _model(name: str, config: ModelConfig, route: Route) -> dict[str, Any]:
     }
 
 
+def _proof(pool: Pool) -> dict[str, Any]:
+    """Of the backends that serve together, and whether any may without having proven itself."""
+    proven = pool.proven
+    return {
+        "wanted": pool.config.proof.enabled,
+        "unproven": pool.unproven,
+        "kl_interval": None if proven.kl is None else [proven.kl_low, proven.kl],
+        "artifact": proven.artifact,
+    }
+
+
 def _pool(
     gateway: "Gateway", pool: Pool, queue: dict[str, Any] | None, addresses: bool
 ) -> dict[str, Any]:
@@ -119,6 +140,7 @@ def _pool(
         "precision": pool.precision,
         "policy": pool.config.routing.policy,
         "ready": pool.ready,
+        "proof": _proof(pool),
         "active": pool.active,
         "capacity_tokens": pool.capacity_tokens,
         "context_length": pool.context_length,

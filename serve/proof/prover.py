@@ -80,22 +80,23 @@ class Prover:
             await asyncio.wait({self._task})
 
     def wake(self) -> None:
-        """Something about the member has changed."""
+        """It was looked at: it can be asked now, or is another than before."""
         self._wake.set()
 
     async def _run(self) -> None:
+        await self._wake.wait()  # before the first look, nothing is known of it
         while True:
             self._wake.clear()
-            due_in_s = self.proof.next_at - self._clock()
-            if due_in_s <= 0 and self._may_ask():
+            if self._may_ask() and self.proof.next_at <= self._clock():
                 try:
                     await self._probe()
                 except Exception as error:  # a defect of ours proves nothing of the backend
                     _log.exception("the proof of %s failed", self._member.name)
                     self._unclear(f"its probe failed: {error!r}", "defect")
+            due_in_s = self.proof.next_at - self._clock()
             # Not wait_for: in Python 3.11 that loses a cancellation which comes with the event.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(max(due_in_s, 0.05), _POLL_S)):
+                async with asyncio.timeout(due_in_s if 0 < due_in_s < _POLL_S else _POLL_S):
                     await self._wake.wait()
 
     def _may_ask(self) -> bool:

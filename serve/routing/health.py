@@ -66,6 +66,8 @@ class Watch:
         self._member.changed()
         if prover is not None:
             prover.start()
+            if self.looked.is_set():
+                prover.wake()
         if before is not None:
             before.cancel()
 
@@ -138,6 +140,8 @@ class Watch:
                 silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
                 self._go_out(refusal if ready is False else silent, reachable=True)
             self.looked.set()
+            if self.prover is not None:
+                self.prover.wake()
             pause_s = config.interval_s if member.ready else config.reconnect_s
             # Not wait_for: in Python 3.11 that loses a cancellation which comes with the doubt.
             with contextlib.suppress(TimeoutError):
@@ -185,8 +189,6 @@ class Watch:
             else:
                 _log.info("%s/%s is back", member.pool, member.name)
         member.come_in()
-        if self.prover is not None:
-            self.prover.wake()
 
     async def _keep_proving(self) -> None:
         """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""

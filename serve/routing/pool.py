@@ -127,6 +127,11 @@ class Pool:
         return min(waits, default=LONGEST_WAIT_S)
 
     @property
+    def unproven(self) -> bool:
+        """Whether some member serves without proof: none is wanted, or it gives no figures."""
+        return any(m.up and not (m.proof and m.proof.state == "proven") for m in self.members)
+
+    @property
     def proven(self) -> Proven:
         """What its numbers measure now."""
         if self._stale or (self._reopens_at < math.inf and self._clock() >= self._reopens_at):

@@ -14,11 +14,14 @@ from octet import __version__
 if TYPE_CHECKING:
     from serve.admission.gate import Gate
     from serve.gateway import Gateway
+    from serve.proof.state import MemberProof
     from serve.routing.member import Member
 
 __all__ = ["GatewayCollector"]
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+# "none": no proof is wanted of it.
+PROOF_STATES = {"refused": -1, "none": 0, "unproven": 1, "admitted": 2, "proven": 3}
 _BACKEND = ("pool", "backend")
 # Each gauge's name and documentation, and how it is read; None: there is nothing to say.
 _GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
@@ -29,6 +32,11 @@ _GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
 )
 _MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
     ("up", "Whether it serves: reachable, ready, and its breaker not open.", lambda m: m.up),
+    (
+        "proof_state",
+        "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 3 proven.",
+        lambda m: PROOF_STATES["none" if m.proof is None else m.proof.state],
+    ),
     (
         "breaker_state",
         "0 closed, 1 half-open, 2 open.",
@@ -70,15 +78,23 @@ class GatewayCollector(Collector):
         pools = GaugeMetricFamily(
             "octet_pool_ready", "Whether a backend of it works.", labels=("pool", "precision")
         )
+        unproven = GaugeMetricFamily(
+            "octet_pool_unproven",
+            "Whether a backend of it serves whose numbers were not proven.",
+            labels=("pool",),
+        )
         for pool in gateway.pools.values():
             pools.add_metric((pool.name, pool.precision or ""), pool.ready)
+            unproven.add_metric((pool.name,), pool.unproven)
         yield pools
+        yield unproven
         yield GaugeMetricFamily(
             "octet_ready", "Whether new requests are taken and some backend works.", gateway.ready
         )
         yield self._tiers()
         yield from self._queues()
         yield from self._backends()
+        yield from self._proofs()
 
     def _tiers(self) -> Metric:
         fits = GaugeMetricFamily(
@@ -135,3 +151,42 @@ class GatewayCollector(Collector):
             ejections.add_metric((pool, member.name), opened)
         yield transitions
         yield ejections
+
+    def _proofs(self) -> Iterator[Metric]:
+        pools = self.gateway.pools.values()
+        proofs = [(pool.name, m.name, m.proof) for pool in pools for m in pool.members if m.proof]
+        divergence = GaugeMetricFamily(
+            "octet_backend_divergence_nats",
+            "Mean KL divergence from the reference on golden prompts: measured, with its 95 % "
+            "interval, and the range in which an honest backend's is.",
+            labels=(*_BACKEND, "figure"),
+        )
+        probes = CounterMetricFamily(
+            "octet_backend_probes",
+            "Probes by golden prompts, by what came of them.",
+            labels=(*_BACKEND, "outcome"),
+        )
+        tokens = CounterMetricFamily(
+            "octet_backend_probe_tokens", "Tokens that those took.", labels=_BACKEND
+        )
+        for pool, name, proof in proofs:
+            for figure, nats in _figures(proof):
+                divergence.add_metric((pool, name, figure), nats)
+            for outcome, count in proof.outcomes.items():
+                probes.add_metric((pool, name, outcome), count)
+            tokens.add_metric((pool, name), proof.tokens)
+        yield from (divergence, probes, tokens)
+
+
+def _figures(proof: "MemberProof") -> Iterator[tuple[str, float]]:
+    """Those that are known, in nats."""
+    verdict = proof.verdict
+    if verdict is None:
+        return
+    measure, expected = verdict.measure, verdict.expected
+    yield "measured", measure.kl_mean
+    yield "measured_low", measure.kl_low
+    yield "measured_high", measure.kl_high
+    if expected is not None:
+        yield "expected_low", expected.low
+        yield "expected_high", expected.high

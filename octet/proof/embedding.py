@@ -14,7 +14,7 @@ the server gave nothing; what it gives them within that is part of the rest.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from octet.golden import GoldenSet, Top
 from octet.proof.responses import Response, comparable
 
-__all__ = ["Answers", "divergence"]
+__all__ = ["Answers", "Points"]
 
 Points = NDArray[np.float64]
 _TINY = math.exp(-88)  # about the least normal number of float32
@@ -41,7 +41,7 @@ class Answers:
     shared: NDArray[np.bool_]  # [n, positions, tokens]: told by both
     limit: NDArray[np.float64]  # [n, positions]: of the probability of those left out
     served: Points
-    reference: Points
+    p: NDArray[np.float64]  # [n, positions, tokens]: the reference's
 
     @classmethod
     def of(cls, golden: GoldenSet, responses: Sequence[Response]) -> "Answers":
@@ -67,37 +67,56 @@ class Answers:
                 top = golden.records[number].tops[j]
                 reference[at][: len(top.logprobs)] = top.logprobs
                 shared[at], limit[at], served[at] = _outcomes(top, latest[number].tops[j], tokens)
-        answers = cls(np.array(list(found), np.int64), compared, shared, limit, served, served)
-        return replace(answers, reference=answers._coarse(np.exp(reference)))
+        records = np.array(list(found), np.int64)
+        return cls(records, compared, shared, limit, served, np.exp(reference))
 
     def points(self, logprobs: NDArray[np.float32]) -> Points:
         """[repeats, n, positions, tokens + 2] of [repeats, records, positions, tokens] in nats.
 
         NaN for records of which it has nothing.
         """
+        p = self._probabilities(logprobs)
+        points = self._coarse(p)
+        points[:, ~p.any((0, 2, 3))] = np.nan
+        return points
+
+    def divergences(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """KL(reference ‖ it) in nats, [repeats, n]: the mean of the positions compared.
+
+        Of the outcomes of `octet.golden.top_k_divergence`: tokens that are shared, those that the
+        server left out together, and the rest. NaN as `points`.
+        """
+        p, q = (np.maximum(self._lumped(x), _TINY) for x in (self.p, self._probabilities(logprobs)))
+        found = (p * (np.log(p) - np.log(q))).sum(-1) * self.compared
+        found[:, ~self._probabilities(logprobs).any((0, 2, 3))] = np.nan
+        return np.asarray(np.maximum(found, 0.0).sum(-1) / self.compared.sum(-1))
+
+    @property
+    def reference(self) -> Points:
+        return self._coarse(self.p)
+
+    def _probabilities(self, logprobs: NDArray[np.float32]) -> Points:
+        """[repeats, n, positions, tokens], 0 where it has nothing."""
         count, tokens = self.shared.shape[1:]
         mine = logprobs[:, self.records, :count, :tokens].astype(np.float64)
-        absent = np.isnan(mine).all(axis=(0, 2, 3))
-        p = np.exp(np.where(np.isnan(mine), -np.inf, mine))
-        points = self._coarse(p)
-        points[:, absent] = np.nan
-        return points
+        return np.asarray(np.exp(np.where(np.isnan(mine), -np.inf, mine)))
+
+    def _lumped(self, p: Points) -> Points:
+        """Probabilities [..., n, positions, tokens + 2] of [..., n, positions, tokens]."""
+        told = np.where(self.shared, p, 0.0)
+        whole = p.sum(-1, keepdims=True)
+        left_out = whole - told.sum(-1, keepdims=True)
+        return np.concatenate([told, left_out, np.maximum(1.0 - whole, 0.0)], -1)
 
     def _coarse(self, p: Points) -> Points:
         """The points of probabilities [..., n, positions, tokens]."""
-        told = np.where(self.shared, p, 0.0)
-        beyond = np.maximum(p.sum(-1) - told.sum(-1) - self.limit, 0.0)
-        rest = np.maximum(1.0 - told.sum(-1) - beyond, 0.0)
-        points = 2 * np.sqrt(np.concatenate([told, beyond[..., None], rest[..., None]], -1))
+        lumped = self._lumped(p)
+        beyond = np.maximum(lumped[..., -2] - self.limit, 0.0)
+        lumped[..., -1] += np.minimum(lumped[..., -2], self.limit)
+        lumped[..., -2] = beyond
+        points = 2 * np.sqrt(np.maximum(lumped, 0.0))
         points[..., ~self.compared, :] = 0.0
         return np.asarray(points)
-
-
-def divergence(reference: Points, other: Points) -> NDArray[np.float64]:
-    """KL(reference ‖ other) in nats, [..., positions] of points [..., positions, axes]."""
-    p, q = np.square(reference) / 4, np.square(other) / 4
-    ratio = np.log(np.maximum(p, _TINY)) - np.log(np.maximum(q, _TINY))
-    return np.asarray(np.maximum(np.where(p > 0, p * ratio, 0.0).sum(-1), 0.0))
 
 
 def _outcomes(

@@ -44,7 +44,6 @@ from octet.hypotheses import Hypothesis, HypothesisSet
 from octet.proof.causes import ANOTHER_MODEL, CLOSER, Cause, cause_of
 from octet.proof.contest import Contest
 from octet.proof.declared import Declared
-from octet.proof.embedding import divergence
 from octet.proof.measure import Measure, measure
 from octet.proof.responses import Response
 from octet.proof.verdict import Outcome, Range, Score, Verdict
@@ -81,7 +80,7 @@ def judge(
         return _by_bound(measured, declared, bound, len(golden.records))
     contest = Contest.of(golden, hypotheses, declared.paths, responses)
     whole = Contest.whole(golden, hypotheses, declared.paths)
-    return _Judgement(contest, whole, declared, measured, looks).verdict()
+    return _Judgement(hypotheses, contest, whole, declared, measured, looks).verdict()
 
 
 def _by_bound(measured: Measure, declared: Declared, bound: float | None, records: int) -> Verdict:
@@ -106,14 +105,15 @@ class _Judgement:
 
     def __init__(
         self,
+        hypotheses: HypothesisSet,
         contest: Contest,
         whole: Contest,
         declared: Declared,
         measured: Measure,
         looks: int,
     ) -> None:
-        self._contest, self._whole, self._declared = contest, whole, declared
-        self._measured = measured
+        self._hypotheses, self._contest, self._whole = hypotheses, contest, whole
+        self._declared, self._measured = declared, measured
         self._level = ALPHA / 2 / looks
         self._best = contest.best
         self._separation = {h: whole.told(self._best, h) for h in contest.others}
@@ -210,10 +210,8 @@ class _Judgement:
 
     def _expected(self) -> Range:
         """Of the best honest path; its range from how all paths scatter (`octet.scatter`)."""
-        answers = self._contest.answers
-        count = answers.compared.sum(1)
         found = {
-            h.path: divergence(answers.reference, candidate.points).sum(-1) / count
+            h.path: self._contest.answers.divergences(self._hypotheses.logprobs[h])
             for h, candidate in self._contest.candidates.items()
             if h.fault is None and candidate.repeats > 1
         }

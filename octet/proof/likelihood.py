@@ -77,8 +77,9 @@ class Noise:
     def __init__(self, candidates: Sequence[Candidate], positions: NDArray[np.int64]) -> None:
         self.least = LEAST * positions  # [n]
         found = {x.hypothesis: x.variance() for x in candidates}
-        known = {h: np.maximum(v, self.least) for h, v in found.items() if not np.isnan(v).any()}
-        chaotic = {h: v for h, v in known.items() if h.path.compute == "bfloat16"} or known
+        known = {h: np.maximum(v, self.least) for h, v in found.items() if not np.isnan(v).all()}
+        whole = {h: v for h, v in known.items() if not np.isnan(v).any()}
+        chaotic = {h: v for h, v in whole.items() if h.path.compute == "bfloat16"} or whole
         table = np.array(list(chaotic.values()))  # [hypotheses, n]
         levels = table.mean(1)
         for _ in range(_ROUNDS):
@@ -87,7 +88,7 @@ class Noise:
             levels = (table / prompts).mean(1)
         self.prompts = prompts
         self.fitted = tuple(chaotic)  # hypotheses
-        self._levels = {h: float((v / prompts).mean()) for h, v in known.items()}
+        self._levels = {h: float(np.nanmean(v / prompts)) for h, v in known.items()}
         self._quietest = float(levels.min())
 
     def level(self, hypothesis: Hypothesis) -> float:

@@ -1,12 +1,11 @@
 """What was found out about a running server, for people in 80 columns and for machines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -78,13 +77,11 @@ _FIELDS = (
 
 def show(found: ServerReport, console: Console, *, show_all: bool = False) -> None:
     """All of it, the verdict last."""
-    console.print(f"[bold]{escape(found.url)}[/bold]: {_said(found)}", highlight=False)
-    held = f"held to be {found.declared} (artifact {found.artifact[:12]})"
-    console.print(Text(held), highlight=False)
     verdict = found.verdict
+    console.print(Text.assemble((found.url, "bold"), f": model {found.model}{_engine(found)}"))
+    console.print(_facts(found))
     if verdict is not None:
-        asked = f"{found.asked} golden prompts, {found.tokens:,} tokens, {found.seconds:.1f} s"
-        console.print(_figures(found, verdict, asked))
+        console.print(_figures(verdict))
         if verdict.ranking:
             most = len(verdict.ranking) if show_all else _NEAREST
             console.print(_ranking(verdict.ranking, most))
@@ -98,29 +95,55 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
     console.print(_verdict(found), highlight=False)
 
 
-def _said(found: ServerReport) -> str:
+def _engine(found: ServerReport) -> str:
     engine = found.engine
-    parts = [f"model {escape(found.model)}"]
-    if engine is not None:
-        version = f" {engine.version}" if engine.version else ""
-        kind = f" ({engine.machine.upper()})" if engine.machine else ""
-        parts.append(f"on {_ENGINES[engine.engine]}{escape(version)}{kind}")
-        if engine.cache_dtype:
-            parts.append(f"cache {escape(engine.cache_dtype)}")
-        if engine.context:
-            parts.append(f"context {engine.context:,}")
-        if engine.started:
-            since = datetime.fromtimestamp(engine.started, UTC)
-            parts.append(f"since {since:%Y-%m-%d %H:%M:%S} UTC")
-        if engine.root:
-            parts.append(f"from {escape(engine.root)}")
-        parts += [f"{escape(name)} {escape(value)}" for name, value in engine.facts.items()]
-    return ", ".join(parts)
+    if engine is None:
+        return ""
+    built = f" ({engine.machine.upper()})" if engine.machine else ""
+    return f" on {_ENGINES[engine.engine]} {engine.version or ''}".rstrip() + built
 
 
-def _figures(found: ServerReport, verdict: Verdict, asked: str) -> Table:
+def _facts(found: ServerReport) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=12, no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [("held to be", f"{found.declared} (artifact {found.artifact[:12]})")]
+    if found.engine is not None and (said := ", ".join(_said(found.engine))):
+        rows.append(("says", said))
+    rows.append(
+        ("asked", f"{found.asked} golden prompts, {found.tokens:,} tokens in {found.seconds:.1f} s")
+    )
+    if found.verdict is not None:
+        measure, path = found.verdict.measure, found.verdict.path
+        rows.append(
+            ("agreement", f"{measure.agreement:.1%} of greedy tokens, up to the first other")
+        )
+        if measure.perplexity_change is not None:
+            rows.append(("perplexity", f"{measure.perplexity_change:+.2%} on the prompts"))
+        if path is not None:
+            rows.append(("most like", path.label))
+    for name, value in rows:
+        table.add_row(f"  {name}", Text(value))
+    return table
+
+
+def _said(engine: EngineReport) -> Iterator[str]:
+    if engine.cache_dtype:
+        yield f"cache {engine.cache_dtype}"
+    if engine.context:
+        yield f"context {engine.context:,}"
+    if engine.started:
+        yield f"since {datetime.fromtimestamp(engine.started, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    for name, value in engine.facts.items():
+        yield f"{name} {value}"
+    if engine.root:
+        yield f"from {engine.root}"
+
+
+def _figures(verdict: Verdict) -> Table:
     measure, expected = verdict.measure, verdict.expected
-    table = Table(title=asked, title_justify="left", box=None, padding=(0, 1))
+    title = f"{measure.positions} positions of {measure.prompts} prompts"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("KL from the reference, nats")
     for name in ("mean", "95 % interval", "p90", "max"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -129,15 +152,7 @@ def _figures(found: ServerReport, verdict: Verdict, asked: str) -> Table:
     table.add_row("measured", f"{measure.kl_mean:.3g}", interval, *tail)
     if expected is not None:
         honest = f"{expected.low:.3g} to {expected.high:.3g}"
-        table.add_row("expected", f"{expected.mean:.3g}", honest, "", "")
-    path = "" if verdict.path is None else f"; nearest honest path: {verdict.path.label}"
-    change = measure.perplexity_change
-    perplexity = "" if change is None else f"; perplexity {change:+.2%} on the prompts"
-    table.caption = (
-        f"{measure.positions} positions of {measure.prompts} prompts;"
-        f" {measure.agreement:.1%} of greedy tokens agree{perplexity}{path}"
-    )
-    table.caption_justify = "left"
+        table.add_row("expected of an honest one", f"{expected.mean:.3g}", honest, "", "")
     return table
 
 

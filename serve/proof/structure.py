@@ -121,7 +121,7 @@ async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
     context = card.get("max_model_len")
     facts: dict[str, str] = {}
     if cache.get("user_specified_block_size") == "False" and cache.get("block_size") == "128":
-        facts["blocks"] = "of 128 tokens, which nobody asked for: as CPU builds have them"
+        facts["blocks"] = "of 128 tokens (as CPU builds choose)"
     return EngineReport(
         "vllm" if cache or card.get("owned_by") == "vllm" else "openai",
         version,

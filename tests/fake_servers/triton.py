@@ -82,6 +82,9 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(text=self.metrics)
 
+    async def ServerMetadata(self, _request: Any, _context: Any) -> Any:
+        return pb.ServerMetadataResponse(name="triton", version="2.51.0")
+
     async def ModelReady(self, request: Any, _context: Any) -> Any:
         return pb.ModelReadyResponse(ready=request.name == "fake")
 

@@ -83,7 +83,12 @@ class FakeOpenAI(FakeServer):
     async def _models(self, _request: web.Request) -> web.Response:
         if not self.healthy:
             return web.Response(status=503)
-        card: dict[str, Any] = {"id": "fake", "object": "model", "created": 1, "owned_by": self.flavour.name}
+        card: dict[str, Any] = {
+            "id": "fake",
+            "object": "model",
+            "created": 1,
+            "owned_by": self.flavour.name,
+        }
         if self.flavour.max_model_len:
             card["max_model_len"] = 512
         return web.json_response({"object": "list", "data": [card | self.card]})

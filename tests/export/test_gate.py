@@ -1,0 +1,259 @@
+"""An export that costs more than it may does not appear; what was found of it does."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.golden import golden_set
+from export import engine
+from octet.artifact import Manifest, ModelIdentity, software
+from octet.calibration import Calibration
+from octet.checkpoint import Checkpoint
+from octet.commands import export as commands
+from octet.errors import ConfigError, GateError, UnsupportedError
+from octet.golden import GoldenSet
+from octet.recipe import Recipe
+from tests.calibrations import save_calibration
+from tests.export import fake_tensorrt
+from tests.export.conftest import plausible_scales
+from tests.models import write_model
+
+FP8 = Recipe.load("fp8")
+BAD = "model.layers.1.mlp.down_proj"
+LENGTHS = (3, 5, 8, 13, 17, 21, 26, 30, 34, 40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def golden(tiny_model: Path) -> GoldenSet:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 4096, (n,), generator=generator).tolist() for n in LENGTHS]
+    return golden_set(Checkpoint.open(tiny_model), [("", row) for row in rows])
+
+
+def calibration(path: Path, model: Path, golden: GoldenSet, *, bad: bool) -> Path:
+    """Of the tiny model; if `bad`, with a down projection whose scales are eight times too small,
+    so that its codes saturate."""
+    checkpoint = Checkpoint.open(model)
+    scales: dict[str, np.ndarray] = {}
+    for linear in checkpoint.spec.linears():
+        schemes = FP8.scheme_of(linear.name)
+        assert schemes is not None
+        scales |= plausible_scales(checkpoint, linear, *schemes)
+    for index in range(checkpoint.spec.layers):
+        for kind in "kv":
+            scales[f"{checkpoint.spec.layer(index)}.self_attn.{kind}_scale"] = np.ones((), "f4")
+    if bad:
+        scales[f"{BAD}.weight_scale"] = scales[f"{BAD}.weight_scale"] / np.float32(8)
+    manifest = Manifest(
+        kind="calibration",
+        model=ModelIdentity.of(checkpoint),
+        recipe=FP8,
+        details={"source": str(model)},
+        software=software(),
+    )
+    Calibration.save(path, manifest, {}, {}, scales, golden)
+    return path
+
+
+@pytest.fixture(scope="module")
+def good(tiny_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibration(tmp_path_factory.mktemp("good") / "good", tiny_model, golden, bad=False)
+
+
+@pytest.fixture(scope="module")
+def bad(tiny_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibration(tmp_path_factory.mktemp("bad") / "bad", tiny_model, golden, bad=True)
+
+
+def refused(out: Path, error: GateError) -> Mapping[str, Any]:
+    """The evidence; asserts that it is all there is, and that it names the bad layer first."""
+    said = str(error)
+    assert error.exit_code == 1 and "\n" not in said
+    assert f"{out} is not written, over " in said
+    assert f"most is of {BAD} (" in said
+    assert f"`octet rescale` with --exclude {BAD}, or calibrate again with --budget" in said
+    assert said.endswith(f"evidence: {out}.refused")
+    assert [path.name for path in out.parent.iterdir()] == [f"{out.name}.refused"]
+    kept = out.with_name(f"{out.name}.refused")
+    assert len(GoldenSet.load(kept).records) == len(LENGTHS)
+    evidence: dict[str, Any] = json.loads((kept / "gate.json").read_text())
+    first = evidence["parts"][0]
+    assert (first["name"], first["linears"]) == (BAD, [BAD]) and first["share"] > 0.5
+    assert "verification.json" in {path.name for path in kept.iterdir()}
+    return evidence
+
+
+class TestCheckpoint:
+    def test_within_the_limits_it_is_recorded(
+        self, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "out"
+        commands.export_checkpoint(good, out, max_kl="0.5", max_ppl_change="50%", as_json=True)
+        said = json.loads(capsys.readouterr().out)
+        judged = Manifest.load(out, "checkpoint").details["gate"]
+        assert said["details"]["gate"] == judged
+        assert [one["metric"] for one in judged] == ["kl", "perplexity"]
+        assert all(one["met"] and one["measured"] < one["bound"] for one in judged)
+        assert {one["tokens"] for one in judged} == {sum(LENGTHS)}
+        assert {one["samples"] for one in judged} == {len(LENGTHS)}
+        assert {one["how"] for one in judged} == {
+            "simulated in float32 with the weights that were written"
+        }
+        assert list(tmp_path.iterdir()) == [out]
+
+    def test_what_was_written_is_what_is_judged(
+        self, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The calibration is right, and the export is not: a layer of it is half of what it was."""
+        from octet.commands import next_tokens
+
+        read = next_tokens.written_weight
+
+        def halved(written: Any, module: str) -> Any:
+            return read(written, module) * (0.5 if module == BAD else 1)
+
+        monkeypatch.setattr(next_tokens, "written_weight", halved)
+        with pytest.raises(GateError) as caught:
+            commands.export_checkpoint(good, tmp_path / "out", max_kl="0.01")
+        assert f"most is of {BAD} (" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "limits", [{"max_kl": "0.02"}, {"max_kl": "50", "max_ppl_change": "0.001%"}]
+    )
+    def test_over_one_it_does_not_appear(
+        self, bad: Path, tmp_path: Path, limits: dict[str, str]
+    ) -> None:
+        out = tmp_path / "out"
+        with pytest.raises(GateError) as caught:
+            commands.export_checkpoint(bad, out, **limits)
+        evidence = refused(out, caught.value)
+        assert [one["met"] for one in evidence["gate"]][-1] is False
+        assert evidence["kind"] == "checkpoint"
+        tables = json.loads((tmp_path / "out.refused" / "verification.json").read_text())
+        worst = min(tables["tensors"], key=lambda row: row["sqnr"])
+        assert worst["tensor"] == f"{BAD}.weight"
+
+
+class TestOnnx:
+    def test_the_graph_itself_is_asked(self, good: Path, bad: Path, tmp_path: Path) -> None:
+        commands.export_onnx(good, tmp_path / "good" / "out", max_kl="0.5", max_ppl_change="50%")
+        kl, change = Manifest.load(tmp_path / "good" / "out").details["gate"]
+        assert kl["how"].startswith("the graph itself, ") and kl["samples"] == len(LENGTHS)
+        assert change["how"] == "simulated in float32 with the calibration's scales"
+        assert kl["met"] and change["met"]
+        out = tmp_path / "bad" / "out"
+        with pytest.raises(GateError, match="the graph itself") as caught:
+            commands.export_onnx(bad, out, max_kl="0.0001")
+        refused(out, caught.value)
+
+    def test_that_for_tensorrt_is_simulated(self, bad: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        with pytest.raises(
+            GateError, match="simulated in float32 with the calibration's"
+        ) as caught:
+            commands.export_onnx(bad, out, target="tensorrt", max_kl="0.02")
+        assert refused(out, caught.value)["target"] == "tensorrt"
+
+    def test_without_quantization_it_costs_nothing(self, bad: Path, tmp_path: Path) -> None:
+        commands.export_onnx(bad, tmp_path / "out", full_precision=True, max_kl="0.001")
+        assert Manifest.load(tmp_path / "out").details["gate"][0]["measured"] < 1e-4
+
+
+class TestTriton:
+    def test_an_entry_is_judged_by_what_it_holds(
+        self, good: Path, bad: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "good" / "tiny"
+        commands.export_triton(good, out, backend="vllm", max_kl="0.5")
+        entry = Manifest.load(out, "triton").details["gate"]
+        assert entry == Manifest.load(out / "1" / "checkpoint").details["gate"]
+        assert entry[0]["met"]
+        out = tmp_path / "bad" / "tiny"
+        with pytest.raises(GateError) as caught:
+            commands.export_triton(bad, out, backend="vllm", max_kl="0.02")
+        assert refused(out, caught.value)["kind"] == "checkpoint"
+
+    def test_of_all_entries_the_first_refused_ends_it(self, bad: Path, tmp_path: Path) -> None:
+        with pytest.raises(GateError) as caught:
+            commands.export_triton(bad, tmp_path / "all", every=True, name="tiny", max_kl="0.0001")
+        refused(tmp_path / "all" / "tiny", caught.value)
+
+
+class TestEngine:
+    @pytest.fixture
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """TensorRT-RTX, and no GPU."""
+        monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt)
+        monkeypatch.setattr(fake_tensorrt, "behaviour", fake_tensorrt.Behaviour())
+        monkeypatch.setattr(engine, "find_gpu", lambda: None)
+
+    def facts(self, kl: float, bound: float) -> dict[str, Any]:
+        """Of an engine that ran, and decodes worse than it reads."""
+        found = {"status": "proven", "prompts": 10, "kl": kl, "kl_bound": bound}
+        return found | {"kl_decoding": 2 * kl, "kl_decoding_bound": 2 * bound}
+
+    @pytest.mark.usefixtures("fake")
+    def test_one_that_runs_is_measured(
+        self, good: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(commands, "_prove", lambda path: self.facts(0.003, 0.004))
+        commands.build_engine(good, tmp_path / "good" / "out", target="sm89", max_kl="0.009")
+        details = Manifest.load(tmp_path / "good" / "out", "engine").details
+        (judged,) = details["gate"]
+        assert (judged["measured"], judged["bound"]) == (0.006, 0.008)
+        assert judged["how"] == "the plan itself, decoding" and judged["met"]
+        assert details["status"].startswith("proven")
+        out = tmp_path / "bad" / "out"
+        with pytest.raises(GateError, match=r"0\.006 nats \(95 % bound 0\.008\)") as caught:
+            commands.build_engine(bad, out, target="sm89", max_kl="0.007")
+        assert refused(out, caught.value)["proof"]["kl"] == 0.003
+
+    @pytest.mark.usefixtures("fake")
+    def test_one_that_cannot_run_here_is_simulated(
+        self, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unproven = {"status": "unproven", "reason": "no GPU"}
+        monkeypatch.setattr(commands, "_prove", lambda path: unproven)
+        out = tmp_path / "out"
+        with pytest.raises(
+            GateError, match="simulated in float32 with the calibration's"
+        ) as caught:
+            commands.build_engine(bad, out, target="sm89", max_kl="0.02")
+        refused(out, caught.value)
+
+
+class TestRefusals:
+    def test_limits_are_checked_before_anything_is_written(
+        self, good: Path, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        for limits, said in (
+            ({"max_kl": "five"}, "not a positive number"),
+            ({"max_ppl_change": "2"}, "it could mean either"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                commands.export_checkpoint(good, tmp_path / "out", **limits)
+        few = calibrations["fp8"]  # with one golden record
+        with pytest.raises(ConfigError, match="0 of 1 golden prompts of two tokens or more cannot"):
+            commands.export_checkpoint(few, tmp_path / "out", max_ppl_change="1%")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_architecture_that_cannot_be_simulated(self, tmp_path: Path) -> None:
+        checkpoint = Checkpoint.open(write_model(tmp_path / "model", "gemma2"))
+        path = save_calibration(tmp_path / "calibration", checkpoint, FP8, {})
+        with pytest.raises(UnsupportedError, match=r"--max-kl 0\.1 needs a simulation .* Gemma2"):
+            commands.export_checkpoint(path, tmp_path / "out", max_kl="0.1")
+        assert not (tmp_path / "out").exists()

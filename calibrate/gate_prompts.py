@@ -2,9 +2,12 @@
 
 The prompts are text, and every token of theirs counts: some thousands of positions where the
 golden records have one a prompt. They were held out of the calibration; a bound for them is
-clustered by prompt, as that of held-out text is by sample. The original and the quantized model
-run side by side, in float32, layer by layer: in memory are one layer and hidden states
-(`_STATES_BYTES` of them at a time). What a part costs alone is measured on some of the prompts.
+clustered by prompt, as that of held-out text is by sample. A prompt that another begins with, as
+where both are cut from one sample, says nothing that the other does not, and is left out.
+
+The original and the quantized model run side by side, in float32, layer by layer: in memory are one
+layer and hidden states (`_STATES_BYTES` of them at a time). What a part costs alone is measured on
+some of the prompts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +52,7 @@ _ROW_ELEMENTS = 1 << 24  # logits of the original, and as many of a variant, at 
 
 def check_prompts(gate: Gate, golden: GoldenSet) -> None:
     """ConfigError if `golden` has too little text to bound what is limited."""
-    lengths = [len(record.prompt_token_ids) for record in golden.records]
+    lengths = [len(prompt) for prompt in _prompts(golden)]
     gate.check_samples(lengths, ON, "calibrate again with more samples with --held-out")
 
 
@@ -93,7 +96,7 @@ class PromptCost:
         self._cache: KvCacheDtype = kv_cache or recipe.kv_cache
         self._given = weights
         self._schemes = module_schemes(self._spec, recipe) if quantized else {}
-        self._prompts = [list(record.prompt_token_ids) for record in golden.records]
+        self._prompts = _prompts(golden)
 
     @property
     def tokens(self) -> int:
@@ -202,6 +205,14 @@ def _logits(
     for start in range(0, len(now), step):
         part = slice(start, start + step)
         yield original.logits([before[None, part]])[0][0], model.logits([now[None, part]])[0][0]
+
+
+def _prompts(golden: GoldenSet) -> list[list[int]]:
+    """Token ids of those that no other begins with."""
+    ordered = sorted({record.prompt_token_ids for record in golden.records})
+    following = [*ordered[1:], ()]  # a prompt comes right before what begins with it
+    pairs = zip(ordered, following, strict=True)
+    return [list(ids) for ids, after in pairs if after[: len(ids)] != ids]
 
 
 def _spread(prompts: Sequence[list[int]]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.evaluation.intervals import FEW, Interval, bootstrap_t
+from octet.evaluation.intervals import FEW, Interval, interval
 from octet.evaluation.scores import Evaluation, Scores
 
 __all__ = ["Comparison", "Row", "compare"]
@@ -87,12 +87,12 @@ def _row(
     positions = None if one.kl is None else np.sort(np.concatenate(one.kl))
     kl_from_first = None
     if one.kl is not None and first is not None and first.kl is not None:
-        kl_from_first = bootstrap_t(_sums(one.kl) - _sums(first.kl), tokens)
+        kl_from_first = interval(_sums(one.kl) - _sums(first.kl), tokens)
     return Row(
         name=one.name,
         perplexity=_perplexity(one, tokens),
         change=None if base is None else _change(one, base, tokens),
-        kl=None if one.kl is None else bootstrap_t(_sums(one.kl), tokens),
+        kl=None if one.kl is None else interval(_sums(one.kl), tokens),
         kl_p90=None if positions is None else float(positions[math.ceil(0.9 * len(positions)) - 1]),
         kl_max=None if positions is None else float(positions[-1]),
         kl_from_first=kl_from_first,
@@ -103,12 +103,12 @@ def _row(
 
 
 def _perplexity(one: Scores, tokens: NDArray[np.float64]) -> Interval:
-    return bootstrap_t(_sums(one.nll), tokens).map(math.exp)
+    return interval(_sums(one.nll), tokens).map(math.exp)
 
 
 def _change(one: Scores, base: Scores, tokens: NDArray[np.float64]) -> Interval:
     """From paired log-likelihoods of the same tokens: most of what makes text hard cancels."""
-    return bootstrap_t(_sums(one.nll) - _sums(base.nll), tokens).map(math.expm1)
+    return interval(_sums(one.nll) - _sums(base.nll), tokens).map(math.expm1)
 
 
 def _sums(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:

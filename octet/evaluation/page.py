@@ -62,7 +62,7 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
 
 def _figure(value: float | None, factor: float = 1.0, sign: str = "") -> str:
     if value is None or math.isnan(value):
-        return "–"
+        return "-"
     return f"{factor * value:{sign}.4g}"
 
 

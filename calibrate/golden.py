@@ -9,7 +9,7 @@ bits, which changes a greedy token only where two are equally likely but for suc
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,21 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from calibrate.golden_prompts import CONTINUATION
 from calibrate.layers import LayeredModel
 from calibrate.progress import Spread
 from octet.artifact import software
 from octet.checkpoint import Checkpoint
-from octet.errors import SampleError
 from octet.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 
-__all__ = ["CONTINUATION", "LONGEST", "choose_prompts", "golden_set"]
+__all__ = ["golden_set"]
 
-PROMPTS = 64
-SHORTEST, LONGEST = 4, 500  # prompt lengths in tokens, spread evenly on a logarithmic scale
 TOP = 20
-CONTINUATION = 16  # tokens; fewer where the model ends its text
 
 _TOGETHER = 8  # prompts, of similar lengths, that are continued in one batch
 _CACHE_BYTES = 1 << 30  # keys and values held at a time
 _KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a token
+_LOGITS_BYTES = 128 << 20  # of float64 logits of prompts in memory at a time
 
 
 def golden_set(
@@ -58,9 +56,9 @@ def golden_set(
         for groups in rounds:
             answers = _answers(model, groups, progress)
             for group, answer in zip(groups, answers, strict=True):
-                for ids, tops, continuation in zip(group.prompts, *answer, strict=True):
+                for ids, nll, tops, continuation in zip(group.prompts, *answer, strict=True):
                     text = prompts[len(records)][0]
-                    records.append(_record(text, ids, tops, continuation, spec.eos_token_ids))
+                    records.append(_record(text, ids, nll, tops, continuation, spec.eos_token_ids))
     progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)
     return GoldenSet(
@@ -146,9 +144,9 @@ def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Gro
 
 def _answers(
     model: LayeredModel, groups: Sequence[_Group], progress: Spread
-) -> list[tuple[list[list[Top]], list[list[int]]]]:
-    """For each group, for each prompt: the likeliest tokens at the first POSITIONS positions, and
-    CONTINUATION greedy tokens.
+) -> list[tuple[list[float], list[list[Top]], list[list[int]]]]:
+    """For each group, for each prompt: its negative log-likelihood in nats, the likeliest tokens at
+    the first POSITIONS positions, and CONTINUATION greedy tokens.
 
     Prompts run one by one; their continuations run together, a token each at a time.
     """
@@ -162,6 +160,7 @@ def _answers(
                 cache = _GroupCache(group, one, torch.tensor([0]), prompt=True)
                 hidden[row] = model.forward(x, cache)
         progress.step()
+    nlls = [_nlls(model, x.prompts, y) for x, y in zip(groups, states, strict=True)]
     last = model.logits([x[:, -1:] for hidden in states for x in hidden])
     found = iter([x[0, 0].cpu().numpy() for x in last])
     firsts = [[next(found) for _ in group.prompts] for group in groups]
@@ -178,7 +177,23 @@ def _answers(
     for group in groups:
         group.keys.clear()
         group.values.clear()
-    return list(zip(tops, chosen, strict=True))
+    return list(zip(nlls, tops, chosen, strict=True))
+
+
+def _nlls(
+    model: LayeredModel, prompts: Sequence[Sequence[int]], states: Sequence[torch.Tensor]
+) -> list[float]:
+    """-Σ ln p of each prompt's tokens but the first, of its last hidden states [1, T, H]."""
+    hidden = torch.cat([x[:, :-1] for x in states], 1)
+    following = torch.tensor([token for ids in prompts for token in ids[1:]], dtype=torch.int64)
+    step = max(1, _LOGITS_BYTES // (8 * model.spec.vocab_size))
+    found = [torch.zeros(0, dtype=torch.float64)]
+    for start in range(0, len(following), step):
+        (logits,) = model.logits([hidden[:, start : start + step]])
+        told, wanted = logits[0].double().log_softmax(-1), following[start : start + step, None]
+        found.append(-told.gather(-1, wanted.to(told.device))[:, 0].cpu())
+    parts = torch.cat(found).split([len(ids) - 1 for ids in prompts])
+    return [float(part.sum()) for part in parts]
 
 
 def _next(
@@ -219,6 +234,7 @@ def _top(logits: NDArray[np.float32]) -> Top:
 def _record(
     prompt: str,
     ids: Sequence[int],
+    nll: float,
     tops: Sequence[Top],
     continuation: Sequence[int],
     eos_token_ids: Sequence[int],
@@ -230,48 +246,5 @@ def _record(
         prompt_token_ids=tuple(ids),
         continuation_token_ids=tuple(continuation[:length]),
         tops=tuple(tops[:length]),
+        prompt_nll=nll,
     )
-
-
-def choose_prompts(
-    sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int
-) -> list[tuple[str, list[int]]]:
-    """64 prompts, shortest first, as (text, token ids), where the text encodes to those very ids.
-
-    Each is the beginning of a held-out sequence; sequences take turns, longest prompts first. A
-    length that cuts through a character, or where the tokenizer would join what was cut, is
-    shortened until it does not. Raises SampleError if nothing can be cut from `sequences`.
-    """
-    longest = max(1, min(LONGEST, max_positions - CONTINUATION))
-    lengths = np.geomspace(min(SHORTEST, longest), longest, PROMPTS).round().astype(int)
-    by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    prompts = []
-    for turn, length in enumerate(lengths[::-1]):
-        for offset in range(len(by_length)):
-            ids = sequences[by_length[(turn + offset) % len(by_length)]]
-            found = _cut(ids, int(length), tokenizer)
-            if found is not None:
-                prompts.append(found)
-                break
-        else:
-            raise SampleError("no held-out sample starts with text that encodes back to its tokens")
-    return prompts[::-1]
-
-
-def _cut(ids: Sequence[int], length: int, tokenizer: Any) -> tuple[str, list[int]] | None:
-    for end in range(min(length, len(ids)), 0, -1):
-        head = list(ids[:end])
-        for text in _spelled(head, tokenizer):
-            if text and tokenizer(text)["input_ids"] == head:
-                return text, head
-    return None
-
-
-def _spelled(ids: list[int], tokenizer: Any) -> Iterator[str]:
-    """Texts that may encode to `ids`: a conversation's special tokens have to be spelled out.
-
-    Its first one is not where the tokenizer adds it to any text.
-    """
-    special = bool(set(ids) & set(tokenizer.all_special_ids))
-    for part, skip in ((ids, True), (ids, False), (ids[1:], False)) if special else ((ids, True),):
-        yield tokenizer.decode(part, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

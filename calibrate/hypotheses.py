@@ -59,16 +59,17 @@ def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
 
     Weights alone truncate into the cache where vLLM multiplies them so on a CPU with AMX. Nothing
     is quantized in float32 with a float16 cache alone: that is the reference itself but for the
-    cache, and BF16's noise is what bfloat16 adds to it.
+    cache, and BF16's noise is what bfloat16 adds to it. Queries are rounded with the recipe's own
+    E4M3 cache alone: with another's, what they add is hidden in that noise.
     """
     paths = list(serving_paths(recipe))
     for cache in _caches(recipe):
-        for queries in (True, False) if cache == "e4m3" else (False,):
+        for queries in _queries(recipe, cache):
             paths.append(ServingPath(kv_cache=cache, queries=queries, activations=False))
         if cache != "float16" and _amx(recipe):
             paths.append(ServingPath(kv_cache=cache, kv_rounding="truncate", activations=False))
     for cache in _caches(recipe):
-        for queries in (True, False) if cache == "e4m3" else (False,):
+        for queries in _queries(recipe, cache):
             paths.append(_bare(cache, queries=queries))
         if cache == "float16":
             paths.append(_bare(cache, compute="float32"))
@@ -204,6 +205,11 @@ def _cache_names(spec: ModelSpec, letters: str) -> list[str]:
     """Such as "model.layers.0.self_attn.k"."""
     layers = map(spec.layer, range(spec.layers))
     return [f"{layer}.self_attn.{letter}" for layer in layers for letter in letters]
+
+
+def _queries(recipe: Recipe, cache: KvCacheDtype) -> tuple[bool, ...]:
+    """Whether they are rounded, of paths that an engine falls back to."""
+    return (True, False) if cache == recipe.kv_cache == "e4m3" else (False,)
 
 
 def _amx(recipe: Recipe) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.batches import Batch
-from calibrate.golden import LONGEST, choose_prompts
+from calibrate.golden_prompts import READ, choose_prompts, too_short
 from calibrate.loading import load_tokenizer
 from calibrate.plan import LongPolicy, SamplePlan, plan_batches
 from calibrate.samples import load_samples
@@ -74,8 +74,10 @@ def read_inputs(
     }
     plan = plan_batches(split.calibration, tokenizer, pack=pack, long=long, **sizes)
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
-    sequences = tokenize(split.held_out, tokenizer, max_length=LONGEST, vocab_size=spec.vocab_size)
-    warnings = [*split.warnings, *plan.warnings]
+    sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
+    prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    short = too_short(prompts, spec.max_positions)
+    warnings = [*split.warnings, *plan.warnings, *([short] if short else [])]
     if sizes["max_length"] < max_length:
         warnings.append(
             f"{max_length} tokens were asked for, the model's context is {spec.max_positions}:"
@@ -84,7 +86,7 @@ def read_inputs(
     return Inputs(
         split=split,
         plan=plan,
-        prompts=choose_prompts(sequences, tokenizer, spec.max_positions),
+        prompts=prompts,
         evaluation=evaluation.batches,
         sample_set=SampleSet(
             sha256=split.sha256,

@@ -2,21 +2,16 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
-from calibrate.golden import CONTINUATION, LONGEST, choose_prompts, golden_set
-from calibrate.sample import Sample
-from calibrate.tokens import tokenize
+from calibrate.golden import golden_set
+from calibrate.golden_prompts import CONTINUATION
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.errors import SampleError
 from octet.golden import GoldenSet
 
 
@@ -37,6 +32,11 @@ def test_records_can_be_computed_again_without_a_cache(
         assert item.tops[0].token_ids[0] == answer[0] == int(top.indices[0])
         assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
         assert len(answer) == CONTINUATION
+        following = torch.tensor(prompt[1:])
+        nll = torch.nn.functional.cross_entropy(
+            logits[: len(following)].double(), following, reduction="sum"
+        )
+        assert item.prompt_nll == pytest.approx(float(nll), rel=1e-5)
 
 
 def test_prompts_are_text_that_encodes_to_their_tokens(
@@ -45,60 +45,6 @@ def test_prompts_are_text_that_encodes_to_their_tokens(
     for item in calibration.golden.records:
         text = json.loads(json.dumps(item.prompt))
         assert tuple(tokenizer(text)["input_ids"]) == item.prompt_token_ids
-
-
-def test_prompts_have_mixed_lengths(tokenizer: Any) -> None:
-    text = "".join(f"def function_{i}(value):\n    return value * {i}\n\n" for i in range(200))
-    sequences = [tokenizer(text[i:])["input_ids"] for i in range(5)]
-    prompts = choose_prompts(sequences, tokenizer, max_positions=1024)
-    lengths = [len(ids) for _, ids in prompts]
-    assert len(prompts) == 64
-    assert lengths == sorted(lengths)
-    assert lengths[0] <= 5
-    assert 400 < lengths[-1] <= LONGEST
-    assert sum(length > 200 for length in lengths) >= 8
-    limited = choose_prompts(sequences, tokenizer, max_positions=64)
-    assert max(len(ids) for _, ids in limited) <= 64 - CONTINUATION
-
-
-def test_a_cut_never_falls_inside_a_character(tokenizer: Any) -> None:
-    ids = tokenizer("x = '" + "日本語のテキスト€𝄞" * 40 + "'")["input_ids"]
-    for text, prompt in choose_prompts([ids], tokenizer, max_positions=1024):
-        assert "�" not in text
-        assert tokenizer(text)["input_ids"] == prompt
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_prompts_are_cut_from_conversations(adds_bos: bool, example_model: Path) -> None:
-    """Their special tokens are spelled out, but for a BOS that the tokenizer adds by itself."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(example_model / "tokenizer.json"),
-        bos_token="<|begin|>",
-        eos_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template="{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content }}<|im_end|>\n{% endfor %}",
-    )
-    if adds_bos:
-        bos = ("<|begin|>", tokenizer.convert_tokens_to_ids("<|begin|>"))
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[bos]
-        )
-    turns = [{"role": role, "content": "import os\n" * 20} for role in ("user", "assistant")] * 4
-    sample = Sample("", "line 1", tuple(turns))
-    sequences = tokenize([sample], tokenizer, max_length=LONGEST, vocab_size=len(tokenizer))
-    prompts = choose_prompts(sequences, tokenizer, max_positions=1024)
-    assert all(tokenizer(text)["input_ids"] == ids for text, ids in prompts)
-    assert max(len(ids) for _, ids in prompts) > 100
-    assert prompts[-1][0].startswith("<|im_start|>" if adds_bos else "<|begin|><|im_start|>")
-
-
-def test_nothing_to_cut_prompts_from_is_an_error(tokenizer: Any) -> None:
-    inside_a_character = [tokenizer("日")["input_ids"][1:2]]
-    if tokenizer.decode(inside_a_character[0]) != "�":
-        raise AssertionError("choose another character: this token is a whole one")
-    with pytest.raises(SampleError, match="no held-out sample"):
-        choose_prompts(inside_a_character, tokenizer, max_positions=1024)
 
 
 PROMPTS = [("", [7 + n, *range(100, 100 + length)]) for n, length in enumerate(range(0, 60, 5))]

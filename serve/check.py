@@ -11,25 +11,29 @@ from serve.config import (
     FileDiscovery,
     GatewayConfig,
     ModelConfig,
+    PoolConfig,
     Tier,
 )
 from serve.config.checks import pools_of
-from serve.config.document import Document, Problem
+from serve.config.document import Document, Loc, Problem
 from serve.config.load import load_backends, refuse
 from serve.gateway import Gateway
+from serve.lifecycle.unproven import unproven
+from serve.proof.exam import Exams, directory_of
 from serve.routing.make import make_backend
 from serve.tokenizer import Tokenizer
 
 __all__ = ["check"]
 
 
-def check(path: Path) -> list[str]:
+def check(path: Path, *, proof: bool = True) -> list[str]:
     """Reads the file as `octet serve` would, and makes its backends without starting them.
 
-    Returns what it found, a line each. Raises OctetError for what cannot work: `Refused` with every
-    problem of the file.
+    Without `proof`, as `octet serve --no-proof`. Returns what it found, a line each. Raises
+    OctetError for what cannot work: `Refused` with every problem of the file.
     """
     config = GatewayConfig.load(path)
+    config = config if proof else config.without_proof()
     refuse(path, Document.read(path), list(_problems(config)))
     lines = [f"warning: {warning}" for warning in (*config.warnings, *_warnings(config))]
     lines += [_tier(name, tier) for name, tier in config.tiers.items()]
@@ -39,6 +43,9 @@ def check(path: Path) -> list[str]:
         found = [f"{member.name} ({member.backend.name})" for member in pool.members]
         found += [d.origin for d in gateway.discoveries if d.pool is pool]
         lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
+        exams = Exams(pool.config.proof)
+        labels = [exams.load(*key).label for key in _golden(pool.config)]
+        lines += [f"pool {name}: proven by {label}" for label in labels]
     keys = len(config.access.keys)
     lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
     return lines
@@ -68,9 +75,12 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
     """What only the file system and the environment show."""
     for name, loc, pool in pools_of(config):
         model = next(iter(config.models_of(name)), name)
+        wrong: set[Loc] = set()
         for i, backend in enumerate(pool.backends):
             if said := _wrong_with(backend, model):
+                wrong.add(("backends", i))
                 yield (*loc, "backends", i), said
+        yield from _unprovable(loc, pool, wrong)
         for i, source in enumerate(pool.discover):
             if isinstance(source, FileDiscovery) and source.file.exists():
                 try:
@@ -83,7 +93,33 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
                         yield (*loc, "discover", i, "file"), f"{source.file}: {j}: {said}"
 
 
+def _golden(pool: PoolConfig) -> dict[tuple[Path, bool], Loc]:
+    """The directories of golden records that its backends are proven with: where each is named."""
+    found: dict[tuple[Path, bool], Loc] = {}
+    for i, entry in enumerate([*pool.backends, *([None] if pool.discover else [])]):
+        directory = directory_of(pool.proof, entry)
+        if directory is not None:
+            own = directory != pool.proof.golden
+            where: Loc = ("backends", i, "path") if own else ("proof", "golden")
+            found.setdefault((directory, isinstance(entry, EmbeddedConfig)), where)
+    return found
+
+
+def _unprovable(loc: Loc, pool: PoolConfig, wrong: set[Loc]) -> Iterator[Problem]:
+    """Golden records that cannot be used, but for those of backends that are `wrong` altogether."""
+    exams = Exams(pool.proof)
+    for key, where in _golden(pool).items():
+        if where[:-1] in wrong:
+            continue
+        try:
+            exams.load(*key)
+        except OctetError as error:
+            yield (*loc, *where), str(error)
+
+
 def _warnings(config: GatewayConfig) -> Iterator[str]:
+    used = {name: pool for name, _, pool in pools_of(config) if config.models_of(name)}
+    yield from unproven(used)
     for name, _, pool in pools_of(config):
         for source in pool.discover:
             if isinstance(source, FileDiscovery) and not source.file.exists():

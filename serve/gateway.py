@@ -39,6 +39,7 @@ class Gateway:
         self.tracing = Tracing.from_config(config.traces)
         self.created = int(time.time())
         self.path: Path | None = None  # of the configuration, to read it again
+        self.proves = True  # else no backend has to prove anything, whatever the file says
         self.last_reload: dict[str, Any] | None = None
         self.draining = False
         self.changing = asyncio.Lock()  # held by whoever changes the members of pools

@@ -16,6 +16,7 @@ from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig
 from serve.gateway import Gateway
 from serve.lifecycle.listening import AdminServer, DrainingServer, say
 from serve.lifecycle.reload import reload_from
+from serve.lifecycle.unproven import keep_warning
 from serve.telemetry.logs import logging_to
 
 __all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
@@ -29,13 +30,16 @@ def run(
     config: Path | None = None,
     host: str | None = None,
     port: int | None = None,
+    proof: bool = True,
 ) -> None:
     """Serves until a signal: an export under its model's name, or what the file `config` lists.
 
-    `host` and `port` take precedence over the file's. Raises an OctetError for a configuration
+    `host` and `port` take precedence over the file's. Without `proof`, backends serve whatever
+    their numbers are. Raises an OctetError for a configuration
     that cannot work, or an address that cannot be listened on; exits 1 if requests were cut short.
     """
     settings = _settings(target, config)
+    settings = settings if proof else settings.without_proof()
     given = {"host": host, "port": port}
     listen = settings.listen.model_copy(
         update={name: value for name, value in given.items() if value is not None}
@@ -44,7 +48,7 @@ def run(
     for warning in settings.warnings:
         say(f"warning: {warning}", settings.logs, logging.WARNING)
     gateway = Gateway.from_config(settings)
-    gateway.path = config
+    gateway.path, gateway.proves = config, proof
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_to(settings.logs))
         listener = stack.enter_context(bind(listen.host, listen.port))
@@ -86,6 +90,7 @@ async def serve_gateway(
     await gateway.start()
     server = DrainingServer(gateway, on_started)
     admin = AdminServer(gateway) if admin_listener is not None else None
+    warning = asyncio.create_task(keep_warning(gateway))
     try:
         async with _reloading_at_hangup(gateway):
             if admin is None or admin_listener is None:
@@ -93,6 +98,7 @@ async def serve_gateway(
             else:
                 await _both(server, listener, admin, admin_listener)
     finally:
+        warning.cancel()
         await gateway.close()
     return not server.cut_short
 

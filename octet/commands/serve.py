@@ -24,6 +24,13 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port (default: 8000).")
     ] = None,
+    proof: Annotated[
+        bool,
+        typer.Option(
+            "--proof/--no-proof",
+            help="Whether a backend's numbers must match its artifact before it serves.",
+        ),
+    ] = True,
     check: Annotated[
         bool, typer.Option("--check", help="Say what the configuration holds, and end.")
     ] = False,
@@ -34,20 +41,20 @@ def serve(
     if check and config is None:
         raise ConfigError("--check is for a configuration: give --config FILE")
     if check and config is not None:
-        _check(config)
+        _check(config, proof=proof)
         return
     from serve.server import run
 
-    run(target, config=config, host=host, port=port)
+    run(target, config=config, host=host, port=port, proof=proof)
 
 
-def _check(config: Path) -> None:
+def _check(config: Path, *, proof: bool) -> None:
     """Prints what the file holds; or every problem of it, and exits 2."""
     from serve.check import check
     from serve.config.load import Refused
 
     try:
-        print("\n".join(check(config)))
+        print("\n".join(check(config, proof=proof)))
     except Refused as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         raise typer.Exit(2) from None

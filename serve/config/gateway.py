@@ -84,6 +84,22 @@ class GatewayConfig(Section):
         """One line each: what works, and is likely not meant."""
         return checks.warnings(self)
 
+    def without_proof(self) -> Self:
+        """The same, but no backend has to prove anything: `octet serve --no-proof`."""
+
+        def unasked(pool: PoolConfig) -> PoolConfig:
+            proof = pool.proof.model_copy(update={"enabled": False})
+            return pool.model_copy(update={"proof": proof})
+
+        pools = {name: unasked(pool) for name, pool in self.pools.items()}
+        models = {
+            name: model.model_copy(update={"pool": unasked(model.pool)})
+            if isinstance(model.pool, PoolConfig)
+            else model
+            for name, model in self.models.items()
+        }
+        return self.model_copy(update={"pools": pools, "models": models})
+
     def models_of(self, pool: str) -> list[str]:
         """The public names of the models that may send requests to `pool`."""
         return [name for name, model in self.models.items() if pool in model.pool_names(name)]

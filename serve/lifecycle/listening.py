@@ -17,6 +17,7 @@ from serve.app import create_app
 from serve.config import Logs
 from serve.gateway import Gateway
 from serve.lifecycle.admin import create_admin_app
+from serve.lifecycle.unproven import unproven
 from serve.protocol import guarded_protocol
 from serve.telemetry.logs import json_line
 
@@ -44,7 +45,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         assert sockets
         names = ", ".join(self.gateway.routes.names)
-        for line in _not_serving(self.gateway):
+        for line in [*_not_serving(self.gateway), *_not_proving(self.gateway)]:
             say(line, self.gateway.config.logs, logging.WARNING)
         say(f"serving {names} on {_url(sockets[0])}", self.gateway.config.logs)
         if self._on_started is not None:
@@ -145,6 +146,12 @@ def _not_serving(gateway: Gateway) -> Sequence[str]:
         for pool in gateway.pools.values()
         if not pool.ready
     ]
+
+
+def _not_proving(gateway: Gateway) -> Sequence[str]:
+    """A line for each pool that serves whatever its numbers are."""
+    pools = {name: pool.config for name, pool in gateway.pools.items()}
+    return [f"warning: {line}" for line in unproven(pools)]
 
 
 def _url(listener: socket.socket) -> str:

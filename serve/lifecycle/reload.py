@@ -12,6 +12,7 @@ from serve.access.keys import Keys
 from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig
 from serve.lifecycle.discovery import origin_of
 from serve.lifecycle.epoch import Epoch
+from serve.lifecycle.unproven import unproven
 from serve.proof.exam import Exams
 from serve.routing import Member, Pool, Routes
 from serve.routing.proving import Provers
@@ -36,6 +37,7 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
             raise ConfigError("there is no configuration file to read again")
         async with gateway.reloading:  # one that was asked for later reads, and wins, later
             config = await asyncio.to_thread(GatewayConfig.load, path)
+            config = config if gateway.proves else config.without_proof()
             report = await gateway.reload(config)
     except Exception as error:
         defect = None if isinstance(error, OctetError) else error
@@ -43,7 +45,8 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
         gateway.metrics.reloads.labels("failed").inc()
         gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error) or repr(error)}
         raise
-    for warning in config.warnings:
+    used = {name: pool.config for name, pool in gateway.pools.items()}
+    for warning in [*config.warnings, *unproven(used)]:
         _log.warning("%s", warning)
     _log.info("reloaded %s: %s", path, ", ".join(f"{k} {v}" for k, v in report.items()))
     gateway.metrics.reloads.labels("ok").inc()

@@ -1,0 +1,155 @@
+"""The gateway over servers that are right, wrong, and replaced by wrong ones while they serve."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.backends import held
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.config import HttpConfig
+from tests.fake_servers import FakeOpenAI
+from tests.serve.in_process import Client, in_process
+from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
+
+ASK = {"model": "p", "prompt": "def route(", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_proofs(tmp_path_factory.mktemp("proofs") / "export")
+
+
+@asynccontextmanager
+async def gateway(golden: Path, *servers: FakeOpenAI) -> AsyncIterator[Client]:
+    backends = [
+        OpenAiHttpBackend("p", HttpConfig(type="vllm", url=server.url, model="fake"))
+        for server in servers
+    ]
+    pool = {
+        "backends": [{"type": "vllm", "url": server.url, "model": "fake"} for server in servers],
+        "health": {"probe_after_s": None, "reconnect_s": 0.02, "interval_s": 0.5},
+        "proof": {"golden": golden, "every_s": 0.01},
+    }
+    async with in_process(("p", list(backends)), pools={"p": pool}) as client:
+        yield client
+
+
+async def until(client: Client, *standings: str) -> Any:
+    """The first backend's entry in /status, once it has one of these standings."""
+    async with asyncio.timeout(20):
+        while True:
+            entry = client.gateway.status()["pools"]["p"]["backends"][0]
+            if entry["standing"] in standings:
+                return entry
+            await asyncio.sleep(0.01)
+
+
+async def replaced(before: FakeOpenAI, after: FakeOpenAI) -> None:
+    """`after` takes the port of `before`, as fast as it can."""
+    port = int(before.url.rpartition(":")[2])
+    await before.stop()
+    await after.start(port)
+
+
+async def text_of(server: FakeOpenAI) -> str:
+    """What it says to ASK itself."""
+    backend = OpenAiHttpBackend("p", HttpConfig(type="vllm", url=server.url, model="fake"))
+    async with in_process(("p", [backend])) as client:
+        status, answer = await client.post("/v1/completions", ASK)
+    assert status == 200
+    return str(answer["choices"][0]["text"])
+
+
+def test_a_right_server_is_admitted_and_a_wrong_one_refused_by_name(golden: Path) -> None:
+    async def main() -> None:
+        right, wrong = served(), served(WORSE)
+        await asyncio.gather(right.start(), wrong.start())
+        try:
+            async with gateway(golden, right, wrong) as client:
+                told = client.gateway.status()["pools"]["p"]["backends"]
+                assert [entry["standing"] for entry in told] == ["in", "refused"]
+                good, bad = (entry["proof"] for entry in told)
+                low, high = good["kl_interval"]
+                assert 0 < low < good["kl"] < high < bad["kl"]
+                assert good["expected_kl"][0] < good["kl"] < good["expected_kl"][1]
+                assert good["tokens"] > 1000 and good["prompts"] >= 24 and good["share"] == 1.0
+                assert "k_scale" in bad["reason"] and "k_scale" in bad["remedy"]
+                assert good["artifact"] == bad["artifact"] and len(good["artifact"]) == 64
+                before = len(wrong.requests)
+                for _ in range(10):
+                    status, _answer = await client.post("/v1/completions", ASK)
+                    assert status == 200
+                assert len(wrong.requests) == before
+                of = {"pool": "p", "backend": "p-1"}
+                assert client.metric("octet_backend_proof_state", **of) == 3
+                assert client.metric("octet_backend_proof_state", pool="p", backend="p-2") == -1
+                nats = client.metric("octet_backend_divergence_nats", figure="measured", **of)
+                assert nats == good["kl"]
+                assert client.metric("octet_backend_probe_tokens_total", **of) == good["tokens"]
+                assert client.metric("octet_backend_probes_total", outcome="as_expected", **of) == 1
+                assert client.metric("octet_pool_unproven", pool="p") == 0
+        finally:
+            await asyncio.gather(right.stop(), wrong.stop())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_no_client_gets_a_token_of_a_wrong_server_that_took_the_place_of_a_right_one(
+    golden: Path, in_order: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients ask all the time. `in_order`: as servers end that merely close idle connections."""
+    monkeypatch.setattr(held, "IDLE_S", 0.0 if in_order else 1e9)
+
+    async def main() -> None:
+        right, wrong = served(), served(WORSE)
+        await right.start()
+        good = await text_of(right)
+        got: list[str] = []
+        failed: list[int] = []
+
+        async def ask(client: Client) -> None:
+            while True:
+                reply = await client.request("/v1/completions", ASK | {"stream": streamed})
+                if reply.status != 200:
+                    failed.append(reply.status)
+                elif streamed:
+                    got.append(_joined(reply.events))
+                else:
+                    got.append(reply.json()["choices"][0]["text"])
+                await asyncio.sleep(0)
+
+        try:
+            async with gateway(golden, right) as client:
+                assert (await until(client, "in"))["proof"]["state"] == "proven"
+                clients = [asyncio.create_task(ask(client)) for _ in range(8)]
+                while len(got) < 40:
+                    await asyncio.sleep(0.01)
+                await replaced(right, wrong)
+                asked = len(failed)
+                entry = await until(client, "refused")
+                while len(failed) < asked + 40:
+                    await asyncio.sleep(0.01)
+                for task in clients:
+                    task.cancel()
+                await asyncio.gather(*clients, return_exceptions=True)
+                assert "k_scale" in entry["proof"]["reason"]
+            assert set(failed) <= {502, 503} and wrong.requests
+            assert all(good.startswith(text) for text in got), set(got)
+            assert await text_of(wrong) != good
+        finally:
+            await wrong.stop()
+
+    asyncio.run(main())
+
+
+def _joined(events: list[str]) -> str:
+    import json
+
+    whole = [json.loads(event) for event in events if event != "[DONE]"]
+    return "".join(choice["text"] for chunk in whole for choice in chunk.get("choices", ()))

@@ -53,8 +53,8 @@ def verify(
     """
     if "://" in str(path):
         raise ConfigError(
-            f"{path}: verifying what a server answers is not there yet; it comes with a later"
-            " release. Give the directory of an export"
+            f"{path}: a server, whose answers `octet verify URL` checks; give the directory of an"
+            " export here"
         )
     path = Path(path)
     if not path.is_dir():

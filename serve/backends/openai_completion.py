@@ -106,7 +106,9 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     tops = found.get("top_logprobs") or [None] * len(found["tokens"])
     positions = []
     for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
-        likely = sorted((top or {}).items(), key=lambda item: -item[1])[:alternatives]
+        # Of an echoed prompt's first token there are none.
+        known = [item for item in (top or {}).items() if item[1] is not None]
+        likely = sorted(known, key=lambda item: -item[1])[:alternatives]
         best = tuple(_token(other, value) for other, value in likely)
         positions.append(PositionLogprobs(_token(name, logprob), best, offset))
     return Delta(text, token_ids, tuple(positions))

@@ -178,7 +178,7 @@ def test_another_original_is_refused(
 
 
 def test_what_cannot_be_verified_is_refused_in_a_line(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not there yet"):
+    with pytest.raises(ConfigError, match="a server, whose answers"):
         verify("http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="no such directory"):
         verify(tmp_path / "nowhere")

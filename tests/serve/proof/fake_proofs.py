@@ -23,15 +23,16 @@ from serve.sampler import log_softmax
 from tests.fake_servers import FakeOpenAI
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend, fake_logits, fake_spec
 
-__all__ = ["HONEST", "WORSE", "fake_golden", "noisy", "served", "write_proofs"]
+__all__ = ["HONEST", "UNQUANTIZED", "WORSE", "fake_golden", "noisy", "served", "write_proofs"]
 
 Model = Callable[[list[int]], NDArray[np.float32]]
 PATH = ServingPath(kv_cache="e5m2")
-HONEST, WORSE = 0.05, 0.6  # noise on logits, of an honest path and of a fault
+# Noise on logits: of an honest path, of a fault, of full precision.
+HONEST, WORSE, UNQUANTIZED = 0.05, 0.6, 1e-3
 _NOISE: Mapping[Hypothesis, float] = {
     Hypothesis(path=PATH): HONEST,
     Hypothesis(path=PATH, fault=Fault(kind="k_scale_dropped")): WORSE,
-    Hypothesis(path=PATH.model_copy(update={"weights": False, "activations": False})): 1e-3,
+    Hypothesis(path=PATH.model_copy(update={"weights": False, "activations": False})): UNQUANTIZED,
 }
 _FILES = {"model.safetensors": "0" * 64}
 
@@ -83,11 +84,13 @@ def _record(prompt: str) -> GoldenRecord:
 
 
 def write_proofs(
-    directory: Path, *, hypotheses: bool = True, details: Mapping[str, object] | None = None
+    directory: Path, *, hypotheses: bool = True, weights: str = _FILES["model.safetensors"]
 ) -> Path:
-    """Golden records, hypotheses, the tokenizer and a manifest; no weights."""
+    """Golden records, hypotheses, the tokenizer and a manifest of the model with those `weights`,
+    which are not there; by default the one that the golden records are of."""
     golden = fake_golden()
-    identity = ModelIdentity(name="fake", spec=fake_spec(), files=_FILES, tokenizer={})
+    files = {"model.safetensors": weights}
+    identity = ModelIdentity(name="fake", spec=fake_spec(), files=files, tokenizer={})
     with write_artifact(directory) as writer:
         golden.save(writer.path)
         byte_tokenizer().inner.save(str(writer.path / "tokenizer.json"))
@@ -98,7 +101,7 @@ def write_proofs(
                 kind="checkpoint",
                 model=identity,
                 recipe=PRESETS["fp8"],
-                details={"kv_cache": "e5m2", **(details or {})},
+                details={"kv_cache": "e5m2"},
                 software=software(),
             )
         )

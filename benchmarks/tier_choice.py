@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card import conditions, report
+from card import conditions, report
+
 from octet.proof.measure import Measure
 from octet.proof.verdict import Verdict
 from serve.api.provenance import provenance, requested_tier

@@ -39,13 +39,13 @@ def problems(config: "GatewayConfig") -> Iterator[Problem]:
             if tier_name not in config.tiers:
                 yield where, f"unknown tier '{tier_name}'{_known(tier_name, config)}"
         if named and not any(is_measured(pool) for pool in _pools(config, name, model)):
-            message = "no pool of the model has golden records to be measured by: see `proof`"
+            message = "no pool of the model is measured: give one golden records, under `proof`"
             yield named[0][0], message
 
 
 def warnings(config: "GatewayConfig") -> Iterator[str]:
     if config.tiers and not any(map(is_measured, config.all_pools.values())):
-        yield "tiers: no pool has golden records to be measured by; none can serve a tier"
+        yield "tiers: no pool is measured (see `proof`): each request of a tier will be refused"
 
 
 def _named(loc: Loc, model: ModelConfig) -> Iterator[tuple[Loc, str]]:

@@ -124,6 +124,8 @@ class ModelTier:
     def _reason(self, pool: Pool) -> str:
         if (kl := pool.proven.kl) is not None:
             return f"measures {kl:.4g}"
+        if not pool.config.proof.enabled:
+            return "is not measured: its proof is switched off"
         if not is_measured(pool.config):
             return "is not measured: it has no golden records"
         return "is not measured" if pool.ready else "has no backend that serves"

@@ -252,6 +252,11 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         assert reply.json()["error"]["type"] == "service_unavailable_error"
         assert reply.headers["retry-after"] == "20"
         stated.kl = {}
+        off = Proof(enabled=False)
+        fp8 = served.gateway.pools["fp8"]
+        fp8.config = fp8.config.model_copy(update={"proof": off})
+        message = error(await served.request(PATH, BODY, tier("exact")), 503, "tier_unavailable")
+        assert "'fp8' is not measured: its proof is switched off" in message
         bf16.members[0].go_out("gone", reachable=False)
         reply = await served.request(PATH, BODY, tier("exact"))
         message = error(reply, 503, "tier_unavailable")
@@ -259,7 +264,7 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         assert 1 <= int(reply.headers["retry-after"]) <= 60
         assert asked(backends) == {"bf16": 0, "fp8": 0, "fp4": 0}
         labels = {"model": "m", "tier": "exact", "pool": ""}
-        assert served.metric("octet_tier_requests_total", **labels) == 2
+        assert served.metric("octet_tier_requests_total", **labels) == 3
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,14 @@ def text(model: str, tiers: str = TIERS, pools: str = PROVEN, more: str = "") ->
         (text("", "tiers: {exact: {max_lk: 1}}"), "unknown key; did you mean 'max_kl'?"),
         (
             text("tier: exact", pools=f"pools: {{p: {{backends: [{VLLM}]}}}}"),
-            "models.m.tier: no pool of the model has golden records to be measured by",
+            "models.m.tier: no pool of the model is measured: give one golden records",
         ),
         (
             text(
                 "tier_aliases: {n: exact}",
                 pools=PROVEN.replace("{golden: out}", "{golden: out, enabled: false}"),
             ),
-            "models.m.tier_aliases.n: no pool of the model has golden records",
+            "models.m.tier_aliases.n: no pool of the model is measured",
         ),
         (
             text(
@@ -86,7 +86,8 @@ def test_a_pool_that_brings_its_own_golden_records_can_serve_a_tier(tmp_path: Pa
 def test_tiers_that_nobody_can_serve_are_a_warning(tmp_path: Path) -> None:
     pools = f"pools: {{p: {{backends: [{VLLM}]}}}}"
     warnings = load(tmp_path, text("", pools=pools)).warnings
-    assert "tiers: no pool has golden records to be measured by; none can serve a tier" in warnings
+    warning = "tiers: no pool is measured (see `proof`): each request of a tier will be refused"
+    assert warning in warnings
 
 
 def test_the_check_lists_tiers_and_their_names(tmp_path: Path) -> None:

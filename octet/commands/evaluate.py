@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from octet.commands.harness import run_tasks
 from octet.commands.options import Json, TextField, console_for
-from octet.commands.targets import open_target, read_samples
+from octet.commands.targets import AskedByUrl, open_target, read_samples
 from octet.errors import BackendError, ConfigError
 from octet.evaluation.comparison import compare
 from octet.evaluation.evaluator import Advance
 from octet.evaluation.evaluator import evaluate as score
-from octet.evaluation.table import render
+from octet.evaluation.intervals import Interval
+from octet.evaluation.scores import Evaluation
+from octet.evaluation.table import render, render_tasks
 
 __all__ = ["evaluate"]
 
@@ -33,8 +37,9 @@ def evaluate(
         ),
     ],
     samples: Annotated[
-        Path, typer.Option("--samples", help="Held-out texts: JSONL; with a checkpoint, any kind.")
-    ],
+        Path | None,
+        typer.Option("--samples", help="Held-out texts: JSONL; with a checkpoint, any kind."),
+    ] = None,
     reference: Annotated[
         Path | None,
         typer.Option("--reference", help="The original checkpoint, to measure divergence from."),
@@ -54,6 +59,14 @@ def evaluate(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one page with tables and plots.")
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Of lm-evaluation-harness, asked of servers: arc_easy,hellaswag,..."),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="The harness: a directory with tasks of your own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The harness: items of a task.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 4,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the servers' API key.")
@@ -62,36 +75,70 @@ def evaluate(
 ) -> None:
     """Held-out perplexity and divergence of several artifacts, with confidence intervals."""
     local = [Path(target) for target in targets if "://" not in target]
-    for path in (*local, samples, *([reference] if reference else [])):
+    for path in (*local, *filter(None, (samples, reference, include_path))):
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
-    console, say = console_for(as_json), Console(stderr=True, highlight=False, markup=False)
+    if samples is None and tasks is None:
+        raise ConfigError("nothing to evaluate on: give --samples FILE, or --tasks for servers")
+    if samples is None and html is not None:
+        raise ConfigError("--html shows what --samples measures: give --samples FILE too")
+    if tasks is not None and local:
+        raise ConfigError(
+            f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
+        )
     origin = None if reference is None else open_target(str(reference), None, 1)
     opened = [open_target(name, api_key_env, concurrency) for name in targets]
-    every = opened if origin is None else [origin, *opened]
-    sequences = read_samples(
-        every, samples, count=count, text_field=text_field, max_length=max_length
-    )
-    vocabularies = [target.vocabulary for target in every if target.vocabulary is not None]
-    try:
-        with _progress(console) as advance:
-            evaluation = score(
-                opened,
-                origin,
-                sequences,
-                k=min([top_k, *vocabularies]),
-                out=out,
-                advance=advance,
-                note=lambda line: say.print(f"note: {line}", soft_wrap=True),
+    console = console_for(as_json)
+    evaluation = None
+    if samples is not None:
+        every = opened if origin is None else [origin, *opened]
+        sequences = read_samples(
+            every, samples, count=count, text_field=text_field, max_length=max_length
+        )
+        vocabularies = [target.vocabulary for target in every if target.vocabulary is not None]
+        k = min([top_k, *vocabularies])
+        with _kept(out), _progress(console) as advance:
+            evaluation = score(opened, origin, sequences, k=k, out=out, advance=advance, note=_note)
+    figures: list[dict[str, Interval]] = []
+    for target in opened if tasks else ():
+        assert isinstance(target, AskedByUrl) and tasks is not None
+        figures.append(
+            run_tasks(
+                target.url,
+                target.model,
+                tasks.split(","),
+                tokenizer=reference,
+                include=include_path,
+                limit=limit,
+                concurrency=concurrency,
+                api_key_env=api_key_env,
             )
-    except (KeyboardInterrupt, BackendError) as error:
-        kept = f"what was answered is kept in {out}: the same command goes on from there"
-        hint = kept if out else "give --out DIR, and a later run goes on from what was answered"
-        if isinstance(error, BackendError):
-            raise BackendError(f"{error}; {hint}", kind=error.kind) from None
-        say.print(hint, soft_wrap=True)
-        raise
-    result = compare(evaluation)
+        )
+    _report(evaluation, figures, targets, html, as_json)
+
+
+def _report(
+    evaluation: Evaluation | None,
+    figures: list[dict[str, Interval]],
+    targets: list[str],
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """On standard output, and as a page."""
+    plain = Console(highlight=False, markup=False)
+    if evaluation is None:
+        if as_json:
+            rows = [
+                {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
+                for name, row in zip(targets, figures, strict=True)
+            ]
+            print(json.dumps({"rows": rows}))
+            return
+        for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
+            plain.print(line)
+        plain.print(*render_tasks(figures))
+        return
+    result = compare(evaluation, figures)
     if html is not None:
         from octet.evaluation.page import write_page
 
@@ -99,7 +146,26 @@ def evaluate(
     if as_json:
         print(json.dumps(result.as_json()))
     else:
-        Console(highlight=False, markup=False).print(render(result))
+        plain.print(render(result))
+
+
+def _note(line: str) -> None:
+    Console(stderr=True, highlight=False, markup=False).print(f"note: {line}", soft_wrap=True)
+
+
+@contextmanager
+def _kept(out: Path | None) -> Iterator[None]:
+    """Says how to go on after an interruption, or a server that failed."""
+    hint = f"what was answered is kept in {out}: the same command goes on from there"
+    if out is None:
+        hint = "give --out DIR, and a later run goes on from what was answered"
+    try:
+        yield
+    except BackendError as error:
+        raise BackendError(f"{error}; {hint}", kind=error.kind) from None
+    except KeyboardInterrupt:
+        _note(hint)
+        raise
 
 
 @contextmanager

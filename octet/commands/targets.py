@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from octet.artifact import PLAN_FILE
 from octet.errors import BackendError, ConfigError, UnsupportedError
@@ -9,7 +10,15 @@ from octet.evaluation.answers import Target
 from octet.evaluation.sequences import Sequences, read_texts
 from octet.interrupts import held_back
 
-__all__ = ["is_export", "open_target", "read_samples"]
+__all__ = ["AskedByUrl", "is_export", "open_target", "read_samples"]
+
+
+@runtime_checkable
+class AskedByUrl(Protocol):
+    """A target that is a running server."""
+
+    url: str  # without /v1
+    model: str  # as it calls it
 
 
 def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:

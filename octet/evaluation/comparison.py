@@ -34,7 +34,7 @@ class Row:
     change_from_first: Interval | None
     tokens: int
     samples: int
-    tasks: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Comparison:
         return data
 
 
-def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, float]] = ()) -> Comparison:
+def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()) -> Comparison:
     """Every artifact's row; `tasks` are lm-evaluation-harness' figures, of each row."""
     found, reference, sequences = evaluation.targets, evaluation.reference, evaluation.sequences
     tokens = np.array([len(nll) for nll in found[0].nll], np.float64)

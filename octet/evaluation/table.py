@@ -1,5 +1,8 @@
 """A comparison as a table for people: 80 columns, each figure above its interval."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -7,7 +10,7 @@ from rich.text import Text
 from octet.evaluation.comparison import Comparison, Row
 from octet.evaluation.intervals import Interval
 
-__all__ = ["render"]
+__all__ = ["render", "render_tasks"]
 
 
 def render(comparison: Comparison) -> RenderableType:
@@ -26,7 +29,9 @@ def render(comparison: Comparison) -> RenderableType:
         table.add_column("KL - 1st", justify="right", no_wrap=True)
     for row in comparison.rows:
         table.add_row(*_cells(row, comparison, several))
-    return Group(table, Text(_caption(comparison)), *_tasks(comparison))
+    return Group(
+        table, Text(_caption(comparison)), *render_tasks([row.tasks for row in comparison.rows])
+    )
 
 
 def _cells(row: Row, comparison: Comparison, several: bool) -> list[str]:
@@ -34,7 +39,10 @@ def _cells(row: Row, comparison: Comparison, several: bool) -> list[str]:
     if comparison.reference is not None or several:
         cells.append(_cell(row.change, 100, "+"))
     if comparison.reference is not None:
-        cells += [_cell(row.kl, 1000, ""), "" if row.kl_p90 is None else _short(1000 * row.kl_p90)]
+        cells += [
+            _cell(row.kl, 1000, ""),
+            "" if row.kl_p90 is None else _figure(1000 * row.kl_p90, 1000 * row.kl_p90),
+        ]
         if several:
             cells.append(_cell(row.kl_from_first, 1000, "+"))
     return cells
@@ -44,18 +52,19 @@ def _cell(interval: Interval | None, factor: float, sign: str) -> str:
     if interval is None:
         return ""
     mean, low, high = (factor * x for x in (interval.mean, interval.low, interval.high))
-    if low != low:  # NaN: there is none
-        return _short(mean, sign)
-    return f"{_short(mean, sign)}\n{_short(low, sign)}..{_short(high, sign)}"
+    if math.isnan(low):  # there is none
+        return _figure(mean, mean, sign)
+    if low == high:
+        return _figure(mean, mean, sign)
+    return f"{_figure(mean, mean, sign)}\n{_figure(low, mean, sign)}..{_figure(high, mean, sign)}"
 
 
-def _short(value: float, sign: str = "") -> str:
-    """Four digits for a perplexity, three for what may be zero."""
-    if not sign and abs(value) >= 1:
-        return f"{value:.4g}"
-    if abs(value) < 5e-4:
-        return "0"
-    return f"{value:{sign}.3f}" if abs(value) < 1 else f"{value:{sign}.3g}"
+def _figure(value: float, beside: float, sign: str = "") -> str:
+    """As many decimals as leave `beside` four digits if it is a level, three if it is a change."""
+    digits = 3 if sign else 4
+    size = math.floor(math.log10(abs(beside))) + 1 if beside else 1
+    text = f"{value:{sign}.{min(max(digits - max(size, 0), 0), 4)}f}"
+    return text if float(text) else text.lstrip("+-")
 
 
 def _caption(comparison: Comparison) -> str:
@@ -76,16 +85,15 @@ def _caption(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _tasks(comparison: Comparison) -> list[RenderableType]:
-    """lm-evaluation-harness' figures, where there are any."""
-    names = list(dict.fromkeys(name for row in comparison.rows for name in row.tasks))
+def render_tasks(rows: Sequence[Mapping[str, Interval]]) -> list[RenderableType]:
+    """lm-evaluation-harness' figures of each artifact, where there are any."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return []
     table = Table(box=None, padding=(0, 1, 0, 1))
     table.add_column("task", overflow="fold")
-    for number in range(1, len(comparison.rows) + 1):
+    for number in range(1, len(rows) + 1):
         table.add_column(f"artifact {number}", justify="right")
     for name in names:
-        values = [row.tasks.get(name) for row in comparison.rows]
-        table.add_row(name, *("" if value is None else f"{value:.4f}" for value in values))
+        table.add_row(name, *(_cell(row.get(name), 1, "") for row in rows))
     return [table]

@@ -13,6 +13,7 @@ from serve.backends.openai_errors import failure, lost_while_answering, no_answe
 __all__ = ["Client"]
 
 TRIES = 6  # of a request that a busy server sends away
+LONGEST_PAUSE_S = 10.0  # between them
 TIMEOUT_S = 600.0  # of one request
 CONNECT_S = 5.0
 
@@ -45,7 +46,7 @@ class Client:
             except BackendUnavailable as error:
                 if error.kind != "overloaded" or turn == TRIES - 1:
                     raise
-                await asyncio.sleep(min(error.retry_after_s or 2.0**turn, 60.0))
+                await asyncio.sleep(min(error.retry_after_s or 2.0**turn, LONGEST_PAUSE_S))
         raise AssertionError("the last turn returns or raises")
 
     async def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:

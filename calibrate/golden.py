@@ -192,8 +192,8 @@ def _nlls(
         (logits,) = model.logits([hidden[:, start : start + step]])
         told, wanted = logits[0].double().log_softmax(-1), following[start : start + step, None]
         found.append(-told.gather(-1, wanted.to(told.device))[:, 0].cpu())
-    parts = torch.cat(found).split([len(ids) - 1 for ids in prompts])
-    return [float(part.sum()) for part in parts]
+    sizes = [len(ids) - 1 for ids in prompts]
+    return [float(part.sum()) for part in torch.split(torch.cat(found), sizes)]
 
 
 def _next(

@@ -19,8 +19,8 @@ from calibrate.streaming import Observed
 from octet.calibration import Content
 from octet.checkpoint import Checkpoint
 from octet.expected import EXPECTED_FILE
-from octet.hypotheses import HYPOTHESES_FILE
 from octet.golden import GoldenSet
+from octet.hypotheses import HYPOTHESES_FILE
 from octet.tensors import Tensor, write_tensors
 
 __all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
@@ -70,7 +70,7 @@ def report_on(
 def report_files(
     report: Report, course: Convergence | None, prediction: Prediction | None
 ) -> dict[str, Content]:
-    """Name to content: the report as data, as a page, its convergence, what serving it costs and says."""
+    """Name to content: the report as data, as a page, its convergence, what serving costs."""
     data = report.as_json()
     files: dict[str, Content] = {
         "report.json": json.dumps(data, indent=1) + "\n",

@@ -155,11 +155,10 @@ class _Bench:
         order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
         part: list[_Run] = []
         for hypothesis in order:
-            fault = hypothesis.fault
-            if fault is None:
+            if hypothesis.fault is None:
                 runs = [_Run(hypothesis, repeat) for repeat in range(REPEATS)]
             else:
-                runs = [_Run(hypothesis, whole=False, start=fault.layer or 0)]
+                runs = [_Run(hypothesis, whole=False, start=_first_layer(hypothesis))]
             needed = runs + self._carriers(part, runs)
             if part and sum(map(self._nbytes, part + needed)) > _STATES_BYTES:
                 yield part
@@ -296,6 +295,12 @@ class _Bench:
                 states = (states.float() * (1 + noise * _UNIT[compute])).to(states.dtype)
             found.append(states)
         return found
+
+
+def _first_layer(hypothesis: Hypothesis) -> int:
+    """The first layer that is not as in the path without the fault."""
+    fault = hypothesis.fault
+    return 0 if fault is None or fault.layer is None else fault.layer
 
 
 def _batches(golden: GoldenSet, records: Sequence[int], most: int) -> list[Batch]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate import predict as module
+from calibrate import simulate_hypotheses as module
 from calibrate.golden import golden_set
 from calibrate.predict import predict, serving_paths
 from calibrate.simulate import module_schemes, simulate_modules

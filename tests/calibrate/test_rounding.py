@@ -109,3 +109,15 @@ def test_bfloat16_stays_bfloat16() -> None:
     rounded = fake_quantize(x, scheme)
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, fake_quantize(x.float(), scheme).bfloat16())
+
+
+@pytest.mark.parametrize(("written", "read"), [("e4m3", "e5m2"), ("e5m2", "e4m3")])
+def test_bytes_of_one_format_are_read_as_the_other(written: Any, read: str) -> None:
+    """E4M3 of 384 and more is no finite number of E5M2."""
+    x = activations((64, 128), seed=1)
+    scale = np.asarray(2.0**-3, np.float32)
+    ours = round_cache(torch.from_numpy(x), written, torch.from_numpy(scale), reread=True)
+    codes = formats.encode(x / scale, FORMATS[written])
+    theirs = formats.decode(codes, FORMATS[read]) * scale
+    np.testing.assert_array_equal(ours.numpy(), theirs)
+    assert np.isnan(theirs).any() == (written == "e4m3")

@@ -1,0 +1,50 @@
+"""What is simulated of a recipe: each path of an engine, fallbacks, faults of a bounded number."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrate.hypotheses import FACTORS, MOST_LAYERS, hypotheses_of, serving_paths, simulated_paths
+from octet.engines import vllm_path
+from octet.model import ModelSpec
+from octet.recipe import PRESETS, KvCacheDtype
+from tests.calibrate.bench import Bench, make_bench, recipe_with
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kv_cache", ["e5m2", "e4m3", "float16"])
+def test_a_silent_fallback_is_among_the_paths(preset: str, kv_cache: KvCacheDtype) -> None:
+    recipe = recipe_with(preset, kv_cache=kv_cache)
+    paths = simulated_paths(recipe)
+    assert len(set(paths)) == len(paths)
+    assert set(serving_paths(recipe)) <= set(paths)
+    caches: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
+    for cache in caches:
+        assert vllm_path(None, cache, "cpu") in paths
+        assert vllm_path(None, cache, "sm90", attention="FLASHINFER") in paths
+    assert vllm_path(None, kv_cache, "sm90") in paths
+    pair = (recipe.weights, recipe.activations)
+    assert vllm_path(pair, kv_cache, "cpu", amx=True) in paths or recipe.weights.kind != "fp8"
+    assert {x.kv_cache for x in paths if x.weights and not x.activations} == set(caches)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model: Path) -> Bench:
+    return make_bench(tiny_model, samples=2)
+
+
+@pytest.mark.parametrize("layers", [2, 80])
+def test_a_deep_model_has_no_more_faults(layers: int, bench: Bench) -> None:
+    recipe = recipe_with("fp8", kv_cache="e5m2")
+    spec: ModelSpec = bench.checkpoint.spec.model_copy(update={"layers": layers})
+    one = {n: x for n, x in bench.scales(recipe).items() if ".0." in n}
+    scales = {n.replace(".0.", f".{i}."): x for i in range(layers) for n, x in one.items()}
+    found = [x.fault for x in hypotheses_of(spec, recipe, scales) if x.fault]
+    at = sorted({x.layer for x in found if x.layer is not None})
+    assert len(at) == min(layers, MOST_LAYERS) and (at[0], at[-1]) == (0, layers - 1)
+    assert np.ptp(np.diff(at)) <= 1  # evenly spaced
+    each = [x for x in found if x.layer == at[1]]
+    assert {x.factor for x in each} == set(FACTORS) and {x.kind for x in each} == {
+        "weight_scales_scaled"
+    }

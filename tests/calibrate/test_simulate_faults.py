@@ -1,0 +1,162 @@
+"""What weights become when scales are wrong: the codes that an export stores, times others."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from calibrate.hypotheses import hypotheses_of
+from calibrate.simulate import decoded_weights, module_schemes
+from calibrate.simulate_faults import changes_weights, faulty_scales, faulty_weights
+from calibrate.simulate_scales import DeviceScales
+from octet import scaling
+from octet.expected import ServingPath
+from octet.formats import FORMATS
+from octet.hypotheses import Fault, FaultKind, Hypothesis
+from octet.microscaling import combined
+from octet.recipe import PRESETS, TensorScheme
+from octet.scaling import Granularity
+from tests.calibrate.bench import Bench, make_bench, recipe_with
+
+PATH = ServingPath(kv_cache="e5m2")
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model: Path) -> Bench:
+    return make_bench(tiny_model, samples=2)
+
+
+def served(
+    weight: NDArray[np.float32], scheme: TensorScheme, own: Any, shared: Any, read: Any, times: Any
+) -> NDArray[np.float32]:
+    """Stored with scales `own` and `shared`, and read with `read` and `times`."""
+    granularity = Granularity.of(scheme.granularity, scheme.group_size)
+    fmt = FORMATS[scheme.format]
+    codes = scaling.quantize(weight, combined(own, shared), fmt, granularity)
+    wanted = granularity.scale_shape(weight.shape)
+    return scaling.dequantize(codes, np.broadcast_to(read, wanted), fmt, granularity) * times
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="weight_scales_dropped"),
+        Fault(kind="weight_scales_scaled", layer=1, factor=0.5),
+        Fault(kind="fused_scales_merged"),
+        Fault(kind="global_scales_inverted"),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_weights_are_their_codes_times_what_is_read(
+    preset: str, fault: Fault, bench: Bench
+) -> None:
+    recipe, spec = recipe_with(preset), bench.checkpoint.spec
+    scales = bench.scales(recipe)
+    if preset == "fp8-static":  # as another tool leaves them, each with its own
+        for n, name in enumerate(sorted(x for x in scales if x.endswith("weight_scale"))):
+            scales[name] = np.float32(scales[name] * 1.25**n)
+    hypothesis = Hypothesis(path=PATH, fault=fault)
+    assert changes_weights(hypothesis, 1)
+    assert changes_weights(hypothesis, 0) == (fault.layer is None)
+    bare = PATH.model_copy(update={"weights": False})
+    assert not changes_weights(Hypothesis(path=bare, fault=fault), 1)
+
+    prefix = f"{spec.layer(1)}."
+    schemes = {n: x for n, x in module_schemes(spec, recipe).items() if n.startswith(prefix)}
+    original = {n: bench.checkpoint.read(f"{n}.weight").float32() for n in schemes}
+    there = DeviceScales(scales, torch.device("cpu"))
+    tensors = {n: torch.from_numpy(x) for n, x in original.items()}
+    decoded = decoded_weights(tensors, schemes, there)
+    before = {n: x.clone() for n, x in decoded.items()}
+    found = faulty_weights(decoded, schemes, there, spec, hypothesis)
+    for linear in (x for x in spec.linears() if x.name in schemes):
+        scheme = schemes[linear.name][0]
+        own, shared = (scales.get(f"{linear.name}.weight{x}_scale") for x in ("", "_global"))
+        read, times = own, np.float32(1) if shared is None else shared
+        match fault.kind:
+            case "weight_scales_dropped":
+                read = np.float32(1)
+            case "weight_scales_scaled":
+                times = times * np.float32(0.5)
+            case "global_scales_inverted":
+                times = 1 / times
+            case _ if scheme.granularity in ("tensor", "channel"):
+                fused = [x.name for x in spec.linears() if x.input == linear.input]
+                read = max(scales[f"{name}.weight_scale"].max() for name in fused)
+        theirs = served(original[linear.name], scheme, own, shared, read, times)
+        np.testing.assert_allclose(found[linear.name].numpy(), theirs, rtol=1e-6, atol=0)
+        assert torch.equal(decoded[linear.name], before[linear.name])
+
+
+def test_scales_that_are_not_concerned_stay(bench: Bench) -> None:
+    recipe = recipe_with("fp8-static", kv_cache="e5m2")
+    scales = bench.scales(recipe)
+    kinds: dict[FaultKind, str] = {
+        "k_scale_dropped": "k_scale",
+        "input_scales_dropped": "input_scale",
+    }
+    for kind, leaf in kinds.items():
+        some = {n: x * 2 for n, x in scales.items()}
+        found = faulty_scales(some, recipe, Hypothesis(path=PATH, fault=Fault(kind=kind)))
+        changed = {n for n, x in found.items() if not np.array_equal(x, some[n])}
+        assert changed == {n for n in scales if n.endswith(f".{leaf}")}
+        assert all(found[n] == 1 for n in changed)
+    assert faulty_scales(scales, recipe, Hypothesis(path=PATH)) is scales
+    with pytest.raises(KeyError, match="k_scale_e4m3"):
+        without = {n: x for n, x in scales.items() if not n.endswith("_e4m3")}
+        fault = Fault(kind="kv_scales_swapped")
+        faulty_scales(without, recipe, Hypothesis(path=PATH, fault=fault))
+
+
+def kinds_of(bench: Bench, preset: str, kv_cache: str, **changed: float) -> dict[str, set[str]]:
+    """Kinds of fault by the label of the path that they are in; `changed` scales by their leaf."""
+    recipe = recipe_with(preset, kv_cache=kv_cache)
+    scales = {
+        n: np.float32(changed.get(n.rsplit(".")[-1], x)) if np.ndim(x) == 0 else x
+        for n, x in bench.scales(recipe).items()
+    }
+    found = hypotheses_of(bench.checkpoint.spec, recipe, scales)
+    assert len({x.label for x in found}) == len(found)
+    kinds: dict[str, set[str]] = {}
+    for x in found:
+        kinds.setdefault(x.path.label, set()).update({x.fault.kind} if x.fault else ())
+    return kinds
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_faults_are_those_that_can_happen(preset: str, bench: Bench) -> None:
+    e5m2 = kinds_of(bench, preset, "e5m2", k_scale=0.25, v_scale=1)
+    own = next(iter(e5m2.values()))
+    assert {"k_scale_dropped", "kv_scales_swapped", "kv_bytes_reread"} <= own
+    assert {"weight_scales_dropped", "weight_scales_scaled"} <= own
+    assert not own & {"v_scale_dropped", "kv_scales_dropped"}  # V's is 1 as it is
+    assert ("input_scales_dropped" in own) == (preset == "fp8-static")
+    assert ("global_scales_inverted" in own) == (preset == "nvfp4")
+    # Per-tensor scales are shared by what is fused: nothing to merge.
+    assert ("fused_scales_merged" in own) == (preset == "fp8")
+    assert e5m2["nothing, e5m2 (nearest), bfloat16"] == {"k_scale_dropped"}
+    assert not e5m2["nothing, float16, bfloat16"]
+    truncated = {
+        k for k, x in e5m2.items() if "e5m2 (truncate)" in k and "weight_scales_scaled" in x
+    }
+    assert len(truncated) == (preset.startswith("fp8"))  # vLLM multiplies no other on a CPU
+    e4m3 = {label: kinds for label, kinds in e5m2.items() if "e4m3" in label and kinds}
+    assert e4m3 and all(x == {"kv_scales_swapped", "kv_bytes_reread"} for x in e4m3.values())
+
+
+def test_scales_of_one_are_not_missed(bench: Bench) -> None:
+    kinds = kinds_of(bench, "fp8", "e5m2")  # 1, of values as these
+    assert not any(
+        "dropped" in x
+        for x in kinds["weights+activations, e5m2 (nearest), bfloat16"] - {"weight_scales_dropped"}
+    )
+    both = kinds_of(bench, "fp8", "e4m3")
+    assert "kv_scales_dropped" in next(iter(both.values()))
+    assert both["nothing, e4m3 (truncate), bfloat16"] == {"kv_scales_dropped"}
+    none = kinds_of(bench, "fp8", "float16")
+    faulty = set().union(*none.values())
+    assert faulty == {"weight_scales_dropped", "weight_scales_scaled", "fused_scales_merged"}

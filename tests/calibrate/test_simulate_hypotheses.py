@@ -1,0 +1,217 @@
+"""A hypothesis says what the whole model says, served so; a fault what its scales or bytes make."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate import simulate_hypotheses as module
+from calibrate.golden import golden_set
+from calibrate.predict import hypotheses
+from calibrate.simulate import module_schemes, simulate_modules
+from calibrate.simulate_hypotheses import REPEATS, fault_records
+from octet import scaling
+from octet.expected import ServingPath
+from octet.formats import E4M3
+from octet.golden import POSITIONS, GoldenSet
+from octet.hypotheses import HYPOTHESES_FILE, Fault, FaultKind, Hypothesis, HypothesisSet
+from octet.recipe import Recipe
+from octet.scaling import Granularity
+from tests.calibrate.bench import Bench, make_bench, recipe_with
+
+LENGTHS = (3, 4, 5, 9, 9, 12, 17, 20, 30, 44)
+EXACT: dict[str, Any] = {"compute": "float32"}
+CLOSE = 2e-3  # nats that sums in another order may move a log-probability by
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model: Path) -> Bench:
+    return make_bench(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def golden(bench: Bench) -> GoldenSet:
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = bench.checkpoint.spec.vocab_size
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+    return golden_set(bench.checkpoint, [("", ids) for ids in prompts])
+
+
+def one(
+    bench: Bench, golden: GoldenSet, recipe: Recipe, scales: Any, path: ServingPath, **fault: Any
+) -> np.ndarray:
+    """[records, positions, tokens] of its first repeat."""
+    asked = Hypothesis(path=path, fault=Fault(**fault) if fault else None)
+    found = hypotheses(bench.checkpoint, recipe, scales, golden, [asked])
+    return found.logprobs[asked][0]
+
+
+@torch.inference_mode()
+def whole_model(model: Any, golden: GoldenSet) -> np.ndarray:
+    """The same of the model as it computes now, each sequence by itself."""
+    found = np.full((len(golden.records), POSITIONS, 20), np.nan)
+    for row, record in enumerate(golden.records):
+        ids = [*record.prompt_token_ids, *record.continuation_token_ids]
+        logprobs = model(torch.tensor([ids]), use_cache=False).logits[0].double().log_softmax(-1)
+        for position, top in enumerate(record.tops):
+            at = len(record.prompt_token_ids) - 1 + position
+            found[row, position] = logprobs[at, list(top.token_ids)].numpy()
+    return found
+
+
+def test_what_is_not_quantized_says_what_the_reference_says(
+    bench: Bench, golden: GoldenSet
+) -> None:
+    """At every position, for every token, in its order."""
+    path = ServingPath(weights=False, activations=False, kv_cache="float16", **EXACT)
+    recipe = recipe_with("fp8")
+    found = one(bench, golden, recipe, bench.scales(recipe), path)
+    tops = [[top.logprobs for top in record.tops] for record in golden.records]
+    np.testing.assert_allclose(found, np.array(tops), atol=CLOSE)
+
+
+CACHE_FAULTS: dict[FaultKind, Callable[[str], float | str]] = {
+    "k_scale_dropped": lambda letter: 1.0 if letter == "k" else "e4m3",
+    "v_scale_dropped": lambda letter: 1.0 if letter == "v" else "e4m3",
+    "kv_scales_dropped": lambda letter: 1.0,
+    "kv_scales_swapped": lambda letter: "e5m2",
+}
+
+
+@pytest.mark.parametrize("kind", CACHE_FAULTS)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_cache_with_wrong_scales(
+    kind: FaultKind, own: bool, bench: Bench, golden: GoldenSet
+) -> None:
+    """Of the recipe's own cache, and of another: scales are so small that none of them is 1."""
+    recipe = recipe_with("fp8", kv_cache="e4m3" if own else "e5m2")
+    scales = dict(bench.scales(recipe))
+    for name in list(scales):
+        if name.endswith(("k_scale_e5m2", "v_scale_e5m2")):
+            scales[name] = np.float32(2.0**-7 if ".k_" in name else 64.0)
+    path = ServingPath(activations=False, kv_cache="e4m3", **EXACT)
+    found = one(bench, golden, recipe, scales, path, kind=kind)
+    patched = dict(scales)
+    for index in range(bench.checkpoint.spec.layers):
+        for letter in "kv":
+            name = f"{bench.checkpoint.spec.layer(index)}.self_attn.{letter}_scale"
+            taken = CACHE_FAULTS[kind](letter)
+            value = scales[f"{name}_{taken}"] if isinstance(taken, str) else np.float32(taken)
+            patched[name] = np.asarray(value)
+    schemes = module_schemes(bench.checkpoint.spec, recipe)
+    with weights_alone(bench, schemes, patched, "e4m3"):
+        theirs = whole_model(bench.model, golden)
+    np.testing.assert_allclose(found, theirs, atol=CLOSE)
+    honest = one(bench, golden, recipe, scales, path)
+    assert np.abs(found - honest).max() > 2 * CLOSE
+
+
+@contextmanager
+def weights_alone(bench: Bench, schemes: Any, scales: Any, kv_cache: Any) -> Iterator[None]:
+    """The whole model with quantized weights and cache, and inputs as they are."""
+    kept = {name: x.clone() for name, x in bench.model.state_dict().items()}
+    for name in schemes:
+        weight = bench.model.get_submodule(name).weight
+        scale = scales[f"{name}.weight_scale"]
+        granularity = Granularity.of(schemes[name][0].granularity)
+        codes = scaling.fake_quantize(weight.detach().numpy(), scale, E4M3, granularity)
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(codes))
+    with simulate_modules(bench.model, bench.checkpoint.spec, {}, scales, kv_cache):
+        yield
+    bench.model.load_state_dict(kept)
+
+
+def test_static_scales_of_inputs_dropped(bench: Bench, golden: GoldenSet) -> None:
+    recipe = recipe_with("fp8-static", kv_cache="float16")
+    scales = bench.scales(recipe)
+    path = ServingPath(kv_cache="float16", **EXACT)
+    found = one(bench, golden, recipe, scales, path, kind="input_scales_dropped")
+    ones = {
+        n: np.ones((), np.float32) if n.endswith("input_scale") else x for n, x in scales.items()
+    }
+    schemes = module_schemes(bench.checkpoint.spec, recipe)
+    with simulate_modules(bench.model, bench.checkpoint.spec, schemes, ones, "float16"):
+        theirs = whole_model(bench.model, golden)
+    # Rounding is chaotic: close on the whole, and far from what is served with the scales.
+    honest = one(bench, golden, recipe, scales, path)
+    assert np.abs(found - theirs).mean() < 0.2 * np.abs(found - honest).mean()
+
+
+def test_bytes_of_one_cache_read_as_the_other(bench: Bench, golden: GoldenSet) -> None:
+    """Written with the recipe's scales, whichever format they are written in."""
+    recipe = recipe_with("fp8", kv_cache="e5m2")
+    scales = bench.scales(recipe)
+    for cache in ("e5m2", "e4m3"):
+        path = ServingPath(activations=False, kv_cache=cache, **EXACT)
+        found = one(bench, golden, recipe, scales, path, kind="kv_bytes_reread")
+        assert np.isfinite(found).all()
+        assert np.abs(found - one(bench, golden, recipe, scales, path)).mean() > 20 * CLOSE
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-static", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_fault_of_one_layer_is_the_same_from_the_start(
+    preset: str, bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, in company or alone."""
+    recipe = recipe_with(preset, kv_cache="e5m2")
+    scales = bench.scales(recipe)
+    path = ServingPath(kv_cache="e5m2")
+    faults = [
+        Fault(kind="weight_scales_scaled", layer=layer, factor=factor)
+        for layer in (0, 1)
+        for factor in (0.5, 2.0)
+    ]
+    chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=fault) for fault in faults)]
+    together = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    monkeypatch.setattr(module, "_STATES_BYTES", 1)
+    apart = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    monkeypatch.setattr(module, "_first_layer", lambda hypothesis: 0)
+    whole = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    for hypothesis in chosen:
+        np.testing.assert_array_equal(together[hypothesis], apart[hypothesis])
+        np.testing.assert_array_equal(together[hypothesis], whole[hypothesis])
+    found = [x[0].tobytes() for x in together.values()]
+    assert len(set(found)) == len(found)
+
+
+def test_faults_run_on_some_records(
+    bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "FAULT_RECORDS", 4)
+    recipe = recipe_with("fp8", kv_cache="e5m2")
+    path = ServingPath(kv_cache="e5m2")
+    honest = Hypothesis(path=path)
+    fault = Hypothesis(path=path, fault=Fault(kind="weight_scales_dropped"))
+    told: list[int] = []
+    found = hypotheses(
+        bench.checkpoint, recipe, bench.scales(recipe), golden, [fault, honest], advance=told.append
+    )
+    assert list(found.logprobs) == [fault, honest] and found.paths == (path,)
+    assert found.logprobs[honest].shape == (REPEATS, len(LENGTHS), POSITIONS, 20)
+    assert np.isfinite(found.logprobs[honest]).all()
+    simulated = np.isfinite(found.logprobs[fault][0]).all(axis=(1, 2))
+    assert np.flatnonzero(simulated).tolist() == fault_records(golden) == [0, 3, 6, 9]
+    assert np.isnan(found.logprobs[fault][0][~simulated]).all()
+    assert sum(told) == sum(LENGTHS)
+    found.save(tmp_path)
+    assert (tmp_path / HYPOTHESES_FILE).stat().st_size < 4 * 3 * len(
+        LENGTHS
+    ) * POSITIONS * 20 + 2048
+    again = HypothesisSet.load(tmp_path, golden)
+    np.testing.assert_array_equal(again.logprobs[fault], found.logprobs[fault])
+
+
+def test_an_answer_that_is_no_number_is_left_out(bench: Bench, golden: GoldenSet) -> None:
+    """E4M3 of 384 and more, read as E5M2, is none."""
+    recipe = recipe_with("fp8", kv_cache="e4m3")
+    fault = Hypothesis(
+        path=ServingPath(kv_cache="e4m3", **EXACT), fault=Fault(kind="kv_bytes_reread")
+    )
+    scales = {n: x / 99 if n.endswith("k_scale") else x for n, x in bench.scales(recipe).items()}
+    found = hypotheses(bench.checkpoint, recipe, scales, golden, [fault])
+    assert not found.logprobs

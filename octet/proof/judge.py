@@ -28,10 +28,11 @@ What can be refused or excluded so is *visible*. What is neither takes part in n
 listed as hidden. The server is as expected if it is not refused, and everything visible is excluded
 or would have been refused. What needs more prompts than were asked makes it inconclusive.
 
-The cause is the likeliest hypothesis, if it explains the answers: they pass its own test of fit, or
-are nearer to it than to the honest path by a factor of 4 in squared distance, half in distance; and
-so much nearer than to a model that has nothing in common with the reference. Else it is another
-model.
+The cause is the likeliest hypothesis, or a fault of the honest path that is as likely at 95 %: if
+several may be, it is what differs least from what was declared. It has to explain the answers: they
+pass its own test of fit, or are nearer to it than to the honest path by a factor of 4 in squared
+distance, half in distance; and so much nearer than to a model that has nothing in common with the
+reference. Else it is another model.
 """
 
 import math
@@ -170,13 +171,22 @@ class _Judgement:
         misfit, prompts = contest.misfit(self._best)
         if not beaten and misfit <= t_quantile(1 - self._level, prompts - 1):
             return None, "as_expected"
-        likeliest = max(scores, key=lambda h: self._mean(h), default=None)
-        if likeliest is not None and scores[likeliest][0] > 0 and self._explains(likeliest):
-            farther = contest.farther(likeliest, self._best)
+        likeliest = self._likeliest([h for h, (z, _) in scores.items() if z > 0])
+        if likeliest is not None and self._explains(likeliest):
+            farther = self._whole.farther(likeliest, self._best)
             return cause_of(likeliest, self._best.path), "worse" if farther else "better"
         if contest.answers_farther:
             return ANOTHER_MODEL, "worse"
         return CLOSER, "better"
+
+    def _likeliest(self, among: Sequence[Hypothesis]) -> Hypothesis | None:
+        """Of those that are as likely at 95 %, one of the honest path's own faults if there is."""
+        ranked = sorted(among, key=self._mean, reverse=True)
+        for other in ranked:
+            z, prompts = self._contest.against(ranked[0], other)
+            if other.path == self._best.path and z < t_quantile(0.95, prompts - 1):
+                return other
+        return ranked[0] if ranked else None
 
     def _explains(self, other: Hypothesis) -> bool:
         contest = self._contest

@@ -4,13 +4,14 @@ import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from octet.errors import BackendUnavailable, ConfigError
+from octet.proof.artifact import load_proofs
 from octet.proof.declared import Engine
 from octet.proof.measure import measure
 from octet.proof.responses import Response
@@ -55,9 +56,12 @@ def verify_url(asked: Asked, *, as_json: bool = False, console: Console | None =
     """
     from serve.proof.report import show
 
+    checked = None if asked.checkpoint is None else _checkpoint(asked.checkpoint, asked.golden)
     found = asyncio.run(_check(asked, console))
-    if asked.checkpoint is not None:
-        _add_checkpoint(found, asked)
+    if checked is not None:
+        found.findings += [line for line in checked.findings if line not in found.findings]
+        found.unchecked += checked.unchecked
+        found.checkpoint = checked.report
     if as_json:
         print(json.dumps(found.as_json()))
     else:
@@ -224,21 +228,36 @@ async def _started(model: str, config: "BackendConfig") -> "Backend":
     return backend
 
 
-def _add_checkpoint(found: "ServerReport", asked: Asked) -> None:
-    """The checkpoint that it serves, as `octet verify DIR` sees it."""
+@dataclass(frozen=True)
+class _Checked:
+    """What was found about the checkpoint that a server serves."""
+
+    findings: list[str]
+    unchecked: list[str]
+    report: dict[str, Any]  # as `octet verify DIR --json` has it
+
+
+def _checkpoint(directory: Path, golden: Path) -> _Checked:
+    """As `octet verify DIR` sees it, and beside the artifact whose golden records are asked.
+
+    Raises OctetError for what cannot be checked at all.
+    """
     from export.verify import verify
-    from octet.proof.artifact import load_proofs
     from serve.proof.served import differences
 
-    assert asked.checkpoint is not None
-    proofs = load_proofs(asked.golden)
-    calibration = asked.golden if proofs.manifest.kind == "calibration" else None
-    checked = verify(asked.checkpoint, calibration=calibration)
-    found.checkpoint = checked.as_json()
-    found.findings += [f"the checkpoint: {problem}" for problem in checked.problems]
-    found.findings += [
-        line
-        for line in differences(asked.checkpoint, asked.golden, proofs, trusted=True)
-        if line not in found.findings
-    ]
-    found.unchecked += [f"of the checkpoint, {text}" for text in checked.unchecked]
+    proofs = load_proofs(golden)
+    beside = differences(directory, golden, proofs, trusted=True)
+    made_from = proofs.manifest.kind == "calibration" and not any("another" in x for x in beside)
+    checked = verify(directory, calibration=golden if made_from else None)
+    return _Checked(
+        [f"the checkpoint: {problem}" for problem in checked.problems] + beside,
+        [f"of the checkpoint, {_elsewhere(text, directory)}" for text in checked.unchecked],
+        checked.as_json(),
+    )
+
+
+def _elsewhere(text: str, directory: Path) -> str:
+    """Beside a URL, --model is the server's name for it."""
+    if not text.startswith("numbers:"):
+        return text
+    return f"numbers: `octet verify {directory} --model ORIGINAL` compares them with the original"

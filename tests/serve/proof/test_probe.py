@@ -13,11 +13,12 @@ from octet.golden import POSITIONS, GoldenSet, top_k_divergence
 from serve.backends.base import Backend
 from serve.config import TritonConfig
 from serve.proof.plan import order
-from serve.proof.probe import ALTERNATIVES, Unprovable, probe
+from serve.proof.probe import Unprovable, probe
 from serve.routing.make import make_backend
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.openai_clients import dead_url, started
+from tests.serve.proof.contract import require_probed
 from tests.serve.proof.fake_proofs import fake_golden
 from tests.serve.upstreams import STREAM_HEAD, forever, scripted
 
@@ -75,16 +76,7 @@ async def triton(server: FakeTriton, tmp_path: Any) -> AsyncIterator[Backend]:
 
 async def test_vllm_names_tokens_by_id_and_gets_a_fresh_salt() -> None:
     async with running(FakeOpenAI()) as server, started(server.url) as backend:
-        probed = await asked(backend, tokenizer=None)
-        require_exact(probed)
-        golden = fake_golden()
-        expected = sum(
-            len(golden.records[n].prompt_token_ids)
-            + min(POSITIONS, len(golden.records[n].continuation_token_ids))
-            for n in RECORDS
-        )
-        assert probed.tokens == expected and probed.state == "answered" and not probed.notes
-        assert (probed.alternatives, probed.salted) == (ALTERNATIVES, True)
+        require_exact(await require_probed(backend, fake_golden(), RECORDS, None))
         await asked(backend)
     salts = [body["cache_salt"] for body in server.requests]
     assert len(set(salts[:4])) == len(set(salts[4:])) == 1 and len(set(salts)) == 2
@@ -98,7 +90,7 @@ async def test_other_servers_name_tokens_by_their_text(flavour: str) -> None:
         running(FakeOpenAI(flavour=flavour)) as server,
         started(server.url, type="openai") as backend,
     ):
-        probed = await asked(backend)
+        probed = await require_probed(backend, fake_golden(), RECORDS, byte_tokenizer())
     # Bytes that are not UTF-8 all read U+FFFD: what is left is exact, and enough.
     known = [top for r in probed.responses for top in r.tops if top]
     assert len(known) > 10
@@ -128,16 +120,14 @@ async def test_triton_is_asked_through_our_entry_and_through_vllms(
         running(FakeTriton(token_ids=token_ids)) as server,
         triton(server, tmp_path) as backend,
     ):
-        probed = await asked(backend)
-    require_exact(probed)
-    assert not probed.salted
+        require_exact(await require_probed(backend, fake_golden(), RECORDS, None))
 
 
 async def test_the_engine_in_this_process_is_asked() -> None:
     backend = fake_backend()
     await backend.start()
     try:
-        require_exact(await asked(backend))
+        require_exact(await require_probed(backend, fake_golden(), RECORDS, None))
     finally:
         await backend.close()
 

@@ -1,0 +1,147 @@
+"""`octet verify URL` against a real vLLM and a real Triton: right, and with a wrong cache.
+
+Run with -s to see what a probe costs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from octet.golden import GoldenSet
+from octet.proof.artifact import load_proofs
+from serve.backends.base import Backend
+from serve.config import HttpConfig, TritonConfig
+from serve.proof.plan import FIRST_LOOK, order, simulated
+from serve.proof.probe import probe
+from serve.proof.scores import with_prompts
+from serve.routing.make import make_backend
+from serve.tokenizer import Tokenizer
+from tests.integration.servers.launch import TritonServer, VllmServer
+from tests.integration.servers.process import Server
+from tests.serve.proof.contract import require_probed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def vllm(start_vllm: Callable[..., VllmServer], exports: Path) -> VllmServer:
+    """With one thread: two wait for each other where others compute, and cost many times more."""
+    return start_vllm(exports / "checkpoint", threads=1)
+
+
+@asynccontextmanager
+async def started(config: HttpConfig | TritonConfig, model: str) -> AsyncIterator[Backend]:
+    backend = make_backend(model, config)
+    await backend.start()
+    try:
+        assert await backend.ready()
+        yield backend
+    finally:
+        await backend.close()
+
+
+def of_vllm(server: VllmServer, kind: Literal["vllm", "openai"] = "vllm") -> Any:
+    return started(HttpConfig(type=kind, url=server.url), server.served_name)
+
+
+def verify(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the report as JSON."""
+    command = [sys.executable, "-m", "octet", "verify", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def cpu_s(server: Server) -> float:
+    """Seconds that the server's processes have computed."""
+    assert server.process is not None
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(") ")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[2]) == server.process.pid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_contract_on_vllm(
+    vllm: VllmServer, exports: Path, kind: Literal["vllm", "openai"]
+) -> None:
+    """Asked as any server of OpenAI's protocol, it names tokens by their text."""
+    golden = GoldenSet.load(exports / "checkpoint")
+    tokenizer = None if kind == "vllm" else Tokenizer.load(exports / "checkpoint")
+    async with of_vllm(vllm, kind) as backend:
+        probed = await require_probed(backend, golden, range(0, 64, 5), tokenizer)
+        scored, why_not = await with_prompts(backend, golden, probed.responses)
+    assert why_not is None and all(response.prompt_logprobs for response in scored)
+    known = [top for response in probed.responses for top in response.tops if top]
+    assert len(known) > 0.9 * sum(len(response.tops) for response in probed.responses)
+
+
+async def test_contract_on_triton(triton: TritonServer, exports: Path) -> None:
+    golden = GoldenSet.load(exports / "checkpoint")
+    config = TritonConfig(type="triton", url=triton.grpc_address, model="python-lm")
+    async with started(config, "python-lm") as backend:
+        await require_probed(backend, golden, range(0, 64, 5), None)
+
+
+async def test_an_admission_costs_vllm_less_than_two_seconds(
+    vllm: VllmServer, exports: Path
+) -> None:
+    """Of its own time: what passes meanwhile depends on who else is at work on the machine."""
+    proofs = load_proofs(exports / "checkpoint")
+    async with of_vllm(vllm) as backend:
+        records = order(proofs.golden, 0, first=simulated(proofs.hypotheses))
+        await probe(backend, proofs.golden, records[-8:])  # the first request of all is slow
+        print()
+        for count in (8, FIRST_LOOK, len(records)):
+            before = cpu_s(vllm)
+            probed = await probe(backend, proofs.golden, records[:count], concurrency=8)
+            took = cpu_s(vllm) - before
+            print(f"{count} golden prompts: {probed.seconds:.2f} s, {took:.2f} s of its CPU time,")
+            print(f"  {probed.tokens} tokens; load {os.getloadavg()[0]:.1f}")
+            if count == FIRST_LOOK:
+                assert took < 2.0
+
+
+def test_a_right_vllm_is_right(vllm: VllmServer, exports: Path) -> None:
+    for options in ((), ("--engine", "vllm-cpu", "--checkpoint", exports / "checkpoint")):
+        golden = exports / "calibration-fp8"
+        code, found = verify(vllm.url, "--golden", golden, *options)
+        assert (code, found["verdict"]["outcome"], found["findings"]) == (0, "as_expected", [])
+        assert found["verdict"]["path"] == "weights+activations, e5m2 (truncate), bfloat16"
+        assert found["engine"]["cache_dtype"] == "fp8_e5m2" and found["engine"]["started"]
+        print(f"\n{found['verdict']['reason']}")
+
+
+def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
+    start_vllm: Callable[..., VllmServer], exports: Path
+) -> None:
+    server = start_vllm(exports / "checkpoint", kv_cache_dtype="fp8_e4m3", threads=1)
+    code, found = verify(server.url, "--golden", exports / "checkpoint")
+    print(f"\n{found['verdict']['reason']}")
+    assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
+    assert "E4M3" in found["verdict"]["cause"]["sentence"]
+    assert [line.partition(":")[0] for line in found["findings"]] == [
+        "E4M3 cache (cache_dtype=fp8_e4m3) where E5M2 was declared"
+    ]
+    code, found = verify(server.url, "--golden", exports / "checkpoint", "--kv-cache", "e4m3")
+    assert (code, found["findings"]) == (0, [])
+
+
+def test_a_right_triton_is_right(triton: TritonServer, exports: Path) -> None:
+    url = f"triton://{triton.grpc_address}/python-lm"
+    code, found = verify(url, "--golden", exports / "onnx", "--engine", "onnxruntime")
+    assert (code, found["verdict"]["outcome"]) == (0, "as_expected")
+    assert found["engine"]["engine"] == "triton" and found["engine"]["machine"] == "cpu"
+    print(f"\n{found['verdict']['reason']}")

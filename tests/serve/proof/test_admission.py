@@ -1,6 +1,7 @@
 """The gateway over servers that are right, wrong, and replaced by wrong ones while they serve."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from serve.backends import held
+from serve.backends import held, openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI
 from tests.serve.in_process import Client, in_process
 from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
+from tests.serve.proof.front import Front
 
 ASK = {"model": "p", "prompt": "def route(", "max_tokens": 12, "temperature": 0}
 
@@ -24,7 +26,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def gateway(golden: Path, *servers: FakeOpenAI) -> AsyncIterator[Client]:
+async def gateway(golden: Path, *servers: FakeOpenAI | Front) -> AsyncIterator[Client]:
     backends = [
         OpenAiHttpBackend("p", HttpConfig(type="vllm", url=server.url, model="fake"))
         for server in servers
@@ -99,12 +101,10 @@ def test_a_right_server_is_admitted_and_a_wrong_one_refused_by_name(golden: Path
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("in_order", [False, True])
 def test_no_client_gets_a_token_of_a_wrong_server_that_took_the_place_of_a_right_one(
-    golden: Path, in_order: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    golden: Path, streamed: bool
 ) -> None:
-    """Clients ask all the time. `in_order`: as servers end that merely close idle connections."""
-    monkeypatch.setattr(held, "IDLE_S", 0.0 if in_order else 1e9)
+    """Clients ask all the time."""
 
     async def main() -> None:
         right, wrong = served(), served(WORSE)
@@ -148,8 +148,57 @@ def test_no_client_gets_a_token_of_a_wrong_server_that_took_the_place_of_a_right
     asyncio.run(main())
 
 
-def _joined(events: list[str]) -> str:
-    import json
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_nor_where_the_port_is_never_closed_and_a_request_is_on_its_way(
+    golden: Path, reset: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not `reset`, the old connections end as those do that a server closes for being idle."""
+    monkeypatch.setattr(held, "IDLE_S", 0.0)
+    monkeypatch.setattr(openai_http, "KEEP_ALIVE_S", 1e-9)  # each request has its own connection
 
+    async def main() -> None:
+        right, wrong = served(), served(WORSE)
+        await asyncio.gather(right.start(), wrong.start())
+        async with Front(right) as front, gateway(golden, front) as client:
+            await until(client, "in")
+            front.decide.clear()
+            body = ASK | {"stream": streamed}
+            asked = asyncio.create_task(client.request("/v1/completions", body))
+            while not front.undecided:
+                await asyncio.sleep(0.001)
+            front.swap(wrong, reset=reset)
+            front.decide.set()
+            reply = await asked
+            assert reply.status in (502, 503), reply.body
+            assert any(body["prompt"] == ASK["prompt"] for body in wrong.requests)
+            entry = await until(client, "refused")
+            assert "k_scale" in entry["proof"]["reason"]
+        await asyncio.gather(right.stop(), wrong.stop())
+
+    asyncio.run(main())
+
+
+def test_a_server_that_closes_idle_connections_is_asked_anew_and_comes_back(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "IDLE_S", 0.0)
+
+    async def main() -> None:
+        right = served()
+        await right.start()
+        async with Front(right) as front, gateway(golden, front) as client:
+            probes = (await until(client, "in"))["proof"]["probes"]
+            front.swap(right, reset=False)
+            await until(client, "unproven")
+            entry = await until(client, "in")
+            assert probes == {"as_expected": 1} and entry["proof"]["probes"]["as_expected"] == 2
+            assert (await client.post("/v1/completions", ASK))[0] == 200
+        await right.stop()
+
+    asyncio.run(main())
+
+
+def _joined(events: list[str]) -> str:
     whole = [json.loads(event) for event in events if event != "[DONE]"]
     return "".join(choice["text"] for chunk in whole for choice in chunk.get("choices", ()))

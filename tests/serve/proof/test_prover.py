@@ -12,7 +12,7 @@ from serve.backends.base import Incarnation
 from serve.config import PoolConfig
 from serve.proof.probe import Unprovable
 from serve.proof.state import MemberProof
-from serve.routing import Ask, Member, Pool
+from serve.routing import Ask, Pool
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, FakeExams
 from tests.serve.routing.stand_ins import Server
 from tests.serve.routing.virtual_time import run

@@ -1,0 +1,223 @@
+"""What pools are proven with: by the configuration, over reloads, and not at all."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octet.cli import app
+from octet.golden import GOLDEN_FILE
+from octet.proof.measure import Measure
+from octet.proof.verdict import Verdict
+from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig
+from serve.config.proof import Proof
+from serve.lifecycle import unproven
+from serve.lifecycle.reload import reload_from
+from serve.proof.exam import Exams, directory_of
+from serve.proof.state import MemberProof
+from tests.fake_servers import FakeOpenAI
+from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.in_process import in_process
+from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
+from tests.serve.routing.stand_ins import Server
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 2}
+VLLM = HttpConfig(type="vllm", url="http://h:1")
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_proofs(tmp_path_factory.mktemp("proofs") / "export")
+
+
+def text(proof: str, *servers: FakeOpenAI) -> str:
+    backends = ", ".join(f"{{type: vllm, url: '{s.url}', model: fake}}" for s in servers)
+    quiet = "health: {probe_after_s: null, interval_s: 60, load_interval_s: 60, reconnect_s: 0.02}"
+    pool = f"{{backends: [{backends}], {quiet}, proof: {proof}}}"
+    return f"models: {{m: {{pool: p}}}}\npools: {{p: {pool}}}\n"
+
+
+async def reload(gateway: Served, changed: str) -> dict[str, Any]:
+    path = gateway.gateway.path
+    assert path is not None
+    path.write_text(changed)
+    return await reload_from(gateway.gateway, path)
+
+
+def standings(gateway: Served) -> list[str]:
+    return [member.standing for member in gateway.gateway.pools["p"].members]
+
+
+def states(gateway: Served) -> list[str]:
+    told = gateway.gateway.status()["pools"]["p"]["backends"]
+    return [entry["proof"]["state"] for entry in told]
+
+
+async def test_members_that_stay_keep_their_proof_and_new_ones_are_proven_first(
+    tmp_path: Path, golden: Path
+) -> None:
+    first, second, wrong = served(), served(), served(WORSE)
+    await asyncio.gather(first.start(), second.start(), wrong.start())
+    try:
+        proof = f"{{golden: {golden}}}"
+        gateway = configured(tmp_path / "octet.yaml", text(proof, first))
+        async with serving_gateway(gateway) as running:
+            assert standings(running) == ["in"]
+            asked = len(first.requests)
+            await reload(running, text(proof, first, second, wrong))
+            assert standings(running) == ["in", "in", "refused"]
+            assert len(first.requests) == asked and len(second.requests) >= 24
+            sooner = f"{{golden: {golden}, every_s: 10, share: 0.5}}"
+            await reload(running, text(sooner, first, second, wrong))
+            assert len(first.requests) == asked  # only when it is asked has changed
+            assert gateway.pools["p"].config.proof.every_s == 10
+    finally:
+        await asyncio.gather(first.stop(), second.stop(), wrong.stop())
+
+
+async def test_settings_of_what_it_serves_are_proven_before_they_are_taken_over(
+    tmp_path: Path, golden: Path
+) -> None:
+    server = served()
+    await server.start()
+    try:
+        gateway = configured(tmp_path / "octet.yaml", text("{}", server))
+        async with serving_gateway(gateway) as running:
+            assert (standings(running), states(running)) == (["in"], ["none"])
+            await reload(running, text(f"{{golden: {golden}}}", server))
+            assert (standings(running), states(running)) == (["in"], ["proven"])
+            asked = len(server.requests)
+            # It is quantized, and said not to be.
+            await reload(running, text(f"{{golden: {golden}, weights: original}}", server))
+            assert len(server.requests) >= asked + 24
+            assert (standings(running), states(running)) == (["refused"], ["refused"])
+            status, answer = await running.post("/v1/completions", BODY)
+            assert status == 503 and "no backend" in answer["error"]["message"]
+            await reload(running, text(f"{{golden: {golden}, enabled: false}}", server))
+            assert (standings(running), states(running)) == (["in"], ["none"])
+    finally:
+        await server.stop()
+
+
+async def test_golden_records_that_are_damaged_change_nothing_at_a_reload(
+    tmp_path: Path, golden: Path
+) -> None:
+    damaged = write_proofs(tmp_path / "damaged")
+    whole = (damaged / GOLDEN_FILE).read_text()
+    (damaged / GOLDEN_FILE).write_text(whole[: len(whole) // 2])
+    server = served()
+    await server.start()
+    try:
+        gateway = configured(tmp_path / "octet.yaml", text(f"{{golden: {golden}}}", server))
+        async with serving_gateway(gateway) as running:
+            with pytest.raises(Exception, match=r"golden\.json: truncated"):
+                await reload(running, text(f"{{golden: {damaged}}}", server))
+            assert states(running) == ["proven"]
+    finally:
+        await server.stop()
+
+
+def test_an_embedded_backend_brings_its_own_golden_records(tmp_path: Path, golden: Path) -> None:
+    bare = EmbeddedConfig(type="embedded", path=tmp_path)
+    own = EmbeddedConfig(type="embedded", path=golden)
+    assert directory_of(Proof(), own) == golden
+    assert directory_of(Proof(), bare) is directory_of(Proof(), VLLM) is None
+    other = Proof(golden=tmp_path / "other")
+    assert directory_of(other, own) == directory_of(other, VLLM) == tmp_path / "other"
+    assert directory_of(Proof(golden=golden, enabled=False), own) is None
+
+
+async def test_what_is_declared_decides_what_is_proven(golden: Path) -> None:
+    async def key(proof: Proof) -> object:
+        exam = await Exams(proof).find(VLLM)
+        assert exam is not None
+        return exam.key
+
+    same = [Proof(golden=golden), Proof(golden=golden, every_s=7, share=0.5, timeout_s=3)]
+    others = [
+        Proof(golden=golden, weights="original"),
+        Proof(golden=golden, kv_cache="e4m3"),
+        Proof(golden=golden, engine="vllm-gpu"),
+    ]
+    first, second = [await key(proof) for proof in same]
+    assert first == second and len({first, *[await key(proof) for proof in others]}) == 4
+
+
+def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
+    tmp_path: Path, golden: Path
+) -> None:
+    path = tmp_path / "octet.yaml"
+    path.write_text(
+        f"""
+        models: {{a: {{pool: p}}, b: {{pool: [{{type: vllm, url: 'http://h:1'}}]}}}}
+        pools: {{p: {{backends: [{{type: vllm, url: 'http://h:2'}}], proof: {{golden: {golden}}}}}}}
+        """
+    )
+    given = ["serve", "--config", str(path), "--check"]
+    lines = CliRunner().invoke(app, given).stdout.splitlines()
+    (proven,) = [line for line in lines if "proven by" in line]
+    assert proven.startswith("pool p: proven by 64 golden records: fp8 weights, e5m2 cache")
+    (warned,) = [line for line in lines if "UNPROVEN" in line]
+    assert warned.startswith("warning: pool b: SERVES UNPROVEN") and "proof.golden" in warned
+    lines = CliRunner().invoke(app, [*given, "--no-proof"]).stdout.splitlines()
+    warned_of = [line for line in lines if "UNPROVEN" in line]
+    assert len(warned_of) == 2 and all("--no-proof" in line for line in warned_of)
+    path.write_text(path.read_text().replace(str(golden), str(tmp_path)))
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 2 and "pools.p.proof.golden: " in refused.stderr
+
+
+def test_without_proof_means_every_pool() -> None:
+    config = GatewayConfig.model_validate(
+        {
+            "models": {"a": {"pool": [VLLM]}, "b": {"pool": "p"}},
+            "pools": {"p": {"backends": [VLLM], "proof": {"every_s": 7}}},
+        }
+    ).without_proof()
+    assert [pool.proof.enabled for pool in config.all_pools.values()] == [False, False]
+    assert config.pools["p"].proof.every_s == 7
+
+
+async def test_a_gateway_without_proof_stays_so_over_a_reload(tmp_path: Path, golden: Path) -> None:
+    wrong = served(WORSE)
+    await wrong.start()
+    try:
+        gateway = configured(tmp_path / "octet.yaml", text("{enabled: false}", wrong))
+        gateway.proves = False
+        async with serving_gateway(gateway) as running:
+            await reload(running, text(f"{{golden: {golden}}}", wrong))
+            assert (standings(running), states(running)) == (["in"], ["none"])
+            assert running.gateway.status()["unproven_pools"] == ["p"]
+            assert await running.metric("octet_pool_unproven", pool="p") == 1
+            assert await running.metric("octet_backend_proof_state", pool="p", backend="p-1") == 0
+    finally:
+        await wrong.stop()
+
+
+async def test_what_serves_unproven_is_said_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unproven, "EVERY_S", 0.001)
+    async with in_process(("p", [Server()])) as client:
+        task = asyncio.create_task(unproven.keep_warning(client.gateway))
+        async with asyncio.timeout(5):
+            while len(caplog.records) < 3:
+                await asyncio.sleep(0.001)
+        task.cancel()
+    lines = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING}
+    assert lines == {*unproven.unproven({"p": client.gateway.pools["p"].config})}
+    assert all("SERVES UNPROVEN" in line for line in lines)
+
+
+def test_status_is_json_whatever_was_measured() -> None:
+    nan = float("nan")
+    proof = MemberProof("x", "a", lambda: 0.0)
+    assert json.loads(json.dumps(proof.as_json(0), allow_nan=False))["outcome"] is None
+    figures = Measure(nan, nan, float("inf"), nan, nan, nan, None, 0, 0)
+    proof.verdict = Verdict("inconclusive", figures, None, None, None, (), (), "nothing came")
+    told = json.loads(json.dumps(proof.as_json(0), allow_nan=False))
+    assert told["kl"] is None and told["kl_interval"] == [None, None]

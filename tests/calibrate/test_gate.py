@@ -1,5 +1,6 @@
 """A gate closes on what costs too much, says which parts are to blame, and loses no work."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -190,11 +191,12 @@ class TestCalibrate:
         with pytest.raises(ArtifactError, match="not an Octet artifact"):
             Manifest.load(refused)
 
-        console = Console(file=(tmp_path / "said").open("w"), width=400)
+        said_now = io.StringIO()
+        console = Console(file=said_now, width=400)
         options = {"gate": gate("0.002", "50%"), "budget": "kl=0.002", "console": console}
         budget = calibrated(injured, tiny_samples, out, **options)
         assert observed == [0, 1]
-        assert "continuing from" in (tmp_path / "said").read_text()
+        assert "continuing from" in said_now.getvalue()
         assert budget.manifest.details["gate"][0]["met"]
         assert "a budget chose" in budget.manifest.details["gate"][0]["on"]
         assert not (tmp_path / "out.progress").exists()

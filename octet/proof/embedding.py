@@ -8,8 +8,9 @@ one for all other outcomes together. So everything is compared as coarsely as th
 can only shorten distances (the data-processing inequality).
 
 Where the server leaves out n of the reference's tokens, they have at most n times the least
-probability that it told. What a distribution gives them beyond that is an outcome of its own, which
-the server gave nothing; what it gives them within that is part of the rest.
+probability that it told, and no more than it left to all that it did not tell. How far 2√p of those
+tokens together is beyond that limit is an axis of its own; what they have within it is part of the
+rest. This shortens distances too, and what the server has there, whatever it is, is 0.
 """
 
 import math
@@ -32,7 +33,7 @@ _TINY = math.exp(-88)  # about the least normal number of float32
 class Answers:
     """What was answered to n prompts, beside the reference: [n, positions, tokens + 2] points.
 
-    The last two axes of a point are what tokens that were left out have beyond `limit`, and the
+    The last two axes of a point are how far tokens that were left out are beyond `limit`, and the
     rest. Where a position cannot be compared, all points are 0.
     """
 
@@ -45,11 +46,11 @@ class Answers:
 
     @classmethod
     def of(cls, golden: GoldenSet, responses: Sequence[Response]) -> "Answers":
-        """Of the last response to each record."""
-        latest = {response.record: response for response in responses}
+        """Of one response to each record."""
+        told = {response.record: response for response in responses}
         found = {
             number: positions
-            for number, response in sorted(latest.items())
+            for number, response in sorted(told.items())
             if (positions := comparable(golden.records[number], response))
         }
         count = max((len(record.tops) for record in golden.records), default=0)
@@ -66,7 +67,7 @@ class Answers:
                 at = row, j
                 top = golden.records[number].tops[j]
                 reference[at][: len(top.logprobs)] = top.logprobs
-                shared[at], limit[at], served[at] = _outcomes(top, latest[number].tops[j], tokens)
+                shared[at], limit[at], served[at] = _outcomes(top, told[number].tops[j], tokens)
         records = np.array(list(found), np.int64)
         return cls(records, compared, shared, limit, served, np.exp(reference))
 
@@ -111,10 +112,10 @@ class Answers:
     def _coarse(self, p: Points) -> Points:
         """The points of probabilities [..., n, positions, tokens]."""
         lumped = self._lumped(p)
-        beyond = np.maximum(lumped[..., -2] - self.limit, 0.0)
-        lumped[..., -1] += np.minimum(lumped[..., -2], self.limit)
-        lumped[..., -2] = beyond
+        left_out = np.maximum(lumped[..., -2], 0.0)
+        lumped[..., -1] += np.minimum(left_out, self.limit)
         points = 2 * np.sqrt(np.maximum(lumped, 0.0))
+        points[..., -2] = 2 * np.maximum(np.sqrt(left_out) - np.sqrt(self.limit), 0.0)
         points[..., ~self.compared, :] = 0.0
         return np.asarray(points)
 
@@ -131,5 +132,6 @@ def _outcomes(
             served[n] = math.exp(told[token])
     served[-1] = max(1.0 - float(served.sum()), 0.0)
     left_out = len(top.token_ids) - int(shared.sum())
-    limit = min(left_out * math.exp(min(told.values())), float(served[-1]))
+    untold = max(1.0 - sum(map(math.exp, told.values())), 0.0)
+    limit = min(left_out * math.exp(min(told.values())), untold)
     return shared, limit, 2 * np.sqrt(served)

@@ -73,6 +73,7 @@ def judge(
     mean divergence in nats that is accepted where no honest path was simulated (`octet.expected.
     bound_of`).
     """
+    responses = list({response.record: response for response in responses}.values())
     measured = measure(golden, responses)
     if not measured.prompts:
         reason = "inconclusive: no answer can be compared with the golden records"

@@ -1,0 +1,56 @@
+"""Which paths are honest, by what a backend is said to be."""
+
+import numpy as np
+
+from octet.expected import ServingPath
+from octet.hypotheses import Fault, Hypothesis, HypothesisSet
+from octet.proof.declared import declared_paths
+from octet.recipe import PRESETS
+
+NEAREST = ServingPath(kv_cache="e5m2")
+FLOAT32 = ServingPath(kv_cache="e5m2", compute="float32")
+TRUNCATED = ServingPath(kv_cache="e5m2", kv_rounding="truncate")
+WEIGHTS = ServingPath(kv_cache="e5m2", activations=False)
+BARE = ServingPath(kv_cache="e5m2", weights=False, activations=False)
+E4M3 = ServingPath(kv_cache="e4m3", queries=True)
+SET = HypothesisSet(
+    "w",
+    "fp8",
+    {
+        Hypothesis(path=path): np.zeros((2, 1, 1, 1), np.float32)
+        for path in (NEAREST, FLOAT32, TRUNCATED, WEIGHTS, BARE, E4M3)
+    }
+    | {
+        Hypothesis(path=NEAREST, fault=Fault(kind="kv_bytes_reread")): np.zeros(
+            (1, 1, 1, 1), np.float32
+        )
+    },
+)
+FP8 = PRESETS["fp8"]
+
+
+def test_without_an_engine_every_path_with_such_weights_and_cache_is() -> None:
+    found = declared_paths(SET, FP8, "e5m2")
+    assert found.paths == (NEAREST, FLOAT32, TRUNCATED, WEIGHTS)
+    assert found.label == "fp8 weights, e5m2 cache"
+
+
+def test_an_engine_takes_its_own() -> None:
+    assert declared_paths(SET, FP8, "e5m2", engine="vllm-gpu").paths == (NEAREST, FLOAT32)
+    assert declared_paths(SET, FP8, "e5m2", engine="vllm-cpu").paths == (TRUNCATED,)
+    assert declared_paths(SET, FP8, "e5m2", engine="onnxruntime").paths == (NEAREST, FLOAT32)
+    assert declared_paths(SET, FP8, "e4m3", engine="vllm-gpu").paths == (E4M3,)
+    assert declared_paths(SET, FP8, "e4m3", engine="vllm-cpu").paths == ()
+    fp4 = declared_paths(SET, PRESETS["nvfp4"], "e5m2", engine="vllm-gpu")
+    assert fp4.paths == (WEIGHTS,)  # weight-only on Hopper
+
+
+def test_the_original_is_not_quantized() -> None:
+    found = declared_paths(SET, FP8, "e5m2", weights="original", engine="vllm-gpu")
+    assert found.paths == (BARE,)
+    assert found.label == "original weights, e5m2 cache, vllm-gpu"
+
+
+def test_nothing_simulated_is_nothing_honest() -> None:
+    assert declared_paths(None, FP8, "float16").paths == ()
+    assert declared_paths(None, FP8, "float16").label == "fp8 weights, 16-bit cache"

@@ -1,0 +1,226 @@
+"""Servers whose truth is known: honest ones are admitted, others refused and named."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from octet.expected import ServingPath
+from octet.hypotheses import Hypothesis, HypothesisSet
+from octet.proof.declared import Declared, declared_paths
+from octet.proof.judge import judge
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from octet.recipe import PRESETS
+from tests.octet.proof.worlds import (
+    BARE,
+    E4M3,
+    FLOAT32,
+    HALVED,
+    HONEST,
+    NO_K_SCALE,
+    NO_V_SCALE,
+    SIZES,
+    World,
+    log_softmax,
+    make_world,
+)
+
+RECIPE = PRESETS["fp8"]
+FAULT_RECORDS = 24
+
+
+def verdict(
+    world: World, seed: int, responses: list[Response], known: tuple[Hypothesis, ...] = tuple(SIZES)
+) -> Verdict:
+    hypotheses = world.hypotheses(seed, known=known, fault_records=FAULT_RECORDS)
+    declared = declared_paths(hypotheses, RECIPE, "e5m2")
+    return judge(world.golden, hypotheses, declared, responses)
+
+
+@pytest.mark.parametrize("truth", [HONEST, FLOAT32], ids=lambda h: h.path.compute)
+def test_honest_servers_are_as_expected(truth: Hypothesis) -> None:
+    """30 of 30: with 95 % confidence, fewer than 1 in 10 is not (Clopper and Pearson)."""
+    for seed in range(30):
+        world = make_world(seed)
+        found = verdict(world, seed, world.server(truth, seed))
+        assert found.outcome == "as_expected", (seed, found.reason)
+        assert found.cause is None and found.expected is not None
+        assert 0.3 < found.measure.kl_mean / found.expected.mean < 3
+
+
+@pytest.mark.parametrize("noisier", [0.5, 1.3])
+def test_kernels_of_another_noise_are_honest_too(noisier: float) -> None:
+    for seed in range(10):
+        world = make_world(seed)
+        found = verdict(world, seed, world.server(HONEST, seed, noisier=noisier))
+        assert found.outcome == "as_expected", (seed, found.reason)
+
+
+@pytest.mark.parametrize(
+    ("truth", "outcome", "cause"),
+    [
+        (BARE, "better", "unquantized"),
+        (E4M3, "better", "kv_cache_e4m3"),
+        (NO_K_SCALE, "worse", "k_scale_dropped"),
+        (HALVED, "worse", "weight_scales_scaled, layer 3, x0.5"),
+    ],
+    ids=["unquantized", "e4m3", "k_scale", "halved"],
+)
+def test_others_are_refused_and_named(truth: Hypothesis, outcome: str, cause: str) -> None:
+    for seed in range(15):
+        world = make_world(seed)
+        found = verdict(world, seed, world.server(truth, seed))
+        assert found.cause is not None, (seed, found.reason)
+        assert (found.outcome, found.cause.name) == (outcome, cause), seed
+        assert found.cause.sentence in found.reason and found.cause.remedy in found.reason
+        assert found.ranking[0].label == truth.label
+        assert found.ranking[0].z > 3
+
+
+def test_what_the_numbers_cannot_show_is_listed_and_never_named() -> None:
+    for seed in range(5):
+        world = make_world(seed)
+        for truth in (HONEST, NO_V_SCALE):
+            found = verdict(world, seed, world.server(truth, seed))
+            assert found.hidden == (NO_V_SCALE.label,)
+            assert found.outcome == "as_expected"
+
+
+def test_another_model_is_not_taken_for_a_fault() -> None:
+    for seed in range(10):
+        world = make_world(seed)
+        other = world.responses(log_softmax(make_world(seed + 1000).logits))
+        found = verdict(world, seed, other)
+        assert found.outcome == "worse"
+        assert found.cause is not None and found.cause.name == "another_model"
+
+
+def test_a_fine_tuned_model_is_another_one() -> None:
+    rng = np.random.default_rng(0)
+    world = make_world(0)
+    moved = log_softmax(world.logits + rng.normal(size=world.logits.shape) * 0.5)
+    found = verdict(world, 0, world.responses(moved))
+    assert found.cause is not None and found.cause.name == "another_model"
+
+
+def test_a_fallback_is_refused_though_nobody_simulated_it() -> None:
+    """The reference itself is always a hypothesis: what computes in full precision is near it."""
+    known = (HONEST, FLOAT32, NO_K_SCALE)
+    for seed in range(5):
+        world = make_world(seed)
+        found = verdict(world, seed, world.responses(log_softmax(world.logits)), known)
+        assert found.outcome == "better"
+        assert found.cause is not None and found.cause.name == "unquantized"
+
+
+@pytest.mark.parametrize("told", [5, 10])
+def test_few_logprobs_are_enough(told: int) -> None:
+    found = Counter()
+    for seed in range(5):
+        world = make_world(seed)
+        for truth in (HONEST, NO_K_SCALE, BARE):
+            answer = verdict(world, seed, world.server(truth, seed, told=told))
+            found[truth, answer.cause.name if answer.cause else answer.outcome] += 1
+    assert found == {
+        (HONEST, "as_expected"): 5,
+        (NO_K_SCALE, "k_scale_dropped"): 5,
+        (BARE, "unquantized"): 5,
+    }
+
+
+def test_few_prompts_decide_nothing_unless_they_are_clear() -> None:
+    world = make_world(0)
+    few = verdict(world, 0, world.server(HONEST, 0, records=range(3)))
+    assert few.outcome == "inconclusive" and few.cause is None
+    assert "do not yet exclude" in few.reason
+    clear = verdict(world, 0, world.server(HALVED, 0, records=range(12)))
+    assert clear.outcome == "worse"
+
+
+def test_no_answer_is_inconclusive() -> None:
+    world = make_world(0)
+    found = verdict(world, 0, [])
+    assert found.outcome == "inconclusive" and found.measure.prompts == 0
+    assert found.as_json()["measure"]["kl_mean"] is None
+
+
+def test_the_last_answer_to_a_record_counts() -> None:
+    world = make_world(0)
+    broken, whole = world.server(HALVED, 0), world.server(HONEST, 0)
+    assert verdict(world, 0, broken + whole).as_json() == verdict(world, 0, whole).as_json()
+
+
+def test_an_unquantized_pool_is_held_to_the_unquantized_path() -> None:
+    for seed in range(5):
+        world = make_world(seed)
+        hypotheses = world.hypotheses(seed)
+        declared = declared_paths(hypotheses, RECIPE, "e5m2", weights="original")
+        assert declared.paths == (BARE.path,)
+        honest = judge(world.golden, hypotheses, declared, world.server(BARE, seed))
+        assert honest.outcome == "as_expected", honest.reason
+        other = judge(world.golden, hypotheses, declared, world.server(HONEST, seed))
+        assert other.outcome == "worse" and other.cause is not None
+        assert other.cause.name == "quantized"
+
+
+def test_more_looks_ask_for_more_evidence() -> None:
+    """Between honesty and a fault: what one look refuses, a thousand do not."""
+    world = make_world(0)
+    hypotheses = world.hypotheses(0)
+    declared = declared_paths(hypotheses, RECIPE, "e5m2")
+    responses = world.server(HALVED, 0, records=range(8))
+    once = judge(world.golden, hypotheses, declared, responses)
+    often = judge(world.golden, hypotheses, declared, responses, looks=10**9)
+    assert once.outcome == "worse" and often.outcome == "inconclusive"
+
+
+class TestWithoutSimulation:
+    """Only the divergence is known, and a bound for it."""
+
+    DECLARED = Declared((), "fp8 weights, e5m2 cache")
+
+    def judged(self, truth: Hypothesis, bound: float | None, records: range) -> Verdict:
+        world = make_world(0)
+        responses = world.server(truth, 0, records=records)
+        return judge(world.golden, None, self.DECLARED, responses, bound=bound)
+
+    def test_it_is_held_against_the_bound(self) -> None:
+        honest = self.judged(HONEST, 0.1, range(48))
+        assert honest.outcome == "as_expected" and honest.expected is None
+        assert "without a simulation" in honest.reason
+        assert self.judged(HALVED, 0.1, range(48)).outcome == "worse"
+
+    def test_few_prompts_near_the_bound_are_inconclusive(self) -> None:
+        mean = self.judged(HONEST, 0.1, range(6)).measure.kl_mean
+        assert self.judged(HONEST, mean, range(6)).outcome == "inconclusive"
+
+    def test_without_a_bound_nothing_is_said(self) -> None:
+        assert self.judged(HONEST, None, range(48)).outcome == "inconclusive"
+
+    def test_a_declaration_that_nobody_simulated_says_so(self) -> None:
+        world = make_world(0)
+        hypotheses = world.hypotheses(0)
+        declared = declared_paths(hypotheses, RECIPE, "float16")
+        found = judge(world.golden, hypotheses, declared, world.server(HONEST, 0), bound=0.1)
+        assert declared.paths == () and "without a simulation" in found.reason
+
+
+def test_a_verdict_is_json_with_every_figure() -> None:
+    world = make_world(0)
+    told = verdict(world, 0, world.server(NO_K_SCALE, 0)).as_json()
+    assert told["path"] == HONEST.path.label or told["path"] == FLOAT32.path.label
+    assert told["cause"]["name"] == "k_scale_dropped"
+    assert told["measure"]["prompts"] == 48
+    assert len(told["ranking"]) == len(SIZES) + 1  # and the reference
+
+
+def test_a_hypothesis_without_numbers_is_no_candidate() -> None:
+    world = make_world(0)
+    whole = world.hypotheses(0)
+    nan = {h: np.full_like(x, np.nan) if h == E4M3 else x for h, x in whole.logprobs.items()}
+    hypotheses = HypothesisSet(whole.weights_sha256, whole.recipe, nan)
+    declared = Declared((HONEST.path,), "")
+    found = judge(world.golden, hypotheses, declared, world.server(HONEST, 0))
+    assert E4M3.label not in [score.label for score in found.ranking]
+    assert ServingPath(kv_cache="e4m3").label == E4M3.label

@@ -52,9 +52,9 @@ async def described(stub: Any, model: str, timeout_s: float) -> dict[str, Any] |
 async def incarnation(stub: Any, model: str, timeout_s: float) -> Incarnation | None:
     """By the model's configuration, versions and statistics.
 
-    Loading a model again, changed or not, sets its statistics to zero (2.51: those of
-    ModelStatistics; `nv_inference_count` goes on), and nothing else shows it: the connections stay,
-    the model is READY before and after.
+    Loading a model again sets its statistics to zero (2.51: those of ModelStatistics;
+    `nv_inference_count` goes on), and nothing else shows it: the connections stay, and the model is
+    READY before and after. Triton loads again only if a file of the model has changed.
     """
     try:
         config = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)

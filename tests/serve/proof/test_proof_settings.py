@@ -202,7 +202,8 @@ async def test_what_serves_unproven_is_said_again_and_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(unproven, "EVERY_S", 0.001)
-    async with in_process(("p", [Server()])) as client:
+    pool = {"backends": [VLLM], "health": {"probe_after_s": None}}
+    async with in_process(("p", [Server()]), pools={"p": pool}) as client:
         task = asyncio.create_task(unproven.keep_warning(client.gateway))
         async with asyncio.timeout(5):
             while len(caplog.records) < 3:

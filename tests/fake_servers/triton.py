@@ -60,6 +60,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         self.metadata: list[dict[str, str]] = []  # of each call
         self.metrics = ""  # the page, on HTTP
         self.metrics_url = ""
+        self.executed = 0  # requests, since the model was loaded
 
     async def start(self, port: int = 0) -> None:
         await self.engine.start()
@@ -108,6 +109,17 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
             config.parameters[name].string_value = value
         return pb.ModelConfigResponse(config=config)
 
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:
+        await self._require_known(request.name, context)
+        answer = pb.ModelStatisticsResponse()
+        stats = answer.model_stats.add(name="fake", version="1", execution_count=self.executed)
+        stats.inference_stats.success.count = self.executed
+        return answer
+
+    def reload(self) -> None:
+        """Its model is loaded again: nothing shows it but its statistics."""
+        self.executed = 0
+
     async def _require_known(self, name: str, context: Any) -> None:
         if name != "fake":
             text = f"Request for unknown model: '{name}' is not found"
@@ -119,6 +131,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         self.running += 1
+        self.executed += 1
         self.metadata.append(dict(context.invocation_metadata()))
         try:
             async for message in requests:

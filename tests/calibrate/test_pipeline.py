@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from calibrate import run
-from calibrate.predict import serving_paths
+from calibrate.hypotheses import hypotheses_of, serving_paths
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import (
@@ -29,6 +29,7 @@ from octet.errors import (
     UnsupportedError,
 )
 from octet.expected import EXPECTED_FILE, ExpectedSet
+from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.recipe import Recipe
 from octet.tensors import Tensor, TensorFile, write_tensors
 
@@ -141,6 +142,11 @@ def test_reports_progress_tensors_and_warnings(
     assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
     told = f"expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
     assert told in " ".join(text.split())
+    hypotheses = HypothesisSet.load(tmp_path / "out", result.golden)
+    assert set(hypotheses.logprobs) == set(
+        hypotheses_of(Checkpoint.open(tiny_model).spec, FP8, result.scales)
+    )
+    assert HYPOTHESES_FILE in result.manifest.files
     assert "layers.0.self_attn.key " in text
     assert "warning: 8 samples are few" in " ".join(text.split())
     assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
@@ -153,6 +159,7 @@ def test_what_serving_costs_need_not_be_predicted(
     options: dict[str, Any] = {"recipe": FP8, "count": 8, "allow_few_samples": True}
     run(tiny_model, tiny_samples, tmp_path / "out", predict=False, **options)
     assert not (tmp_path / "out" / EXPECTED_FILE).exists()
+    assert not (tmp_path / "out" / HYPOTHESES_FILE).exists()
 
 
 def test_refuses_a_weight_with_nan_before_it_runs(

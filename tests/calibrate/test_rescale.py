@@ -17,6 +17,7 @@ from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ConfigError, OctetError
 from octet.formats import E4M3, float32_to_bf16
+from octet.hypotheses import HYPOTHESES_FILE
 from octet.recipe import PRESETS, Override, Recipe
 from octet.tensors import Tensor, write_tensors
 
@@ -115,6 +116,7 @@ def test_it_equals_calibrating_afresh(
         "observations.json",
         "golden.json",
         "expected.json",
+        HYPOTHESES_FILE,
     } <= same
     reports = [json.loads((x.path / "report.json").read_text()) for x in (derived, fresh)]
     for part in ("tensors", "weights", "convergence", "distributions", "unknown", "warnings"):

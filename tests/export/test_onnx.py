@@ -24,6 +24,8 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, OctetError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.formats import E4M3
+from octet.golden import GoldenSet
+from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.recipe import Recipe
 from tests.export.conftest import RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, random_ids
@@ -290,6 +292,8 @@ def test_of_full_precision_no_quantization_is_expected(
     path = ServingPath(kv_cache="float16")
     one = Expectation(path=path, mean=0.01, low=0.005, high=0.02, prompts=64)
     ExpectedSet(recipe="fp8", expectations=(one,)).save(calibration)
+    golden = GoldenSet.load(calibration)
+    HypothesisSet(golden.weights_sha256, "fp8", {}).save(calibration)
     rewritten(calibration)
     plain = export_onnx(calibration, tmp_path / "plain", quantize=False)
     assert plain.details["quantized"] is False
@@ -298,6 +302,12 @@ def test_of_full_precision_no_quantization_is_expected(
     quantized = export_onnx(calibration, tmp_path / "quantized", kv_cache="float16")
     assert quantized.details["expected_divergence"][path.label]["mean"] == 0.01
     assert EXPECTED_FILE in quantized.files
+    # To serve it unquantized is a hypothesis like others.
+    assert HYPOTHESES_FILE in plain.files and HYPOTHESES_FILE in quantized.files
+    HypothesisSet(golden.weights_sha256, "another", {}).save(tmp_path / "plain")
+    rewritten(tmp_path / "plain")
+    (problem,) = verify(tmp_path / "plain", calibration=calibration).problems
+    assert (problem.where, problem.what) == (HYPOTHESES_FILE, "is not the calibration's")
 
 
 def test_a_cache_that_was_not_calibrated_is_refused(

@@ -15,6 +15,8 @@ from octet.artifact import MANIFEST_FILE, Manifest
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint, sha256_file
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.golden import GOLDEN_FILE
+from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.reproduce import BACKENDS, CHECKPOINTS, GRAPHS
@@ -53,7 +55,8 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         found = Calibration.load(
             make_calibration(plain, tiny_model, Recipe.load(recipe), scales=scales)
         )
-        files = {EXPECTED_FILE: EXPECTED.to_json()}
+        told = HypothesisSet(found.golden.weights_sha256, recipe, {})
+        files = {EXPECTED_FILE: EXPECTED.to_json(), HYPOTHESES_FILE: told.save}
         Calibration.save(
             root / recipe, found.manifest, {}, {}, found.scales, found.golden, extra_files=files
         )
@@ -118,8 +121,8 @@ def test_a_manifest_says_what_an_export_was_made_of(
     assert {"python", "octet", "numpy"} | packages <= manifest.software.keys()
     ranges = manifest.details["expected_divergence"]
     assert list(ranges.values()) == [{"low": 0.005, "mean": 0.01, "high": 0.02}]
-    golden = twice[0] / name / "golden.json"
-    assert golden.read_bytes() == (calibrated / recipe / "golden.json").read_bytes()
+    for file in (GOLDEN_FILE, HYPOTHESES_FILE):
+        assert (twice[0] / name / file).read_bytes() == (calibrated / recipe / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", CASES)

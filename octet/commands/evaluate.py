@@ -16,7 +16,7 @@ from octet.commands.harness import run_tasks
 from octet.commands.options import Json, TextField, console_for
 from octet.commands.targets import AskedByUrl, open_target, read_samples
 from octet.errors import BackendError, ConfigError
-from octet.evaluation.comparison import compare
+from octet.evaluation.comparison import compare, plain
 from octet.evaluation.evaluator import Advance
 from octet.evaluation.evaluator import evaluate as score
 from octet.evaluation.intervals import Interval
@@ -125,18 +125,18 @@ def _report(
     as_json: bool,
 ) -> None:
     """On standard output, and as a page."""
-    plain = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False)
     if evaluation is None:
         if as_json:
             rows = [
                 {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
                 for name, row in zip(targets, figures, strict=True)
             ]
-            print(json.dumps({"rows": rows}))
+            print(json.dumps(plain({"rows": rows})))
             return
         for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
-            plain.print(line)
-        plain.print(*render_tasks(figures))
+            console.print(line)
+        console.print(*render_tasks(figures))
         return
     result = compare(evaluation, figures)
     if html is not None:
@@ -146,7 +146,7 @@ def _report(
     if as_json:
         print(json.dumps(result.as_json()))
     else:
-        plain.print(render(result))
+        console.print(render(result))
 
 
 def _note(line: str) -> None:

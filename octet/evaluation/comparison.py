@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from octet.evaluation.intervals import FEW, Interval, interval
 from octet.evaluation.scores import Evaluation, Scores
 
-__all__ = ["Comparison", "Row", "compare"]
+__all__ = ["Comparison", "Row", "compare", "plain"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Comparison:
         """Plain data; a bound that there is none of is null. The first row's figures come first,
         for scripts that ask about one artifact."""
         first = {"perplexity": self.rows[0].perplexity.mean, "tokens": self.tokens}
-        data: dict[str, Any] = _finite(first | asdict(self) | {"confidence": 0.95})
+        data: dict[str, Any] = plain(first | asdict(self) | {"confidence": 0.95})
         return data
 
 
@@ -126,9 +126,10 @@ def _few(samples: int) -> tuple[str, ...]:
     return ()
 
 
-def _finite(data: Any) -> Any:
+def plain(data: Any) -> Any:
+    """For JSON, which has neither NaN nor Inf: null."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [plain(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,173 @@
+"""`octet evaluate`, from the command line to the files that it leaves."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octet.cli import app
+from octet.commands import harness as harness_module
+from octet.errors import BackendError, ConfigError, OctetError, UnsupportedError
+from tests.serve.evaluation.prompt_server import as_vllm, running
+
+OCTET = [sys.executable, "-m", "octet"]
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps({"text": chr(97 + i) * (i + 3)}) + "\n" for i in range(10)))
+    return path
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=True)
+
+
+def answered(*arguments: object) -> dict[str, Any]:
+    done = invoke(*arguments, "--json")
+    assert done.exit_code == 0, done.exception
+    return dict(json.loads(done.stdout))
+
+
+def refused(*arguments: object) -> OctetError:
+    done = invoke(*arguments)
+    assert isinstance(done.exception, OctetError), done
+    return done.exception
+
+
+def test_servers_alone_are_compared_by_their_own_tokens(samples: Path, tmp_path: Path) -> None:
+    with running(as_vllm) as one, running(as_vllm) as other:
+        done = answered(one.url, other.url, "--samples", samples, "--top-k", 5)
+    assert [row["name"] for row in done["rows"]] == [one.url, other.url]
+    assert done["tokens"] == sum(i + 2 for i in range(10)) and done["perplexity"] > 1
+    assert done["rows"][1]["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_a_server_that_dies_is_gone_on_with(samples: Path, tmp_path: Path) -> None:
+    def dying(body: dict[str, Any]) -> tuple[int, Any]:
+        return as_vllm(body) if len(fake.asked) <= 4 else (0, {})
+
+    with running(dying) as fake:
+        options = (fake.url, "--samples", samples, "--top-k", 5, "--concurrency", 1)
+        assert "give --out DIR" in str(refused(*options))
+        fake.asked.clear()
+        error = refused(*options, "--out", tmp_path / "out")
+        assert isinstance(error, BackendError) and "\n" not in str(error)
+        assert f"kept in {tmp_path / 'out'}: the same command goes on" in str(error)
+        fake.answering = as_vllm
+        fake.asked.clear()
+        done = answered(*options, "--out", tmp_path / "out")
+        assert len(fake.asked) == 6  # of ten
+        assert done == answered(*options)
+
+
+def test_an_interruption_leaves_what_was_answered(samples: Path, tmp_path: Path) -> None:
+    """SIGINT while a request waits: the answers before it are there, and the way on is said."""
+    import signal
+    import threading
+
+    waiting, release = threading.Event(), threading.Event()
+
+    def hanging(body: dict[str, Any]) -> tuple[int, Any]:
+        if len(fake.asked) > 3:
+            waiting.set()
+            release.wait(30)
+        return as_vllm(body)
+
+    with running(hanging) as fake:
+        command = [*OCTET, "evaluate", fake.url, "--samples", str(samples), "--top-k", "5"]
+        command += ["--concurrency", "1", "--out", str(tmp_path / "out"), "--json"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert waiting.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        release.set()
+    assert process.returncode == 130 and "the same command goes on from there" in said
+    (path,) = (tmp_path / "out").iterdir()
+    assert path.read_text().count('"sample":') == 3
+
+
+def test_what_cannot_be_asked_is_one_line(samples: Path, tmp_path: Path) -> None:
+    with running(as_vllm) as fake:
+        assert "nothing to evaluate on" in str(refused(fake.url))
+        assert "--samples FILE too" in str(refused(fake.url, "--tasks", "a", "--html", "x.html"))
+        assert "no such file" in str(refused(fake.url, "--samples", tmp_path / "absent"))
+    error = refused("grpc://127.0.0.1:8001", "--samples", samples)
+    assert isinstance(error, UnsupportedError) and "the export or engine" in str(error)
+    error = refused(tmp_path, "--tasks", "arc_easy")
+    assert isinstance(error, ConfigError) and "octet serve" in str(error)
+
+
+HARNESS = """#!{python}
+import json, sys
+from pathlib import Path
+arguments = sys.argv[1:]
+out = Path(arguments[arguments.index("--output_path") + 1]) / "model"
+out.mkdir(parents=True)
+Path({kept!r}).write_text(json.dumps(arguments))
+if "broken" in arguments[arguments.index("--tasks") + 1]:
+    sys.exit("no such task: broken")
+results = {{"toy": {{"alias": "toy", "acc,none": 0.75, "acc_stderr,none": 0.1,
+           "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A"}}}}
+(out / "results_2026.json").write_text(json.dumps({{"results": results}}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real harness is out of the way where there is one."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        harness_module.importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "lm_eval" else find(name, *more),
+    )
+
+
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A command named lm_eval that takes the real one's arguments and writes its results."""
+    kept = tmp_path / "asked.json"
+    command = tmp_path / "bin" / "lm_eval"
+    command.parent.mkdir()
+    command.write_text(HARNESS.format(python=sys.executable, kept=str(kept)))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    return kept
+
+
+def test_tasks_join_the_table(samples: Path, harness: Path) -> None:
+    with running(as_vllm) as fake:
+        options = (fake.url, "--samples", samples, "--top-k", 5, "--tasks", "toy,other")
+        found = answered(*options)["rows"][0]["tasks"]
+        shown = invoke(*options).stdout
+        alone = answered(fake.url, "--tasks", "toy")["rows"][0]["tasks"]
+        assert "no such task: broken; try it yourself: lm_eval run" in str(
+            refused(fake.url, "--tasks", "broken")
+        )
+    assert found == alone and found["toy acc"]["mean"] == 0.75
+    assert found["toy acc"]["high"] == pytest.approx(0.75 + 1.96 * 0.1, abs=1e-3)
+    assert found["toy exact_match (strict)"]["low"] is None
+    assert "toy acc" in shown and "0.75" in shown
+    asked = json.loads(harness.read_text())
+    assert asked[:3] == ["run", "--model", "local-completions"]
+    assert f"base_url={fake.url}/v1/completions" in asked[asked.index("--model_args") + 1]
+
+
+def test_without_the_harness_its_command_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("lm_eval") is None
+    with running(as_vllm) as fake:
+        line = str(refused(fake.url, "--tasks", "arc_easy,hellaswag", "--limit", 10))
+    assert "pip install 'octet[evaluate]'" in line
+    assert "lm_eval run --model local-completions --tasks arc_easy,hellaswag" in line

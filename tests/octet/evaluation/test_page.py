@@ -1,0 +1,60 @@
+"""The page of a comparison: whole, self-contained, and safe whatever a target is called."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from octet.evaluation.comparison import compare
+from octet.evaluation.intervals import Interval
+from octet.evaluation.page import write_page
+from octet.evaluation.scores import Evaluation, Scores
+from octet.evaluation.sequences import Sequences
+
+NAMES = ("onnx", "</script><b>far")
+
+
+def evaluation(*, reference: bool) -> Evaluation:
+    generator = np.random.default_rng(0)
+    sizes = (3, 40, 7, 12, 5, 9, 30, 20)
+    ids = tuple(tuple(range(size + 1)) for size in sizes)
+    origins = tuple(f"s.jsonl, line {i}" for i in range(1, len(sizes) + 1))
+    sequences = Sequences(
+        Path("s.jsonl"), "", 64, origins, ("",) * len(sizes), ids, ("",) * len(sizes)
+    )
+
+    def scores(name: str) -> Scores:
+        nll = tuple(generator.random(size) for size in sizes)
+        kl = tuple(generator.lognormal(-6, 2, size) for size in sizes) if reference else None
+        return Scores(name, nll, kl)
+
+    origin = scores("original") if reference else None
+    return Evaluation(sequences, 20, origin, tuple(map(scores, NAMES)))
+
+
+def test_a_page_holds_every_figure_and_fetches_nothing(tmp_path: Path) -> None:
+    found = evaluation(reference=True)
+    tasks = [{"toy acc": Interval(0.5, 0.4, 0.6)}, {}]
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    write_page(path, found, compare(found, tasks))
+    text = path.read_text()
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    own = re.sub(r"<script>\s*/\*\*.*?</script>", "", text, flags=re.DOTALL)  # without Plotly
+    assert "default-src 'none'" in own and not re.search(r"(src|href)\s*=", own)
+    (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', own)
+    data = json.loads(embedded)
+    assert [row["name"] for row in data["rows"]] == list(NAMES)
+    assert abs(sum(data["distributions"][0]["share"]) - 1) < 1e-9
+    assert len(data["per_sample"][1]["kl"]) == 8
+    assert "&lt;/script&gt;&lt;b&gt;far" in own and "toy acc" in own
+    for row in data["rows"]:
+        assert f"{1000 * row['kl']['mean']:.4g}" in own
+
+
+def test_without_a_reference_there_is_no_divergence_to_show(tmp_path: Path) -> None:
+    found = evaluation(reference=False)
+    write_page(tmp_path / "page.html", found, compare(found))
+    text = (tmp_path / "page.html").read_text()
+    assert 'id="samples"' in text and 'id="distribution"' not in text

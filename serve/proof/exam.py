@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from octet.errors import ArtifactError
 from octet.golden import GOLDEN_FILE
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
@@ -73,7 +74,10 @@ class Exams:
         """`embedded`: for the engine of this process. Raises ArtifactError for what is damaged."""
         from serve.proof.golden_exam import GoldenExam  # NumPy and statistics: only where needed
 
-        return GoldenExam.load(directory, self.config, embedded=embedded)
+        try:
+            return GoldenExam.load(directory, self.config, embedded=embedded)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error} (--no-proof serves it all the same)") from None
 
 
 def directory_of(config: Proof, entry: BackendConfig | None) -> Path | None:

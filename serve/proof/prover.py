@@ -118,7 +118,7 @@ class Prover:
     async def admit(self) -> None:
         """A whole probe, and what follows from it. Told of no earlier one."""
         proof = self.proof
-        proof.asking, began = True, self._clock()
+        proof.asking, proof.seconds, began = True, 0.0, self._clock()
         try:
             await self._examine(began)
         except Unprovable as error:
@@ -127,7 +127,6 @@ class Prover:
             self._unclear(str(error), "inconclusive")
         finally:
             proof.asking = False
-            proof.seconds = self._clock() - began
             self.concluded.set()
 
     async def _examine(self, began: float) -> None:
@@ -167,6 +166,7 @@ class Prover:
             self._member.backend, records, concurrency=config.concurrency, timeout_s=timeout_s
         )
         proof.tokens += probed.tokens
+        proof.seconds += probed.seconds
         proof.prompts += len(probed.responses)
         proof.notes = tuple(map(self._member.nameless, probed.notes))
         return probed
@@ -181,7 +181,7 @@ class Prover:
         records = self._slices.next(allowed) if allowed > 0 else ()
         if not records:
             return
-        generation, began = member.generation, self._clock()
+        generation, proof.seconds = member.generation, 0.0
         verdict: Verdict | None = None
         reason = ""
         try:
@@ -193,7 +193,6 @@ class Prover:
             reason = str(error)
         if generation != member.generation:
             return
-        proof.seconds = self._clock() - began
         if proof.state == "admitted" and verdict is None:
             return self._again(self.config.every_s, "as_expected")
         if verdict is None:  # too busy, most likely

@@ -34,7 +34,7 @@ class MemberProof:
         self.prompts = 0  # that were answered
         self.tokens = 0  # that probes took, of prompts and answers
         self.last_time: datetime | None = None  # when the last probe ended
-        self.seconds = 0.0  # that it took
+        self.seconds = 0.0  # that it took of the backend's time
         self.next_at = -math.inf  # when the next one is due, if it can be asked
 
     @property
@@ -47,7 +47,8 @@ class MemberProof:
         """Nats from the reference at most, with 95 % confidence; None: not known."""
         if self.state != "proven" or self.verdict is None:
             return None
-        return _finite(self.verdict.measure.kl_high)
+        nats = self.verdict.measure.kl_high
+        return nats if math.isfinite(nats) else None
 
     def share(self, served_tokens: int) -> float:
         """Of all tokens that it has computed for this gateway, the part that probes took."""
@@ -93,15 +94,15 @@ def measured(verdict: Verdict | None) -> dict[str, Any]:
     measure, expected, cause = verdict.measure, verdict.expected, verdict.cause
     return {
         "outcome": verdict.outcome,
-        "kl": _finite(measure.kl_mean),
-        "kl_interval": [_finite(measure.kl_low), _finite(measure.kl_high)],
-        "expected_kl": expected and [_finite(expected.low), _finite(expected.high)],
+        "kl": _shown(measure.kl_mean),
+        "kl_interval": [_shown(measure.kl_low), _shown(measure.kl_high)],
+        "expected_kl": expected and [_shown(expected.low), _shown(expected.high)],
         "path": verdict.path and verdict.path.label,
         "cause": cause and cause.sentence,
         "remedy": cause and cause.remedy,
     }
 
 
-def _finite(nats: float) -> float | None:
-    """None where nothing could be compared: JSON has no NaN."""
-    return nats if math.isfinite(nats) else None
+def _shown(nats: float) -> float | None:
+    """To four digits; None where nothing could be compared: JSON has no NaN."""
+    return float(f"{nats:.4g}") if math.isfinite(nats) else None

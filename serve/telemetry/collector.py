@@ -31,7 +31,11 @@ _GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
     ("admission_limit_tokens", "At most so many; absent: no limit.", lambda gate: gate.limit),
 )
 _MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
-    ("up", "Whether it serves: reachable, ready, and its breaker not open.", lambda m: m.up),
+    (
+        "up",
+        "Whether it serves: reachable, ready, not refused for its numbers, its breaker not open.",
+        lambda m: m.up,
+    ),
     (
         "proof_state",
         "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 3 proven.",

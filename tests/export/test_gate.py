@@ -1,6 +1,7 @@
 """An export that costs more than it may does not appear; what was found of it does."""
 
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from export import engine
 from octet.artifact import Manifest, ModelIdentity, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
+from octet.cli import main
 from octet.commands import export as commands
 from octet.errors import ConfigError, GateError, UnsupportedError
 from octet.golden import GoldenSet
@@ -27,14 +29,6 @@ from tests.models import write_model
 FP8 = Recipe.load("fp8")
 BAD = "model.layers.1.mlp.down_proj"
 LENGTHS = (3, 5, 8, 13, 17, 21, 26, 30, 34, 40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +140,25 @@ class TestCheckpoint:
         tables = json.loads((tmp_path / "out.refused" / "verification.json").read_text())
         worst = min(tables["tensors"], key=lambda row: row["sqnr"])
         assert worst["tensor"] == f"{BAD}.weight"
+
+    def test_the_command_ends_with_1_and_one_line(
+        self,
+        bad: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+        command = ["export", "checkpoint", str(bad), "-o", str(tmp_path / "out"), "--json"]
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--max-kl", "0.02"])
+        assert ended.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {tmp_path / 'out'} is not written, over --max-kl 0.02: ")
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--max-kl", "-0.02"])
+        assert ended.value.code == 2
+        assert "'-0.02' is not a positive number" in capsys.readouterr().err
 
 
 class TestOnnx:

@@ -1,5 +1,6 @@
 """What `octet evaluate` can be given: each kind from its own stage."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -38,6 +39,11 @@ def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
             from serve.evaluation.export import Export
 
         return Export(path)
+    if _quantized(path):
+        raise UnsupportedError(
+            f"{name}: is quantized, and transformers would not compute it as an engine does: serve"
+            " it (vLLM) and give http://host:port, or evaluate an ONNX export of its calibration"
+        )
     with held_back():
         from calibrate.reference import CheckpointTarget
 
@@ -83,6 +89,14 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
         return ids
 
     return encode
+
+
+def _quantized(path: Path) -> bool:
+    """Whether it is a checkpoint that says so; what is none is told by who opens it."""
+    try:
+        return "quantization_config" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def is_export(path: Path) -> bool:

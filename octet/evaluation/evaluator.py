@@ -68,7 +68,8 @@ def _answers(
     advance: Advance,
     note: Callable[[str], None],
 ) -> list[Answer]:
-    store = AnswerStore(out, target.name, target.identity, k)
+    # A checkpoint's identity takes reading all of it: only what is kept needs one.
+    store = AnswerStore(out, target.name, target.identity if out is not None else {}, k)
     try:
         if store.changed is not None:
             note(

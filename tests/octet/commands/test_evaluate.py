@@ -102,6 +102,9 @@ def test_what_cannot_be_asked_is_one_line(samples: Path, tmp_path: Path) -> None
         assert "no such file" in str(refused(fake.url, "--samples", tmp_path / "absent"))
     error = refused("grpc://127.0.0.1:8001", "--samples", samples)
     assert isinstance(error, UnsupportedError) and "the export or engine" in str(error)
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    error = refused(tmp_path, "--samples", samples)
+    assert isinstance(error, UnsupportedError) and "is quantized" in str(error)
     error = refused(tmp_path, "--tasks", "arc_easy")
     assert isinstance(error, ConfigError) and "octet serve" in str(error)
 

@@ -10,6 +10,7 @@ from typing import Any
 from serve.app import create_app
 from serve.config import GatewayConfig, Health, PoolConfig
 from serve.gateway import Gateway
+from serve.proof.exam import Exams
 from serve.routing import Pool
 
 __all__ = ["Client", "Reply", "in_process"]
@@ -104,16 +105,22 @@ class Client:
 
 
 @asynccontextmanager
-async def in_process(*pools: tuple[str, list[Any]], **settings: Any) -> AsyncIterator[Client]:
+async def in_process(
+    *pools: tuple[str, list[Any]], exams: Exams | None = None, **settings: Any
+) -> AsyncIterator[Client]:
     """A started gateway over the given pools; each is a model, unless `settings` has `models`.
 
-    Pools that `settings` does not mention send no probes.
+    Pools that `settings` does not mention send no probes. `exams` is what backends are proven with,
+    if not with what `settings` say.
     """
     config = GatewayConfig.model_validate(
         {"models": {name: {"pool": name} for name, _ in pools}} | settings
     )
     quiet = PoolConfig(health=Health(probe_after_s=None))
-    made = {name: Pool.of(name, found, config.pools.get(name, quiet)) for name, found in pools}
+    made = {
+        name: Pool.of(name, found, config.pools.get(name, quiet), exams=exams)
+        for name, found in pools
+    }
     gateway = Gateway(config, made)
     await gateway.start()
     try:

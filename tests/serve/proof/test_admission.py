@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from octet.errors import BackendUnavailable
 from serve.backends import held, openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI
 from tests.serve.in_process import Client, in_process
+from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
 from tests.serve.proof.front import Front
+from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 ASK = {"model": "p", "prompt": "def route(", "max_tokens": 12, "temperature": 0}
 
@@ -197,6 +200,42 @@ def test_a_server_that_closes_idle_connections_is_asked_anew_and_comes_back(
             assert probes == {"as_expected": 1} and entry["proof"]["probes"]["as_expected"] == 2
             assert (await client.post("/v1/completions", ASK))[0] == 200
         await right.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_lost_request_is_tried_again_once_its_only_backend_was_recognized(
+    streamed: bool,
+) -> None:
+    """Nobody else is asked meanwhile, and nobody is told that nothing is there."""
+    lost = BackendUnavailable("it closed the connection", kind="lost")
+    server = Scripted(lost, [chunk("x"), DONE] if streamed else whole())
+    exam = FakeExam(seconds=0)
+
+    async def main() -> None:
+        async with in_process(("fake", [server]), exams=FakeExams(exam)) as client:
+            ask = {"model": "fake", "prompt": "abc", "stream": streamed}
+            reply = await client.request("/v1/completions", ask)
+            assert reply.status == 200 and b"x" in reply.body
+            assert server.asked == 2 and len(exam.asked) == 1
+
+    asyncio.run(main())
+
+
+def test_tokens_that_clients_got_are_what_probes_may_have_a_share_of() -> None:
+    server = Scripted(whole())
+    exam = FakeExam(seconds=0)
+
+    async def main() -> None:
+        async with in_process(("fake", [server]), exams=FakeExams(exam)) as client:
+            for _ in range(3):
+                status, answer = await client.post(
+                    "/v1/completions", {"model": "fake", "prompt": "a"}
+                )
+                assert status == 200
+            (member,) = client.gateway.pools["fake"].members
+            assert member.served_tokens == 3 * answer["usage"]["total_tokens"] > 0
 
     asyncio.run(main())
 

@@ -28,6 +28,8 @@ _ELEMENTS = 1 << 24  # logits made log-probabilities at a time: 64 MB
 class CheckpointTarget:
     """A `Target`: the checkpoint's weights as stored, products in `dtype`."""
 
+    lasting = True
+
     def __init__(
         self,
         path: Path,

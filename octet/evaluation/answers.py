@@ -47,6 +47,10 @@ class Target(Protocol):
     def vocabulary(self) -> int | None:
         """Token ids are below this; None if it does not say."""
 
+    @property
+    def lasting(self) -> bool:
+        """Whether equal identities mean equal answers: not of a server, which may be restarted."""
+
     def encode(self, text: str) -> list[int] | None:
         """The tokens of `text` by its own tokenizer; None if it has none here."""
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octet.errors import ConfigError, NumericsError
 from octet.evaluation.answers import Answer, Target
 from octet.evaluation.scores import Evaluation, Scores
@@ -11,6 +13,8 @@ from octet.evaluation.sequences import Sequences
 from octet.evaluation.store import AnswerStore
 
 __all__ = ["Advance", "evaluate", "require_same_tokens"]
+
+_SAME = 1e-3  # nats: a server that repeats itself, but for the order in which it adds
 
 Advance = Callable[[str, int, int], None]  # target, predicted tokens done, of how many
 
@@ -77,6 +81,8 @@ def _answers(
                 " answered then is kept there and not used"
             )
         _say_of_samples(store, sequences, note)
+        if not target.lasting:
+            _say_of_answers(target, store, sequences, note)
         missing = {d: i for i, d in enumerate(sequences.digests) if store.get(d) is None}
         waiting = list(missing.values())
         total = sum(len(sequences.ids[index]) - 1 for index in waiting)
@@ -104,6 +110,25 @@ def _say_of_samples(store: AnswerStore, sequences: Sequences, note: Callable[[st
             f" now {sequences.sha256[:8]}...): of its {len(sequences.ids)} samples, {kept} are as"
             " they were, and only the others are asked now"
         )
+
+
+def _say_of_answers(
+    target: Target, store: AnswerStore, sequences: Sequences, note: Callable[[str], None]
+) -> None:
+    """Asks one kept sample again, where others are still to be asked: is it the same model?"""
+    kept = [index for index, d in enumerate(sequences.digests) if store.get(d) is not None]
+    if not kept or len(kept) == len(sequences.ids):
+        return
+    index = kept[0]
+    before = _known(store, sequences.digests[index])
+    for _, answer in target.answers([sequences.ids[index]], store.k):
+        moved = float(np.abs(answer.logprobs - before.logprobs).mean())
+        if not moved <= _SAME:
+            note(
+                f"{target.name} answers {sequences.origins[index]} otherwise than before, by"
+                f" {moved:.2g} nats a token: if it serves something else now, or computes in"
+                " another way, its answers do not belong together: give another --out"
+            )
 
 
 def _known(store: AnswerStore, digest: str) -> Answer:

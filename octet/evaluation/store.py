@@ -32,7 +32,7 @@ class AnswerStore:
         self, directory: Path | None, name: str, identity: Mapping[str, str], k: int
     ) -> None:
         """Reads what is there. ArtifactError for a file that is damaged before its last line."""
-        self.name, self._k = name, k
+        self.name, self.k = name, k
         self._head: dict[str, Any] = {
             "schema_version": _SCHEMA,
             "name": name,
@@ -106,7 +106,7 @@ class AnswerStore:
                 if "samples" in fields:
                     self._samples[fields["samples"]] = fields["sha256"]
                     continue
-                self._answers[fields["sample"]] = _answer(fields, self._k)
+                self._answers[fields["sample"]] = _answer(fields, self.k)
             except (ValueError, KeyError, TypeError):
                 raise ArtifactError(
                     f"{path}, line {number}: damaged since it was written; delete the line, and its"

@@ -25,6 +25,8 @@ __all__ = ["Export", "teacher_forced"]
 class Export:
     """A `Target`; the model is loaded when it is first asked."""
 
+    lasting = True
+
     def __init__(self, path: Path, threads: int = 0) -> None:
         """Raises ArtifactError for what is not a whole export or engine."""
         self.name = str(path)

@@ -23,6 +23,7 @@ class Server:
     """A `Target` at `http://host:port[/model]`; the model may be left out where there is one."""
 
     vocabulary: int | None = None
+    lasting = False
 
     def __init__(self, url: str, *, api_key_env: str | None = None, concurrency: int = 4) -> None:
         """Asks the server which models it has. Raises ConfigError for a URL that cannot be one,

@@ -23,6 +23,7 @@ class Table:
     """A model whose logits after a token follow from that token, moved by `noise`."""
 
     longest = None
+    lasting = True
     vocabulary: int | None = VOCABULARY
 
     def __init__(self, name: str, noise: float, identity: str = "1") -> None:
@@ -146,6 +147,23 @@ def test_what_has_changed_is_named(samples: Path, tmp_path: Path) -> None:
     assert len(edited.asked) == 1
     assert all("samples.jsonl has changed" in n and "24 samples, 23 are" in n for n in notes)
     assert {"far" in note or "reference" in note for note in notes} == {True}
+
+
+def test_a_server_that_serves_something_else_now_is_noticed(samples: Path, tmp_path: Path) -> None:
+    sequences = read(samples)
+    notes: list[str] = []
+    for noise in (0.5, 0.5, 0.4):
+        server = Table("server", noise)
+        server.lasting = False
+        if noise == 0.5:
+            server.fails_after = 7
+            with pytest.raises(BackendError):
+                run(sequences, server, out=tmp_path, notes=notes)
+            assert notes == []
+        else:
+            run(sequences, server, out=tmp_path, notes=notes)
+    (line,) = notes
+    assert "server answers samples.jsonl, line" in line and "give another --out" in line
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from octet.errors import BackendError, OctetError, RequestError
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
 from serve.admission.overloaded import shutting_down
@@ -20,7 +20,7 @@ from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.deadlines import Deadlines
 from serve.api.disowned import Disowned, require_same
-from serve.api.failures import too_late, unavailable, without_address
+from serve.api.failures import fault_of, too_late, unavailable, without_address
 from serve.api.fields import UnsupportedField
 from serve.api.operation import Operation
 from serve.routing.budget import RetryBudget
@@ -267,7 +267,9 @@ class Attempts:
             self._leave_member()
             raise without_address(refused, member) from None
         except (BackendError, asyncio.CancelledError) as failed:
-            error = self._fault(failed, member, first_token_s)
+            error = fault_of(failed, self.deadlines, member, first_token_s)
+            if error is not failed:  # late, by our own clock
+                self.observation.metrics.deadlines.labels("first_token").inc()
         else:
             return answer
         finally:
@@ -278,24 +280,6 @@ class Attempts:
         lease.failed(error)
         self._leave_member()
         raise without_address(error, member)
-
-    def _fault(
-        self, failure: BackendError | asyncio.CancelledError, member: Member, first_token_s: float
-    ) -> BackendError:
-        """What the backend did wrong. Raises CancelledError if the request was to end.
-
-        What a backend's clean-up makes of a cancellation may be anything.
-        """
-        deadlines = self.deadlines
-        if isinstance(failure, BackendError) and not deadlines.interrupting:
-            return failure
-        late = deadlines.expired == "first_token" and not deadlines.gone
-        if not (late and deadlines.caught()):
-            raise asyncio.CancelledError from failure
-        self.observation.metrics.deadlines.labels("first_token").inc()
-        return BackendUnavailable(
-            f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
-        )
 
     def _leave_member(self) -> None:
         lease, self.lease = self.lease, None

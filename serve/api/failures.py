@@ -1,14 +1,37 @@
 """What clients are told of backends that fail: members by name, never by address."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 
-from octet.errors import BackendUnavailable, OctetError, RequestError
+from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from serve.api.deadlines import Deadlines
 from serve.api.relay import AnsweredFailure
 from serve.routing.member import Member
 from serve.routing.pool import Pool
 
-__all__ = ["too_late", "unavailable", "without_address"]
+__all__ = ["fault_of", "too_late", "unavailable", "without_address"]
+
+
+def fault_of(
+    failure: BackendError | asyncio.CancelledError,
+    deadlines: Deadlines,
+    member: Member,
+    first_token_s: float,
+) -> BackendError:
+    """What the backend did wrong: `failure` itself, or that its first token is late.
+
+    Raises CancelledError if the request was to end. What a backend's clean-up makes of a
+    cancellation may be anything.
+    """
+    if isinstance(failure, BackendError) and not deadlines.interrupting:
+        return failure
+    late = deadlines.expired == "first_token" and not deadlines.gone
+    if not (late and deadlines.caught()):
+        raise asyncio.CancelledError from failure
+    return BackendUnavailable(
+        f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
+    )
 
 
 def too_late(

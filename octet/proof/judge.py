@@ -23,10 +23,12 @@ repeat), t Student's quantile of `BETA`.
   explain it alike. Its own server is refused with 1 - `BETA` if z_a is above that by t.
 - It is excluded from -z above max(0, t - z_a) on, which its own server passes with `BETA` at most.
   An honest server passes with 1 - `BETA` if z_h is above that by t.
+- If z_h is not, for a hypothesis that is near but quiet, z below t - z_h excludes it: an honest
+  server has that with 1 - `BETA`, and if its own is refused so surely, that has not.
 
-What can be refused or excluded so is *visible*. What is neither takes part in nothing, and is
-listed as hidden. The server is as expected if it is not refused, and everything visible is excluded
-or would have been refused. What needs more prompts than were asked makes it inconclusive.
+What can be excluded or refused so is *visible*. What is neither takes part in nothing, and is
+listed as hidden. The server is as expected if it is not refused and everything visible is excluded.
+Until then it is inconclusive, and more prompts are to be asked.
 
 The cause is the likeliest hypothesis, or a fault of the honest path that is as likely at 95 %: if
 several may be, it is what differs least from what was declared. It has to explain the answers: they
@@ -144,10 +146,13 @@ class _Judgement:
         )
 
     def _is_visible(self, other: Hypothesis) -> bool:
-        honest, prompts = self._separation[other], self._whole.against(other, self._best)[1]
+        prompts = self._whole.against(other, self._best)[1]
+        return self._excludable(other, prompts) or self._refusable(self._whole, other, prompts)
+
+    def _excludable(self, other: Hypothesis, prompts: int) -> bool:
+        """Whether an honest server excludes `other` with 1 - BETA, on all golden prompts."""
         least = t_quantile(1 - BETA, prompts - 1)
-        excludable = honest >= self._exclusion(self._whole, other, prompts) + least
-        return excludable or self._refusable(self._whole, other, prompts)
+        return self._separation[other] >= self._exclusion(self._whole, other, prompts) + least
 
     def _refusable(self, contest: Contest, other: Hypothesis, prompts: int) -> bool:
         """Whether a server of `other` is refused with 1 - BETA."""
@@ -197,13 +202,15 @@ class _Judgement:
         return nearer and contest.nearer(other, None) >= _EXPLAINED
 
     def _not_excluded(self) -> list[Hypothesis]:
-        found = []
-        for other in self._visible:
-            z, prompts = self._contest.against(other, self._best)
-            excluded = -z > self._exclusion(self._contest, other, prompts)
-            if not excluded and not self._refusable(self._contest, other, prompts):
-                found.append(other)
-        return found
+        return [other for other in self._visible if not self._is_excluded(other)]
+
+    def _is_excluded(self, other: Hypothesis) -> bool:
+        contest = self._contest
+        z, prompts = contest.against(other, self._best)
+        if self._excludable(other, self._whole.against(other, self._best)[1]):
+            return -z > self._exclusion(contest, other, prompts)
+        usual = t_quantile(1 - BETA, prompts - 1) - contest.told(self._best, other)
+        return z < usual and self._refusable(contest, other, prompts)
 
     def _mean(self, hypothesis: Hypothesis) -> float:
         """Its log-likelihood beside that of the best honest path, on the prompts of both."""

@@ -224,3 +224,15 @@ def test_a_hypothesis_without_numbers_is_no_candidate() -> None:
     found = judge(world.golden, hypotheses, declared, world.server(HONEST, 0))
     assert E4M3.label not in [score.label for score in found.ranking]
     assert ServingPath(kv_cache="e4m3").label == E4M3.label
+
+
+@pytest.mark.parametrize("truth", [BARE, E4M3, NO_K_SCALE, HALVED], ids=lambda h: h.label)
+def test_nothing_visible_is_admitted_however_few_prompts_were_asked(truth: Hypothesis) -> None:
+    for seed in range(4):
+        world = make_world(seed)
+        hypotheses = world.hypotheses(seed)
+        declared = declared_paths(hypotheses, RECIPE, "e5m2")
+        answers = world.server(truth, seed)
+        for count in (4, 8, 16):
+            found = judge(world.golden, hypotheses, declared, answers[:count], looks=3)
+            assert found.outcome != "as_expected", (seed, count, found.reason)

@@ -202,11 +202,11 @@ class Member:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """What errors may call it, the longest first; none of an engine in this process."""
+        """What errors may call it, the longest first."""
         kind_and_address = self.backend.name
         address = kind_and_address.split(" ", 1)[-1]
         bare = address.partition("://")[2] or address
-        return () if ":" not in address else (kind_and_address, address, bare)
+        return (kind_and_address, address, bare)
 
     def failed(self, error: BackendError, epoch: int, *, again: bool = False) -> None:
         """It failed a request that began in that epoch of its breaker; `again` as in `lease`."""

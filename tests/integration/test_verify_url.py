@@ -141,7 +141,7 @@ def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
 
 def test_a_right_triton_is_right(triton: TritonServer, exports: Path) -> None:
     url = f"triton://{triton.grpc_address}/python-lm"
-    code, found = verify(url, "--golden", exports / "onnx", "--engine", "onnxruntime")
+    code, found = verify(url, "--golden", exports / "calibration-fp8", "--engine", "onnxruntime")
     assert (code, found["verdict"]["outcome"]) == (0, "as_expected")
     assert found["engine"]["engine"] == "triton" and found["engine"]["machine"] == "cpu"
     print(f"\n{found['verdict']['reason']}")

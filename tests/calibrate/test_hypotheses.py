@@ -44,6 +44,8 @@ def test_a_deep_model_has_no_more_faults(layers: int, bench: Bench) -> None:
     at = sorted({x.layer for x in found if x.layer is not None})
     assert len(at) == min(layers, MOST_LAYERS) and (at[0], at[-1]) == (0, layers - 1)
     assert np.ptp(np.diff(at)) <= 1  # evenly spaced
+    many = [x for x in found if x.layer is not None]
+    assert len(many) == len(at) * len(FACTORS) * (2 if layers < 16 else 1)  # of main paths
     each = [x for x in found if x.layer == at[1]]
     assert {x.factor for x in each} == set(FACTORS) and {x.kind for x in each} == {
         "weight_scales_scaled"

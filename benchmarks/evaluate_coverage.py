@@ -8,8 +8,8 @@ figures are the truth; a resample is n documents drawn from it with replacement,
 have been given them. `blocks` counts how many of the blocks of 1,000 resamples are in that range.
 
 The method was chosen on exports of `fp8`, with an E5M2 and a float16 cache; on those of `nvfp4`,
-and on its difference from `fp8`, nothing was chosen. Plain methods stand beside it: Student's t, Hall's
-transformation alone, and the percentile bootstrap (of 1,000 resamples, for its time).
+and on its difference from `fp8`, nothing was chosen. Plain methods stand beside it: Student's t,
+Hall's transformation alone, and the percentile bootstrap (of 1,000 resamples, for its time).
 
     python benchmarks/evaluate_coverage.py [--recipes nvfp4 fp8] [--directory DIR]
 

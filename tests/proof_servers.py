@@ -69,7 +69,7 @@ def fine_tune(
     texts: Sequence[str],
     *,
     steps: int,
-    learning_rate: float = 3e-4,
+    learning_rate: float,
     batch: int = 8,
     length: int = 256,
 ) -> Path:

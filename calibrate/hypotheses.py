@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.simulate_faults import mergeable
+from calibrate.simulate_faults import OTHER_CACHE, mergeable
 from calibrate.simulate_scales import Scales
 from octet.expected import ServingPath
 from octet.hypotheses import Fault, FaultKind, Hypothesis
@@ -31,8 +31,6 @@ MOST_LAYERS = 32  # of a deeper model, so many have faults of their own, evenly 
 # Of a model with more layers, those faults are on one path alone: they are then simulated with
 # fewer tokens than a calibration of 256 samples runs.
 _DEEP = 16
-
-_OTHER: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}  # of 8 bits
 
 
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
@@ -97,10 +95,10 @@ def hypotheses_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Hypo
             for factor in FACTORS:
                 fault = Fault(kind="weight_scales_scaled", layer=layer, factor=factor)
                 found.append(Hypothesis(path=path, fault=fault))
-    if own in _OTHER:
-        for path in _main_paths(recipe, _OTHER[own]):
+    if own in OTHER_CACHE:
+        for path in _main_paths(recipe, OTHER_CACHE[own]):
             found += _with(path, _cache_kinds(spec, recipe, scales, path))
-    if own in _OTHER:  # a model that is not quantized has no scales either
+    if own in OTHER_CACHE:  # a model that is not quantized has no scales either
         for bare in (_bare(own), _bare(own, "truncate")):
             found += _with(bare, _dropped(spec, scales)[-1:])
     return tuple(dict.fromkeys(found))
@@ -124,12 +122,12 @@ def _cache_kinds(
 ) -> Iterator[FaultKind]:
     """What can go wrong with a cache of 8 bits."""
     cache = path.kv_cache
-    if cache not in _OTHER:
+    if cache not in OTHER_CACHE:
         return
     if cache == recipe.kv_cache:
         yield from _dropped(spec, scales)
     pairs = [
-        [scales.get(f"{name}_scale_{kv}") for kv in (cache, _OTHER[cache])]
+        [scales.get(f"{name}_scale_{kv}") for kv in (cache, OTHER_CACHE[cache])]
         for name in _cache_names(spec, "kv")
     ]
     if all(x is not None for pair in pairs for x in pair) and any(a != b for a, b in pairs):

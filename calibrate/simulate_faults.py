@@ -19,9 +19,16 @@ from octet.hypotheses import Hypothesis
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
-__all__ = ["cache_rounding", "changes_weights", "faulty_scales", "faulty_weights", "mergeable"]
+__all__ = [
+    "OTHER_CACHE",
+    "cache_rounding",
+    "changes_weights",
+    "faulty_scales",
+    "faulty_weights",
+    "mergeable",
+]
 
-_OTHER: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}
+OTHER_CACHE: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}  # of 8 bits
 _OF_WEIGHTS = (
     "weight_scales_dropped",
     "weight_scales_scaled",
@@ -68,7 +75,7 @@ def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Sca
         if fault.kind in (f"{leaf}_dropped", "kv_scales_dropped"):
             found[f"{name}{read}"] = one
         elif fault.kind == "kv_scales_swapped":
-            found[f"{name}{read}"] = scales[f"{head}.{leaf}_{_OTHER[cache]}"]
+            found[f"{name}{read}"] = scales[f"{head}.{leaf}_{OTHER_CACHE[cache]}"]
         elif fault.kind == "kv_bytes_reread":
             found[f"{name}{read}"] = scale
     return found

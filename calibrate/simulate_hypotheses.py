@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from calibrate.batches import Batch, make_batches
+from calibrate.golden_batches import golden_batches
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.progress import Spread
@@ -45,7 +45,7 @@ from octet.golden import GoldenSet
 from octet.hypotheses import Hypothesis
 from octet.recipe import Recipe
 
-__all__ = ["FAULT_RECORDS", "REPEATS", "Answers", "Weights", "fault_records", "simulated"]
+__all__ = ["REPEATS", "Answers", "Weights", "fault_records", "simulated"]
 
 REPEATS = 2
 FAULT_RECORDS = 24
@@ -98,8 +98,7 @@ def simulated(
     """
     bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
     plans = list(bench.plan(chosen))
-    spec = checkpoint.spec
-    steps = sum(spec.layers - run.start for plan in plans for run in plan)
+    steps = sum(checkpoint.spec.layers - run.start for plan in plans for run in plan)
     total = sum(len(record.prompt_token_ids) for record in golden.records)
     progress = Spread(advance, total, steps)
     for plan in plans:
@@ -147,8 +146,8 @@ class _Bench:
         ours = fault_records(golden)
         rest = sorted(set(range(len(golden.records))) - set(ours))
         most = _TOKENS.get(device.type, _TOKENS["cuda"])
-        self._few = _batches(golden, ours, most)
-        self._batches = self._few + _batches(golden, rest, most)
+        self._few = golden_batches(golden, ours, most)
+        self._batches = self._few + golden_batches(golden, rest, most)
 
     def plan(self, chosen: Sequence[Hypothesis]) -> Iterator[list[_Run]]:
         """Runs whose hidden states fit in `_STATES_BYTES` together, or are of one hypothesis."""
@@ -301,24 +300,3 @@ def _first_layer(hypothesis: Hypothesis) -> int:
     """The first layer that is not as in the path without the fault."""
     fault = hypothesis.fault
     return 0 if fault is None or fault.layer is None else fault.layer
-
-
-def _batches(golden: GoldenSet, records: Sequence[int], most: int) -> list[Batch]:
-    """Of similar lengths, at most so many tokens together; the origin of a row is its record."""
-    sequences = {n: _sequence(golden, n) for n in records}
-    found: list[Batch] = []
-    part: list[int] = []
-    for number in [*sorted(records, key=lambda n: len(sequences[n])), None]:
-        if part and (number is None or len(sequences[number]) * (len(part) + 1) > most):
-            rows = [sequences[n] for n in part]
-            found += make_batches(rows, [str(n) for n in part], batch_size=len(part))
-            part = []
-        if number is not None:
-            part.append(number)
-    return found
-
-
-def _sequence(golden: GoldenSet, number: int) -> list[int]:
-    """The prompt, and the continuation up to the last position but one."""
-    record = golden.records[number]
-    return [*record.prompt_token_ids, *record.continuation_token_ids[: len(record.tops) - 1]]

@@ -16,8 +16,8 @@ from octet import scaling
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ConfigError, OctetError
-from octet.formats import E4M3, float32_to_bf16
 from octet.expected import EXPECTED_FILE
+from octet.formats import E4M3, float32_to_bf16
 from octet.hypotheses import HYPOTHESES_FILE
 from octet.recipe import PRESETS, Override, Recipe
 from octet.tensors import Tensor, write_tensors

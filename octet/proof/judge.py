@@ -26,8 +26,8 @@ repeat), t Student's quantile of `BETA`.
 - If z_h is not, for a hypothesis that is near but quiet, z below t - z_h excludes it: an honest
   server has that with 1 - `BETA`, and if its own is refused so surely, that has not.
 
-What can be excluded or refused so is *visible*. What is neither takes part in nothing, and is
-listed as hidden. The server is as expected if it is not refused and everything visible is excluded.
+What can be excluded or refused so is *visible*. What is neither decides nothing, and is listed as
+hidden. The server is as expected if it is not refused and everything visible is excluded.
 Until then it is inconclusive, and more prompts are to be asked.
 
 The cause is the likeliest hypothesis, or a fault of the honest path that is as likely at 95 %: if
@@ -177,7 +177,9 @@ class _Judgement:
         misfit, prompts = contest.misfit(self._best)
         if not beaten and misfit <= t_quantile(1 - self._level, prompts - 1):
             return None, "as_expected"
-        likeliest = self._likeliest([h for h, (z, _) in scores.items() if z > 0])
+        # What is wrong is known by now, and may well be what could not be relied on to show.
+        ahead = [h for h in contest.others if contest.against(h, self._best)[0] > 0]
+        likeliest = self._likeliest(ahead)
         if likeliest is not None and self._explains(likeliest):
             farther = self._whole.farther(likeliest, self._best)
             return cause_of(likeliest, self._best.path), "worse" if farther else "better"

@@ -39,6 +39,8 @@ bench: setup
 	$(BIN)/python benchmarks/embedded_throughput.py
 	$(BIN)/python benchmarks/export_checkpoint.py
 	$(BIN)/python benchmarks/verify_checkpoint.py
+	$(BIN)/python benchmarks/evaluate_coverage.py
+	$(BIN)/python benchmarks/tier_choice.py
 
 clean:
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

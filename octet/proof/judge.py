@@ -30,11 +30,11 @@ What can be excluded or refused so is *visible*. What is neither decides nothing
 hidden. The server is as expected if it is not refused and everything visible is excluded.
 Until then it is inconclusive, and more prompts are to be asked.
 
-The cause is the likeliest hypothesis, or a fault of the honest path that is as likely at 95 %: if
-several may be, it is what differs least from what was declared. It has to explain the answers: they
-pass its own test of fit, or are nearer to it than to the honest path by a factor of 4 in squared
-distance, half in distance; and so much nearer than to a model that has nothing in common with the
-reference. Else it is another model.
+The cause is the likeliest hypothesis, visible or not, or a fault of the honest path that is as
+likely at 95 %: if several may be, it is what differs least from what was declared. It has to
+explain the answers: they pass its own test of fit, or are nearer to it than to the honest path by a
+factor of 4 in squared distance, half in distance; and so much nearer than to a model that has
+nothing in common with the reference. Else it is another model.
 """
 
 import math

@@ -5,6 +5,7 @@ No Grafana runs here: how it looks is not checked.
 
 import json
 import re
+import time
 from typing import Any
 
 import promql_parser as promql
@@ -13,7 +14,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
+from serve.proof.state import MemberProof
 from tests.deploy.conftest import DEPLOY
+from tests.serve.proof.exams import verdict
 from tests.serve.telemetry.gateways import busy_gateway
 
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/octet.json").read_text())
@@ -44,6 +47,9 @@ def samples() -> dict[str, set[str]]:
     (member,) = gateway.pools["main"].members
     member.report = LoadReport(running=1, waiting=0, kv_usage=0.1, capacity_tokens=1000)
     member.lease(1).failed(BackendError("by hand", kind="dead"))
+    member.proof = MemberProof("golden records", "a" * 64, time.monotonic)
+    member.proof.verdict = verdict("as_expected")
+    member.proof.probed("as_expected")
     gateway.admission.rejections["main", "queue_full"] += 1
     gateway.admission.gates["main"] = gateway.admission._gate(gateway.pools["main"])
     found = {

@@ -17,7 +17,11 @@ def busy_gateway(**admission: Any) -> Gateway:
         "admission": admission,
     }
     config = GatewayConfig.model_validate(
-        {"pools": {"main": pool}, "models": {"m": {"pool": "main"}}}
+        {
+            "tiers": {"standard": {"max_kl": 0.05}},
+            "pools": {"main": pool},
+            "models": {"m": {"pool": "main"}},
+        }
     )
     made = Pool.of("main", [fake_backend(FakeRunner())], config.pools["main"])
     return Gateway(config, {"main": made})

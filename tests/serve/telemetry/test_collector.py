@@ -85,7 +85,7 @@ async def test_a_pool_that_a_reload_took_out_is_gone() -> None:
 
 
 async def test_metrics_over_http(embedded: Served) -> None:
-    body = {"model": "fake", "prompt": "a", "max_tokens": 4}
+    body = {"model": "fake", "prompt": "a", "max_tokens": 4, "temperature": 0}
     await embedded.events("/v1/completions", body)
     _, answer = await embedded.post("/v1/completions", body)
     async with embedded.session.get("/metrics") as response:

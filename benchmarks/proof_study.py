@@ -193,7 +193,6 @@ def _row(
     server: Served, draws: str, count: int, tally: Tally, divergences: Sequence[float]
 ) -> dict[str, Any]:
     admitted, unsure = tally.outcomes["as_expected"], tally.outcomes["inconclusive"]
-    others = {name: n for name, n in tally.names.items() if not server.names(name)}
     errors = count - admitted if server.honest else admitted
     return {
         "server": server.name,
@@ -201,8 +200,10 @@ def _row(
         "admitted": admitted,
         "refused": count - admitted - unsure,
         "undecided": unsure,
-        "named": None if server.honest else sum(tally.names.values()) - sum(others.values()),
-        "called otherwise": ", ".join(f"{n} {name}" for name, n in others.items()),
+        "named": None
+        if server.honest
+        else sum(tally.names[x] for x in tally.names if server.names(x)),
+        "names": "; ".join(f"{n} {name}" for name, n in tally.names.most_common()),
         "bound": None if errors else 1 - 0.05 ** (1 / count),
         "least z": min(tally.margins),
         "kl": float(np.mean(divergences)),

@@ -8,8 +8,6 @@ close call, so that the last bits of a batch do not change them.
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +21,16 @@ import pytest
 import yaml
 
 from octet.golden import GoldenRecord, GoldenSet
+from tests.integration.conftest import EXAMPLE
 from tests.integration.servers.launch import GatewayServer, VllmServer
 from tests.integration.servers.process import free_port
 from tests.integration.test_gateway import kill
+from tests.integration.test_verify_url import verify
 from tests.proof_servers import halve_weight_scales
 
 MODEL = "python-lm"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm" / "model"
-TOKENS = 6  # of an answer
+TOKENS = 3  # of an answer
 CLEAR = 1.0  # nats between the two likeliest tokens; rounding moves them by a tenth of that
-TRIES = 3  # of which the fastest counts: other work on the machine takes its time as well
 LAYER = 3  # whose weight scales are halved
 
 
@@ -214,16 +212,6 @@ async def serve(server: VllmServer, model: Path, *, hide: bool = False) -> None:
     await starting
 
 
-def verified(server: VllmServer, golden: Path) -> dict[str, Any]:
-    """What `octet verify URL` finds."""
-    command = [sys.executable, "-m", "octet", "verify", server.url, "--golden", str(golden)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
-    assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["exit_code"] == done.returncode
-    return found
-
-
 def written(gateway: GatewayServer, name: str) -> float:
     """Tokens that clients got from one."""
     with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=30) as response:
@@ -255,7 +243,7 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
             await serve(fleet.other, fleet.broken, hide=True)
             refused = await until_proof(gateway, "other", "refused")
             answers = await asyncio.to_thread(ask, fleet.other, prompts)
-            found = await asyncio.to_thread(verified, fleet.other, fleet.export)
+            code, found = await asyncio.to_thread(verify, fleet.other.url, "--golden", fleet.export)
             await clients.more(60)
             print(f"other: {refused['proof']['reason']}")
             kill(fleet.other)
@@ -269,7 +257,7 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
         print(f"{len(clients.answers)} answers, {clients.whole} of them whole")
         assert wrong > len(prompts) // 3, "else nobody could tell from which one an answer came"
         assert f"weight scales of layer {LAYER}" in refused["proof"]["reason"]
-        assert found["exit_code"] == 1
+        assert code == 1
         assert found["verdict"]["cause"]["name"] == f"weight_scales_scaled, layer {LAYER}, x0.5"
         for answer in clients.answers:
             assert answer.status in (200, 503)
@@ -283,14 +271,9 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
 
 async def test_an_unquantized_server_under_the_name_is_found_out(fleet: Fleet) -> None:
     """With the cache's flag as it should be, so that the engine says nothing of it."""
-    rights = [verified(fleet.right, fleet.export) for _ in range(TRIES)]
-    right, seconds = rights[0], min(x["seconds"] for x in rights)
-    assert {(x["exit_code"], x["verdict"]["outcome"]) for x in rights} == {(0, "as_expected")}
-    print(f"\na probe: {right['asked']} prompts, {right['tokens']} tokens, {seconds:.2f} s")
-    assert seconds < 2, "of a backend that has nothing else to do"
     kill(fleet.other)
-    await serve(fleet.other, EXAMPLE)
-    found = verified(fleet.other, fleet.export)
-    print(f"right: {right['verdict']['reason']}\nbfloat16: {found['verdict']['reason']}")
-    assert found["exit_code"] == 1
+    await serve(fleet.other, EXAMPLE / "model")
+    code, found = verify(fleet.other.url, "--golden", fleet.export)
+    print(f"\nbfloat16: {found['verdict']['reason']}")
+    assert code == 1
     assert found["verdict"]["cause"]["name"] == "unquantized"

@@ -29,6 +29,7 @@ from proof_study_simulate import GOLDEN, STEP, load_golden, unpack
 from calibrate.simulate_hypotheses import fault_records
 from octet.golden import GoldenSet
 from octet.hypotheses import HypothesisSet
+from octet.proof.causes import ANOTHER_MODEL
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response
@@ -77,7 +78,7 @@ def main() -> None:
         simulations=f"on an H200: the same arithmetic, other last bits; kept to {STEP:.1e} nats",
         bound="of right servers not admitted, of wrong ones admitted: none in n, so that their rate"
         " is below 1 - 0.05^(1/n) with 95 % confidence",
-        least_z="of all draws: Vuong's z of the nearest visible hypothesis, for or against it",
+        least_z="of all draws: Vuong's z of the nearest hypothesis that shows, for or against it",
     )
     report("proof_study", card, rows, options.output)
     wrong = [f"{row['server']} ({row['draws']})" for row in rows if not _right(row)]
@@ -137,21 +138,27 @@ class Tally:
     margins: list[float] = field(default_factory=list)
 
     def add(self, verdict: Verdict, declared: Declared) -> None:
-        self.margins.append(_margin(verdict, declared))
+        margin = _margin(verdict, declared)
+        if margin is not None:
+            self.margins.append(margin)
         self.outcomes[verdict.outcome] += 1
         if verdict.cause is not None:
             self.names[verdict.cause.name] += 1
         self.asked.append(verdict.measure.prompts)
 
 
-def _margin(verdict: Verdict, declared: Declared) -> float:
-    """Vuong's z between the best honest path and what explains the answers best beside it.
+def _margin(verdict: Verdict, declared: Declared) -> float | None:
+    """Vuong's z between the best honest path and the hypothesis that comes nearest to it.
 
-    Of an admitted server how far the nearest visible hypothesis is behind, else how far ahead.
+    Of an admitted server how far the nearest that shows is behind; of a refused one how far the
+    likeliest is ahead. None for another model, which no hypothesis explains.
     """
+    if verdict.cause == ANOTHER_MODEL:
+        return None
+    hidden = set(verdict.hidden) if verdict.cause is None else set()
     honest = {path.label for path in declared.paths}
-    others = [x.z for x in verdict.ranking if x.label not in honest | set(verdict.hidden)]
-    return abs(max(others, default=float("nan")))
+    others = [x.z for x in verdict.ranking if x.label not in honest | hidden]
+    return abs(max(others))
 
 
 def _rows(
@@ -205,7 +212,7 @@ def _row(
         else sum(tally.names[x] for x in tally.names if server.names(x)),
         "names": "; ".join(f"{n} {name}" for name, n in tally.names.most_common()),
         "bound": None if errors else 1 - 0.05 ** (1 / count),
-        "least z": min(tally.margins),
+        "least z": min(tally.margins, default=None),
         "kl": float(np.mean(divergences)),
         "prompts asked": float(np.mean(tally.asked)),
     }

@@ -255,7 +255,7 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
         wrong = sum(a != b for a, b in zip(answers, expected, strict=True))
         print(f"the broken one answers {wrong} of {len(prompts)} prompts wrongly")
         print(f"{len(clients.answers)} answers, {clients.whole} of them whole")
-        assert wrong > len(prompts) // 3, "else nobody could tell from which one an answer came"
+        assert wrong > len(prompts) // 5, "else nobody could tell from which one an answer came"
         assert f"weight scales of layer {LAYER}" in refused["proof"]["reason"]
         assert code == 1
         assert found["verdict"]["cause"]["name"] == f"weight_scales_scaled, layer {LAYER}, x0.5"

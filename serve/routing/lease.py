@@ -41,9 +41,9 @@ class Lease:
         Only where lives are told apart: an answer that begins then may be anybody's.
         """
         member = self.member
-        return member.generation != self._generation or (
-            member.doubtful and member.proof is not None
-        )
+        if member.proof is None:
+            return False
+        return member.doubtful or member.generation != self._generation
 
     async def outlived(self) -> bool:
         """Whether the backend has another life by now; waits for the health check, if it looks."""

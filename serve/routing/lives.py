@@ -24,9 +24,10 @@ class Lives:
 
     def reopened(self) -> None:
         """It ended a connection in order, being idle: or it ended, and another one is there."""
-        if self._member.proof is not None:
-            self.uncertain = True
-            self._member.doubt("its connection ended in order")
+        if self._member.proof is None:
+            return self._member.forget("its connection ended in order")
+        self.uncertain = True
+        self._member.doubt("its connection ended in order")
 
     async def recognize(self, held: "asyncio.Task[None]", timeout_s: float) -> None:
         """Asks who answers, and has the member's proof forgotten if that may be another.

@@ -189,8 +189,8 @@ class Member:
 
     def forget(self, reason: str) -> None:
         """Another life of it may answer from now on: what was proven is of the one before."""
+        self.generation += 1  # without proof, too: it may be examined for one that is to come
         if self.proof is not None:
-            self.generation += 1
             self.proof.forget(f"not asked yet: {reason}")
             self.changed()
 

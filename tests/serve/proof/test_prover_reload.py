@@ -1,0 +1,72 @@
+"""A backend that serves while what it is proven with changes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from serve.config import PoolConfig
+from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, FakeExams
+from tests.serve.proof.test_prover import ADDRESS, Scene, play
+
+
+async def examined(scene: Scene, exam: FakeExam | None, **settings: Any) -> Any:
+    """What is ready to be taken over: `swap`'s arguments."""
+    config = PoolConfig.model_validate({"health": {"probe_after_s": None}, "proof": settings})
+    exams = FakeExams(exam, config.proof)
+    provers = await scene.pool.examined(scene.pool.members, exams)
+    return config, {"exams": exams, "provers": provers}
+
+
+def commit(scene: Scene, ready: Any) -> None:
+    config, arguments = ready
+    scene.pool.swap(config, scene.pool.members, **arguments)
+
+
+@pytest.mark.parametrize("proven_before", [True, False])
+@pytest.mark.parametrize("idle_close", [True, False])
+def test_a_life_that_came_after_the_examination_is_asked_for_itself(
+    idle_close: bool, proven_before: bool
+) -> None:
+    new = FakeExam(key="new")
+
+    async def act(scene: Scene) -> None:
+        ready = await examined(scene, new)
+        new.says[ADDRESS] = "worse"
+        scene.exam.says[ADDRESS] = "worse"
+        if idle_close:
+            scene.server.close_idle()
+        else:
+            scene.server.die()
+            await asyncio.sleep(0.001)
+            scene.server.restart()
+        await asyncio.sleep(0.9)
+        commit(scene, ready)
+        assert not scene.serves() and scene.member.standing == "unproven"
+        await scene.until("refused", 2)
+
+    play(act, enabled=proven_before)
+
+
+def test_one_that_lives_on_serves_by_what_it_was_examined_with() -> None:
+    new = FakeExam(key="new", identity="b" * 64)
+
+    async def act(scene: Scene) -> None:
+        commit(scene, await examined(scene, new))
+        assert scene.serves() and scene.pool.proven.artifact == "b" * 64
+        await asyncio.sleep(1000)
+        assert scene.serves() and len(new.asked) == 1
+        assert scene.proof.tokens == 2 * 24 * RECORD_TOKENS  # what was spent stays spent
+        assert scene.proof.outcomes["as_expected"] == 2
+
+    play(act)
+
+
+def test_proof_that_is_no_longer_wanted_is_not_asked_for() -> None:
+    async def act(scene: Scene) -> None:
+        commit(scene, await examined(scene, None, enabled=False))
+        scene.exam.says[ADDRESS] = "worse"
+        await asyncio.sleep(1000)
+        assert scene.serves() and scene.member.proof is None and scene.asked == 1
+
+    play(act)

@@ -81,6 +81,8 @@ class Watch:
             await self.prover.stop()
         if self._task is not None:
             await _ended(self._task)
+        if self._member.doubtful:  # nobody finds out any more, and whoever waits for it may go on
+            self._member.go_out("nobody looks after it any more", reachable=False)
 
     async def _run(self) -> None:
         while True:

@@ -67,7 +67,9 @@ class Watches:
 async def _all_within(limit_s: float, waits: Sequence[Coroutine[Any, Any, Any]]) -> None:
     """Returns when all have ended, or the time is over."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=limit_s)
-        for task in late:
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=limit_s)
+    finally:
+        for task in tasks:
             task.cancel()

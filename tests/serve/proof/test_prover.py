@@ -436,3 +436,38 @@ def test_no_proof_is_wanted_of_a_pool_without_golden_records() -> None:
 
     run(main())
     play(act, enabled=False)
+
+
+def test_nobody_waits_for_a_look_that_will_not_come() -> None:
+    """The gateway ends while a lost connection is being looked into."""
+
+    async def act(scene: Scene) -> None:
+        lease = scene.member.lease(1)
+        scene.server.hangs = True
+        scene.member.doubt("reset")
+        waiting = asyncio.ensure_future(lease.outlived())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await scene.pool.close()
+        async with asyncio.timeout(1):
+            assert await waiting  # it is not known to be the same
+        lease.release()
+
+    play(act)
+
+
+def test_a_start_that_is_given_up_waits_for_nothing_more() -> None:
+    async def main() -> None:
+        server = Server(ADDRESS)
+        server.hangs = True
+        clock = asyncio.get_running_loop().time
+        pool = Pool.of("p", [server], clock=clock, exams=FakeExams(FakeExam()))
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(0.5)
+        starting.cancel()
+        await asyncio.wait({starting})
+        await pool.close()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main())

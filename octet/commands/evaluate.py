@@ -19,9 +19,9 @@ from octet.errors import BackendError, ConfigError
 from octet.evaluation.comparison import compare, plain
 from octet.evaluation.evaluator import Advance
 from octet.evaluation.evaluator import evaluate as score
-from octet.evaluation.intervals import Interval
 from octet.evaluation.scores import Evaluation
 from octet.evaluation.table import render, render_tasks
+from octet.intervals import Interval
 
 __all__ = ["evaluate"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octet.errors import BackendError, ConfigError
-from octet.evaluation.intervals import Interval
+from octet.intervals import Interval
 
 __all__ = ["run_tasks"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.evaluation.intervals import FEW, Interval, interval
 from octet.evaluation.scores import Evaluation, Scores
+from octet.intervals import FEW, Interval, interval
 
 __all__ = ["Comparison", "Row", "compare", "plain"]
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octet.evaluation.comparison import Comparison, Row
-from octet.evaluation.intervals import Interval
+from octet.intervals import Interval
 
 __all__ = ["render", "render_tasks"]
 

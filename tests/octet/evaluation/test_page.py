@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from octet.evaluation.comparison import compare
-from octet.evaluation.intervals import Interval
 from octet.evaluation.page import write_page
 from octet.evaluation.scores import Evaluation, Scores
 from octet.evaluation.sequences import Sequences
+from octet.intervals import Interval
 
 NAMES = ("onnx", "</script><b>far")
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.evaluation.intervals import hall_ends, interval, moments, student_ends
+from octet.intervals import hall_ends, interval, moments, student_ends, upper_bound
 from octet.student import t_quantile
 
 SHAPE = 0.6  # of a log-normal divergence per document: a skewness of 2.3
@@ -28,6 +28,22 @@ def test_intervals_hold_the_truth_of_skewed_sums(n: int) -> None:
     assert 0.935 <= 1 - above - below <= 0.965
     student = student_ends(moments(x, m))
     assert np.mean(student[1] < truth) > above + 0.005  # which misses too often on that side
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_a_bound_is_passed_by_the_truth_as_seldom_as_it_says(n: int) -> None:
+    x, m, truth = draws(n, 4000, seed=n)
+    passed = np.mean([upper_bound(*one) < truth for one in zip(x, m, strict=True)])
+    assert passed == pytest.approx(0.05, abs=0.02)
+    found = moments(x, m)
+    student = found.mean + t_quantile(0.95, n - 1) * found.error
+    assert np.mean(student < truth) > passed + 0.01
+
+
+def test_a_bound_is_one_end_alone() -> None:
+    (x,), (m,), _ = draws(50, 1, seed=5)
+    assert interval(x, m).mean < upper_bound(x, m) < interval(x, m).high
+    assert math.isinf(upper_bound(x[:1], m[:1]))
 
 
 def test_without_skewness_both_methods_are_one() -> None:

@@ -2,8 +2,8 @@
 
 The divergence of a position is `octet.golden.top_k_divergence`: KL(reference ‖ served) in nats over
 the shared most likely tokens, with the rest lumped. Positions of one prompt are not independent, so
-that the mean is one over prompts of each prompt's mean, and its 95 % interval is Student's t over
-them (clustered by prompt).
+that the mean is one over prompts of each prompt's mean, and its 95 % interval is that over them
+(`octet.intervals`: clustered by prompt, and not symmetric, for divergences are skewed).
 """
 
 import math
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.golden import GoldenSet, top_k_divergence
+from octet.intervals import Interval, interval
 from octet.proof.responses import Response, agreement, comparable
-from octet.student import t_quantile
 
 __all__ = ["Measure", "divergences", "measure"]
 
@@ -44,11 +44,11 @@ def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
     found = [x for x in divergences(golden, responses) if len(x)]
     means = np.array([float(x.mean()) for x in found])
     positions = np.concatenate(found) if found else np.empty(0)
-    mean, spread = _interval(means)
+    over = _interval(means)
     return Measure(
-        kl_mean=mean,
-        kl_low=max(mean - spread, 0.0),
-        kl_high=mean + spread,
+        kl_mean=over.mean,
+        kl_low=max(over.low, 0.0),
+        kl_high=over.high,
         kl_p90=float(np.quantile(positions, 0.9)) if found else math.nan,
         kl_max=float(positions.max()) if found else math.nan,
         agreement=_agreement(golden, responses),
@@ -71,14 +71,12 @@ def divergences(golden: GoldenSet, responses: Sequence[Response]) -> list[NDArra
     return found
 
 
-def _interval(means: NDArray[np.float64]) -> tuple[float, float]:
-    """The mean, and what a 95 % interval adds to it on either side."""
-    if not len(means):
-        return math.nan, math.nan
-    if len(means) == 1:
-        return float(means[0]), math.inf
-    error = float(means.std(ddof=1)) / math.sqrt(len(means))
-    return float(means.mean()), t_quantile(0.975, len(means) - 1) * error
+def _interval(means: NDArray[np.float64]) -> Interval:
+    """Of one prompt, whatever there is."""
+    if len(means) < 2:
+        mean = float(means[0]) if len(means) else math.nan
+        return Interval(mean, -math.inf, math.inf)
+    return interval(means, np.ones(len(means)))
 
 
 def _agreement(golden: GoldenSet, responses: Sequence[Response]) -> float:

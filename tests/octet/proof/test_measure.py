@@ -44,6 +44,16 @@ def test_means_are_of_prompts_and_the_interval_is_over_them() -> None:
     assert (found.prompts, found.positions, found.agreement) == (3, 6, 1.0)
 
 
+def test_the_interval_is_further_out_where_the_tail_is() -> None:
+    """One prompt of twelve has most of it, as is usual: Student's end would be too low."""
+    served = [told(0.69 - 0.002 * n) for n in range(11)] + [told(0.2)]
+    means = np.array([top_k_divergence(TOP.mapping, x) for x in served])
+    found = measure(golden(12), [Response(n, (1,), (x,)) for n, x in enumerate(served)])
+    spread = 2.200985 * means.std(ddof=1) / math.sqrt(12)  # t of 97.5 % with 11 degrees
+    assert found.kl_mean == pytest.approx(means.mean())
+    assert found.kl_high > means.mean() + 1.5 * spread
+
+
 def test_agreement_is_of_the_tokens_before_the_first_other_one() -> None:
     responses = [Response(0, (1, 9), (told(0.7),) * 2), Response(1, (9, 1), (told(0.7),) * 2)]
     found = measure(golden(), responses)

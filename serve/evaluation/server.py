@@ -48,15 +48,22 @@ class Server:
         self.identity: Mapping[str, str] = {"url": self.url, **told, **self._version()}
 
     def encode(self, text: str) -> list[int] | None:
-        """By vLLM's /tokenize; None of a server without it."""
+        """By vLLM's /tokenize; None of a server without it.
+
+        Raises BackendError if that fails for the moment: nothing is known of its tokens then.
+        """
         if not self._tokenizes:
             return None
         try:
             found = self._ask("/tokenize", {"model": self.model, "prompt": text})["tokens"]
             return [int(token) for token in found]
-        except (RequestError, BackendError, KeyError, TypeError, ValueError):
-            self._tokenizes = False
-            return None
+        except BackendError as error:
+            if error.kind not in ("failed", "garbled"):
+                raise
+        except (RequestError, KeyError, TypeError, ValueError):
+            pass  # it is something else there
+        self._tokenizes = False
+        return None
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
         """Raises UnsupportedError for a server that says nothing of a prompt."""
@@ -104,6 +111,15 @@ class Server:
         content = await client.ask("/v1/completions", fields | reader.fields(k, uuid.uuid4().hex))
         try:
             return reader.read(content["choices"][0], ids, k)
+        except NotReturned as error:
+            if not self._reader:
+                raise
+            raise BackendError(
+                f"{self.name}: left out log-probabilities of a prompt of {len(ids)} tokens"
+                f" ({error}), which it gave of others: is it one server, and not several behind one"
+                " address?",
+                kind="garbled",
+            ) from None
         except AnotherTokenizer as error:
             raise ConfigError(
                 f"{self.name}: {error}: it has another tokenizer or vocabulary than the reference"

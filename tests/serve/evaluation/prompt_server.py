@@ -65,13 +65,19 @@ def as_octet(body: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"choices": [{"text": "", "logprobs": logprobs}]}
 
 
+def as_tokens(body: dict[str, Any]) -> tuple[int, Any]:
+    """vLLM's /tokenize: a token a character."""
+    return 200, {"tokens": [ord(character) % VOCABULARY for character in body["prompt"]]}
+
+
 class PromptServer:
-    """`asked` are the bodies of completions; `answering` may be changed between them."""
+    """`asked` are the bodies of completions; `answering` and `tokenizing` may be changed."""
 
     def __init__(self, answering: Answering, models: list[dict[str, Any]] | None) -> None:
         self.answering = answering
         self.models = models if models is not None else [{"id": "octet", "max_model_len": 128}]
         self.asked: list[dict[str, Any]] = []
+        self.tokenizing: Answering = as_tokens
         self.url = ""
 
 
@@ -94,8 +100,7 @@ def running(
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             if self.path == "/tokenize":
-                tokens = [ord(character) % VOCABULARY for character in body["prompt"]]
-                return self._send(200, {"tokens": tokens})
+                return self._send(*state.tokenizing(body))
             state.asked.append(body)
             self._send(*state.answering(body))
 

@@ -8,7 +8,7 @@ import pytest
 from octet.errors import BackendError, ConfigError, UnsupportedError
 from serve.evaluation import client
 from serve.evaluation.server import Server
-from tests.serve.evaluation.prompt_server import as_octet, as_vllm, running, truth
+from tests.serve.evaluation.prompt_server import as_octet, as_tokens, as_vllm, running, truth
 
 SAMPLES = [(1, 5, 9, 2), (7, 7), (3, 1, 4, 1, 5, 9, 2, 6)]
 
@@ -95,6 +95,36 @@ def test_a_server_that_cannot_be_measured_is_one_clear_line(
         with pytest.raises(error, match=message) as caught:
             list(server.answers(SAMPLES, 5))
     assert "\n" not in str(caught.value) and fake.url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(few, "2 tokens at a position"), (lambda listed: None, "ignored")]
+)
+def test_a_server_that_leaves_something_out_later_is_one_clear_line(change: Any, what: str) -> None:
+    def answering(body: dict[str, Any]) -> tuple[int, Any]:
+        return (as_vllm if len(fake.asked) < 2 else altered(change))(body)
+
+    with running(answering) as fake:
+        answers = Server(fake.url, concurrency=1).answers(SAMPLES, 5)
+        assert next(answers)[0] == 0
+        with pytest.raises(BackendError, match=f"a prompt of 2 tokens .{what}.*gave of others"):
+            list(answers)
+
+
+@pytest.mark.parametrize("busy", [429, 503])
+def test_a_busy_server_is_not_taken_for_one_without_a_tokenizer(
+    busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.0)
+    with running(as_vllm) as fake:
+        server = Server(fake.url)
+        fake.tokenizing = lambda body: (busy, {})
+        with pytest.raises(BackendError, match=f"answered {busy}"):
+            server.encode("ab")
+        fake.tokenizing = as_tokens
+        assert server.encode("ab") == [97 % 64, 98 % 64]
+        fake.tokenizing = lambda body: (404, {})
+        assert server.encode("ab") is None
 
 
 def test_null_is_what_servers_write_for_nan() -> None:

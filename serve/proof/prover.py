@@ -17,11 +17,12 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from octet.errors import BackendError
+from octet.errors import BackendError, BackendUnavailable
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
 from serve.proof.exam import Exam, Slicing
+from serve.proof.examination import Examined, examine
 from serve.proof.probe import Probed, Unprovable
 from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
 from serve.proof.state import MemberProof, ProofState, measured
@@ -34,10 +35,6 @@ __all__ = ["Prover"]
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
 WINDOW = 24  # of the newest answers of a backend that serves, those that are judged together
-_SILENT = (
-    "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
-    " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
-)
 
 
 class Prover:
@@ -95,11 +92,7 @@ class Prover:
         while True:
             self._wake.clear()
             if self._may_ask() and self.proof.next_at <= self._clock():
-                try:
-                    await self._probe()
-                except Exception as error:  # a defect of ours proves nothing of the backend
-                    _log.exception("the proof of %s failed", self._member.name)
-                    self._unclear(f"its probe failed: {error!r}", "defect")
+                await self._probe()
             due_in_s = self.proof.next_at - self._clock()
             # Not wait_for: in Python 3.11 that loses a cancellation which comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -124,48 +117,35 @@ class Prover:
 
     async def admit(self) -> None:
         """A whole probe, and what follows from it. Told of no earlier one."""
-        proof = self.proof
-        proof.asking, proof.seconds, began = True, 0.0, self._clock()
+        proof, member, generation = self.proof, self._member, self._member.generation
+        proof.asking, proof.seconds = True, 0.0
         try:
-            await self._examine(began)
-        except Unprovable as error:
-            self._conclude("refused", str(error), "unprovable")
-        except BackendError as error:
-            self._unclear(str(error), "inconclusive")
+            found = await self._examined()
+            if generation == member.generation:  # or else it is another one, and asked anew
+                self._conclude(found)
         finally:
             proof.asking = False
             self.concluded.set()
 
-    async def _examine(self, began: float) -> None:
-        """Asks look after look. Raises Unprovable, BackendError."""
-        member, generation = self._member, self._member.generation
-        findings = await self.exam.findings(member.backend)
-        if findings and generation == member.generation:
-            return self._conclude("refused", "; ".join(findings), "refused")
-        looks = self.exam.looks(self._rng.getrandbits(32), member.backend.context_length)
-        responses: list[Response] = []
-        verdict: Verdict | None = None
-        for records in looks:
-            left_s = self.config.timeout_s - (self._clock() - began)
-            probed = await self._ask(records, max(left_s, 0.001))
+    async def _examined(self) -> Examined:
+        member, ends_at = self._member, self._clock() + self.config.timeout_s
+        generation = member.generation
+
+        async def ask(records: tuple[int, ...]) -> Probed:
+            probed = await self._ask(records, max(ends_at - self._clock(), 0.001))
             if generation != member.generation:
-                return  # it is another one by now, and asked anew
-            if probed.responses and not probed.alternatives:
-                return self._silent()
-            responses += probed.responses
-            if responses:
-                verdict = await self.exam.judge(responses, len(looks))
-            if generation != member.generation:
-                return
-            if verdict is None or not probed.responses:
-                break
-            if verdict.outcome != "inconclusive":
-                self._window = {response.record: response for response in responses[-WINDOW:]}
-                state: ProofState = "proven" if verdict.outcome == "as_expected" else "refused"
-                return self._conclude(state, verdict.reason, verdict.outcome, verdict)
-        reason = "; ".join(probed.notes) if not probed.responses else ""
-        reason = reason or (verdict.reason if verdict else "it has answered nothing")
-        self._unclear(reason, "inconclusive", verdict)
+                raise BackendUnavailable("it was started anew", kind="lost")
+            return probed
+
+        seed, without = self._rng.getrandbits(32), self.config.without_logprobs
+        try:
+            return await examine(self.exam, member.backend, ask, seed, without)
+        except Unprovable as error:
+            return Examined("refused", str(error), "unprovable")
+        except BackendError as error:
+            return Examined("unproven", str(error), "inconclusive", soon=True)
+        except Exception as error:
+            return Examined("unproven", self._defect(error), "defect", soon=True)
 
     async def _ask(self, records: tuple[int, ...], timeout_s: float) -> Probed:
         config, proof = self.config, self.proof
@@ -198,12 +178,14 @@ class Prover:
                 verdict = await self._judge_again(probed.responses)
         except (Unprovable, BackendError) as error:
             reason = str(error)
+        except Exception as error:
+            reason = self._defect(error)
         if generation != member.generation:
             return
         if proof.state == "admitted" and verdict is None:
             return self._again(self.config.every_s, "as_expected")
         if verdict is None:  # too busy, most likely
-            return self._unclear(reason, "inconclusive")
+            return self._unclear(Examined("unproven", reason, "inconclusive", soon=True))
         if verdict.outcome in ("better", "worse"):
             self._doubt(verdict)
             return await self.admit()
@@ -232,32 +214,32 @@ class Prover:
         self._window.clear()
         self._become("unproven", f"it is asked again: {verdict.reason}", verdict)
 
-    def _silent(self) -> None:
-        if self.config.without_logprobs == "admit":
-            reason = "it returns no log-probabilities: it serves unproven, as configured"
-            self._conclude("admitted", reason, "no_logprobs")
-        else:
-            self._conclude("refused", _SILENT, "no_logprobs")
-
-    def _conclude(
-        self, state: ProofState, reason: str, outcome: str, verdict: Verdict | None = None
-    ) -> None:
-        self._become(state, reason, verdict)
-        if state == "refused":
-            self.proof.probed(outcome)
+    def _conclude(self, found: Examined) -> None:
+        if found.state == "unproven":
+            return self._unclear(found)
+        self._window = {response.record: response for response in found.responses[-WINDOW:]}
+        self._become(found.state, found.reason, found.verdict)
+        if found.state == "refused":
+            self.proof.probed(found.outcome)
             self.proof.next_at = self._clock() + self._backoff.next(REFUSED_S)
         else:
-            self._again(self.config.every_s, outcome)
+            self._again(self.config.every_s, found.outcome)
 
-    def _unclear(self, reason: str, outcome: str, verdict: Verdict | None = None) -> None:
+    def _unclear(self, found: Examined) -> None:
         """Nothing was learned: whoever serves goes on, and whoever does not waits."""
-        proof = self.proof
-        reason = self._member.nameless(reason)
-        proof.probed(outcome)
-        proof.next_at = self._clock() + self._backoff.next(UNCLEAR_S)
+        proof, reason = self.proof, self._member.nameless(found.reason)
+        proof.probed(found.outcome)
+        limits = UNCLEAR_S if found.soon else REFUSED_S
+        proof.next_at = self._clock() + self._backoff.next(limits)
         if not proof.admits and proof.state != "refused":
-            proof.reason, proof.verdict = f"no verdict yet: {reason}", verdict
-        self._say(logging.WARNING, f"no verdict, asked again later: {reason}", outcome, verdict)
+            proof.reason, proof.verdict = f"no verdict yet: {reason}", found.verdict
+        line = f"no verdict, asked again later: {reason}"
+        self._say(logging.WARNING, line, found.outcome, found.verdict)
+
+    def _defect(self, error: Exception) -> str:
+        """It proves nothing of the backend."""
+        _log.error("the proof of %s failed", self._member.name, exc_info=error)
+        return f"its probe failed: {type(error).__name__}"  # what it says may name a file of ours
 
     def _become(self, state: ProofState, reason: str, verdict: Verdict | None) -> None:
         member, proof = self._member, self.proof

@@ -4,8 +4,9 @@ import random
 
 __all__ = ["REFUSED_S", "UNCLEAR_S", "Backoff", "allowance"]
 
-UNCLEAR_S = (1.0, 60.0)  # before the first and before the later tries, where nothing was learned
-REFUSED_S = (10.0, 600.0)  # of a backend whose numbers are wrong: somebody may have repaired it
+# Before the first and before the later tries:
+UNCLEAR_S = (1.0, 60.0)  # where it did not answer, being busy most likely
+REFUSED_S = (10.0, 600.0)  # where its numbers are wrong, or do not tell: somebody may repair it
 _SPREAD = 0.25  # up to so much more, or less: gateways that began together do not stay together
 
 

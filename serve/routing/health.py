@@ -64,7 +64,7 @@ class Watch:
         before, self.prover = self.prover, prover
         self._member.proof = None if prover is None else prover.proof
         if prover is not None:
-            prover.installed(before and before.proof)
+            prover.installed(None if before is None else before.proof)
         self._member.changed()
         if prover is not None:
             prover.start()

@@ -1,0 +1,79 @@
+"""A whole probe: look after look of golden prompts, until the verdict is clear.
+
+Right is who was right about every prompt that was asked, but for those that are longer than its
+context. One that failed is asked again with the next look: a server that answers some prompts and
+fails at others may fail at the very ones that would have shown what is wrong with it.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.backends.base import Backend
+from serve.proof.exam import Exam
+from serve.proof.probed import Probed
+from serve.proof.state import ProofState
+
+__all__ = ["Examined", "examine", "silent"]
+
+_SILENT = (
+    "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
+    " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What follows for the backend; "unproven": it is not known, and to be asked again."""
+
+    state: ProofState
+    reason: str  # one line, for people
+    outcome: str  # as probes are counted
+    verdict: Verdict | None = None
+    responses: tuple[Response, ...] = ()
+    soon: bool = False  # whether asking again may help at once: not all answered, this time
+
+
+async def examine(
+    exam: Exam,
+    backend: Backend,
+    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    seed: int,
+    without_logprobs: Literal["refuse", "admit"],
+) -> Examined:
+    """Raises Unprovable, and what `ask` raises."""
+    if findings := await exam.findings(backend):
+        return Examined("refused", "; ".join(findings), "refused")
+    looks = exam.looks(seed, backend.context_length)
+    responses: list[Response] = []
+    missing: list[int] = []
+    notes: list[str] = []
+    verdict: Verdict | None = None
+    for records in looks:
+        probed = await ask((*records, *missing))
+        if probed.responses and not probed.alternatives:
+            return silent(without_logprobs)
+        responses += probed.responses
+        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
+        notes = probed.notes
+        if not probed.responses:
+            break
+        verdict = await exam.judge(responses, len(looks))
+        reason, known = verdict.reason, tuple(responses)
+        if verdict.outcome in ("better", "worse"):
+            return Examined("refused", reason, verdict.outcome, verdict, known)
+        if verdict.outcome == "as_expected" and not missing:
+            return Examined("proven", reason, verdict.outcome, verdict, known)
+    said = "; ".join(notes) if missing or not responses else ""
+    said = said or (verdict.reason if verdict else "it has answered nothing")
+    return Examined("unproven", said, "inconclusive", verdict, soon=bool(missing))
+
+
+def silent(without_logprobs: Literal["refuse", "admit"]) -> Examined:
+    """Of one that returns no log-probabilities."""
+    if without_logprobs == "admit":
+        reason = "it returns no log-probabilities: it serves unproven, as configured"
+        return Examined("admitted", reason, "no_logprobs")
+    return Examined("refused", _SILENT, "no_logprobs")

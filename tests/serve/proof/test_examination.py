@@ -1,0 +1,97 @@
+"""A whole probe of a backend that answers some prompts and fails at others."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import pytest
+
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.backends.base import Backend
+from serve.proof.probed import Failure, FailureKind, Probed
+from tests.serve.proof.exams import FakeExam
+from tests.serve.proof.test_prover import ADDRESS, Scene, play
+
+
+@dataclass
+class Failing(FakeExam):
+    """Each record in `failing` has no answer, so many times."""
+
+    failing: dict[int, int] = field(default_factory=dict)
+    kind: FailureKind = "failed"
+
+    async def ask(
+        self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
+    ) -> Probed:
+        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        failed = {record for record in records if self.failing.get(record, 0) > 0}
+        for record in failed:
+            self.failing[record] -= 1
+        probed.responses = [r for r in probed.responses if r.record not in failed]
+        probed.failures = [Failure(record, self.kind, "500 from within") for record in failed]
+        return probed
+
+
+@pytest.mark.parametrize("kind", sorted({*get_args(FailureKind)} - {"context"}))
+@pytest.mark.parametrize("count", [1, 18])
+def test_right_answers_do_not_make_up_for_those_that_fail(count: int, kind: FailureKind) -> None:
+    always = dict.fromkeys(range(count), 100)
+
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "unproven" and not scene.serves()
+        assert f"{count} of {20 + count} golden prompts" in scene.proof.reason
+        assert "500 from within" in scene.proof.reason
+        times = Counter(record for _, records in scene.exam.asked for record in records)
+        assert times[0] == 3 and times[30] == 1  # those that failed, with each look
+        always.clear()
+        await scene.until("in", 3)
+
+    play(act, Failing(failing=always, kind=kind))
+
+
+def test_one_that_answers_when_it_is_asked_again_is_as_good() -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "in" and scene.proof.outcomes == {"as_expected": 1}
+        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 22]
+
+    play(act, Failing(failing={3: 1, 7: 1}))
+
+
+def test_prompts_longer_than_its_context_are_left_out() -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "in" and scene.asked == 1
+        assert "2 of 24 golden prompts are longer than its context" in scene.proof.notes[0]
+
+    play(act, Failing(failing={3: 9, 7: 9}, kind="context"))
+
+
+def test_wrong_answers_refuse_it_whatever_else_fails() -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "refused" and scene.asked == 1
+
+    play(act, Failing(failing=dict.fromkeys(range(18), 100), says={ADDRESS: "worse"}))
+
+
+def test_one_whose_answers_do_not_tell_is_asked_ever_later() -> None:
+    """Each whole probe takes thousands of tokens."""
+
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(3600)
+        assert 6 <= scene.proof.outcomes["inconclusive"] <= 14
+
+    play(act, FakeExam(says={ADDRESS: "inconclusive"}))
+
+
+class Defective(FakeExam):
+    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+        raise ZeroDivisionError("a defect")
+
+
+def test_a_defect_in_the_judgement_is_no_verdict() -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"defect": 1}
+
+    play(act, Defective())

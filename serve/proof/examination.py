@@ -16,7 +16,9 @@ from serve.proof.exam import Exam
 from serve.proof.probed import Probed
 from serve.proof.state import ProofState
 
-__all__ = ["Examined", "examine", "silent"]
+__all__ = ["WRONG", "Examined", "examine", "silent"]
+
+WRONG = ("better", "worse")  # outcomes
 
 _SILENT = (
     "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
@@ -62,7 +64,7 @@ async def examine(
             break
         verdict = await exam.judge(responses, len(looks))
         reason, known = verdict.reason, tuple(responses)
-        if verdict.outcome in ("better", "worse"):
+        if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
         if verdict.outcome == "as_expected" and not missing:
             return Examined("proven", reason, verdict.outcome, verdict, known)

@@ -6,7 +6,7 @@ asked again, later each time. A refused backend is asked again, too: somebody ma
 
 proven: a few prompts at a time, as far as their tokens are allowed, judged together with those
 before them. What looks wrong then takes it out at once, and all of it is asked anew: only a whole
-probe refuses. No verdict leaves it in.
+probe refuses. That it is too busy, or that its answers do not tell, leaves it in.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ import contextlib
 import contextvars
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from octet.errors import BackendError, BackendUnavailable
-from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
-from serve.proof.exam import Exam, Slicing
+from serve.proof.exam import Exam
 from serve.proof.examination import Examined, examine
 from serve.proof.probe import Probed, Unprovable
+from serve.proof.rounds import Rounds
 from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
 from serve.proof.state import MemberProof, ProofState, measured
 
@@ -34,7 +34,6 @@ __all__ = ["Prover"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
-WINDOW = 24  # of the newest answers of a backend that serves, those that are judged together
 
 
 class Prover:
@@ -60,8 +59,7 @@ class Prover:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._generation = member.generation  # of what follows
-        self._window: dict[int, Response] = {}  # the oldest first
-        self._slices: Slicing | None = None
+        self._rounds: Rounds | None = None  # since its last whole probe
 
     def installed(self, before: MemberProof | None) -> None:
         """`member.proof` is this one's from now on, in place of `before`."""
@@ -92,7 +90,10 @@ class Prover:
         while True:
             self._wake.clear()
             if self._may_ask() and self.proof.next_at <= self._clock():
-                await self._probe()
+                try:
+                    await self._probe()
+                except Exception as error:
+                    self._unclear(self._defect(error))
             due_in_s = self.proof.next_at - self._clock()
             # Not wait_for: in Python 3.11 that loses a cancellation which comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -107,11 +108,9 @@ class Prover:
     async def _probe(self) -> None:
         if self._generation != self._member.generation:
             self._generation = self._member.generation
-            self._window.clear()
-            self._slices = None
             self._backoff.reset()
-        if self.proof.admits:
-            await self._look_again()
+        if self.proof.admits and self._rounds is not None:
+            await self._look_again(self._rounds)
         else:
             await self.admit()
 
@@ -128,24 +127,39 @@ class Prover:
             self.concluded.set()
 
     async def _examined(self) -> Examined:
-        member, ends_at = self._member, self._clock() + self.config.timeout_s
-        generation = member.generation
+        seed, without = self._rng.getrandbits(32), self.config.without_logprobs
+        ask = self._asking()
+        return await self._found(examine(self.exam, self._member.backend, ask, seed, without))
+
+    def _asking(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
+        """Asks for one probe, all that it asks within its time."""
+        generation, ends_at = self._member.generation, self._clock() + self.config.timeout_s
 
         async def ask(records: tuple[int, ...]) -> Probed:
             probed = await self._ask(records, max(ends_at - self._clock(), 0.001))
-            if generation != member.generation:
+            if generation != self._member.generation:
                 raise BackendUnavailable("it was started anew", kind="lost")
             return probed
 
-        seed, without = self._rng.getrandbits(32), self.config.without_logprobs
+        return ask
+
+    async def _found(self, probe: Awaitable[Examined]) -> Examined:
+        """What comes of `probe`, whatever it raises."""
         try:
-            return await examine(self.exam, member.backend, ask, seed, without)
+            return await probe
         except Unprovable as error:
             return Examined("refused", str(error), "unprovable")
         except BackendError as error:
             return Examined("unproven", str(error), "inconclusive", soon=True)
         except Exception as error:
-            return Examined("unproven", self._defect(error), "defect", soon=True)
+            return self._defect(error)
+
+    def _defect(self, error: Exception) -> Examined:
+        """Ours, most likely: it proves nothing of the backend."""
+        _log.error("the proof of %s failed", self._member.name, exc_info=error)
+        # Without its text, which may name a file of ours.
+        said = f"its probe failed: {type(error).__name__}"
+        return Examined("unproven", said, "defect", soon=True)
 
     async def _ask(self, records: tuple[int, ...], timeout_s: float) -> Probed:
         config, proof = self.config, self.proof
@@ -158,66 +172,45 @@ class Prover:
         proof.notes = tuple(map(self._member.nameless, probed.notes))
         return probed
 
-    async def _look_again(self) -> None:
+    async def _look_again(self, rounds: Rounds) -> None:
         """A few prompts of one that serves; nothing, as long as it has served too little."""
         member, proof = self._member, self.proof
-        if self._slices is None:
-            seed = self._rng.getrandbits(32)
-            self._slices = self.exam.slicing(seed, member.backend.context_length)
         allowed = allowance(self.config.share, member.served_tokens, proof.tokens)
-        records = self._slices.next(allowed) if allowed > 0 else ()
+        records = rounds.next(allowed) if allowed > 0 else ()
         if not records:
             return
         generation, proof.seconds = member.generation, 0.0
-        verdict: Verdict | None = None
-        reason = ""
-        try:
-            probed = await self._ask(records, self.config.timeout_s)
-            reason = "; ".join(probed.notes)
-            if probed.responses and probed.alternatives:
-                verdict = await self._judge_again(probed.responses)
-        except (Unprovable, BackendError) as error:
-            reason = str(error)
-        except Exception as error:
-            reason = self._defect(error)
+        found = await self._found(rounds.look(records, self._asking()))
         if generation != member.generation:
             return
-        if proof.state == "admitted" and verdict is None:
-            return self._again(self.config.every_s, "as_expected")
-        if verdict is None:  # too busy, most likely
-            return self._unclear(Examined("unproven", reason, "inconclusive", soon=True))
-        if verdict.outcome in ("better", "worse"):
-            self._doubt(verdict)
+        # It could be judged when it came in: a defect now is of what it answers now.
+        if found.state == "refused" or found.outcome == "defect":
+            self._doubt(found)
             return await self.admit()
-        if verdict.outcome == "as_expected":
-            proof.verdict, proof.reason = verdict, member.nameless(verdict.reason)
+        if found.state == "unproven":
+            return self._unclear(found)
+        if (found.state, proof.state) == ("proven", "admitted"):
+            return await self.admit()  # it has figures by now
+        if found.outcome == "as_expected":
+            proof.verdict, proof.reason = found.verdict, member.nameless(found.reason)
             member.changed()
-        self._again(self.config.every_s, verdict.outcome)
-
-    async def _judge_again(self, responses: list[Response]) -> Verdict:
-        """Of the newest answers, those of earlier probes of the same life among them."""
-        for response in responses:
-            self._window.pop(response.record, None)
-            self._window[response.record] = response
-        for record in list(self._window)[:-WINDOW]:
-            del self._window[record]
-        return await self.exam.judge(list(self._window.values()), 1)
+        self._again(self.config.every_s, found.outcome)
 
     def _again(self, after_s: float, outcome: str) -> None:
         self.proof.probed(outcome)
         self.proof.next_at = self._clock() + after_s * self._rng.uniform(1.0, 1.1)
         self._backoff.reset()
 
-    def _doubt(self, verdict: Verdict) -> None:
+    def _doubt(self, found: Examined) -> None:
         """One that serves looks wrong: it is out, and asked for everything before it is refused."""
         self.proof.probed("suspect")
-        self._window.clear()
-        self._become("unproven", f"it is asked again: {verdict.reason}", verdict)
+        self._become("unproven", f"it is asked again: {found.reason}", found.verdict)
 
     def _conclude(self, found: Examined) -> None:
         if found.state == "unproven":
             return self._unclear(found)
-        self._window = {response.record: response for response in found.responses[-WINDOW:]}
+        seed = self._rng.getrandbits(32)
+        self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses)
         self._become(found.state, found.reason, found.verdict)
         if found.state == "refused":
             self.proof.probed(found.outcome)
@@ -235,11 +228,6 @@ class Prover:
             proof.reason, proof.verdict = f"no verdict yet: {reason}", found.verdict
         line = f"no verdict, asked again later: {reason}"
         self._say(logging.WARNING, line, found.outcome, found.verdict)
-
-    def _defect(self, error: Exception) -> str:
-        """It proves nothing of the backend."""
-        _log.error("the proof of %s failed", self._member.name, exc_info=error)
-        return f"its probe failed: {type(error).__name__}"  # what it says may name a file of ours
 
     def _become(self, state: ProofState, reason: str, verdict: Verdict | None) -> None:
         member, proof = self._member, self.proof

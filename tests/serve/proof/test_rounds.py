@@ -1,0 +1,127 @@
+"""A backend that serves, and what a few prompts of it show later on."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.proof.probed import FailureKind, Unprovable
+from tests.serve.proof.exams import FakeExam, verdict
+from tests.serve.proof.test_examination import Failing
+from tests.serve.proof.test_prover import ADDRESS, Scene, play
+
+PLENTY = 10_000_000  # tokens, of which probes may have a share
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "refused"])
+def test_one_that_cannot_be_proven_any_more_is_refused(kind: FailureKind) -> None:
+    async def act(scene: Scene) -> None:
+        scene.exam.errors[ADDRESS] = Unprovable("it has another tokenizer", kind)
+        scene.serve(PLENTY)
+        await scene.until("refused", 400)
+        assert scene.proof.outcomes == {"as_expected": 1, "suspect": 1, "unprovable": 1}
+
+    play(act)
+
+
+def test_a_slice_of_prompts_that_are_too_long_for_it_is_no_fault() -> None:
+    async def act(scene: Scene) -> None:
+        scene.exam.errors[ADDRESS] = Unprovable("its context is shorter", "context")
+        scene.serve(PLENTY)
+        await asyncio.sleep(1000)
+        assert scene.serves() and scene.proof.outcomes["suspect"] == 0
+
+    play(act)
+
+
+def test_one_that_gives_log_probabilities_no_more_is_refused() -> None:
+    async def act(scene: Scene) -> None:
+        scene.exam.alternatives = 0
+        scene.serve(PLENTY)
+        await scene.until("refused", 400)
+        assert "no log-probabilities" in scene.proof.reason
+
+    play(act)
+
+
+def test_one_that_is_admitted_without_them_is_proven_once_it_gives_them() -> None:
+    async def act(scene: Scene) -> None:
+        scene.serve(PLENTY)
+        await asyncio.sleep(1000)
+        assert scene.proof.state == "admitted" and scene.proof.outcomes["no_logprobs"] >= 3
+        scene.exam.alternatives = 20
+        await asyncio.sleep(400)
+        assert scene.serves() and scene.proof.state == "proven"
+
+    play(act, FakeExam(alternatives=0), without_logprobs="admit")
+
+
+def test_what_its_engine_says_of_itself_later_counts_as_well() -> None:
+    async def act(scene: Scene) -> None:
+        scene.exam.found[ADDRESS] = ["E4M3 cache where E5M2 was declared"]
+        scene.serve(PLENTY)
+        await scene.until("refused", 400)
+
+    play(act)
+
+
+def test_answers_that_cannot_be_judged_take_it_out() -> None:
+    class Breaks(FakeExam):
+        breaks = False
+
+        async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+            if self.breaks:
+                raise ValueError("/etc/secret")
+            return await super().judge(responses, looks)
+
+    exam = Breaks()
+
+    async def act(scene: Scene) -> None:
+        exam.breaks = True
+        scene.serve(PLENTY)
+        await scene.until("unproven", 400)
+        await asyncio.sleep(100)
+        assert not scene.serves() and "secret" not in scene.proof.reason
+        exam.breaks = False
+        await scene.until("in", 100)
+
+    play(act, exam)
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("failed", False), ("busy", True), ("gone", True)])
+def test_prompts_that_fail_again_and_again_take_it_out(kind: FailureKind, stays: bool) -> None:
+    """A part of them, in probe after probe; not for want of time."""
+    exam = Failing(kind=kind)
+
+    async def act(scene: Scene) -> None:
+        exam.failing = dict.fromkeys(range(0, 64, 3), 1000)
+        scene.serve(PLENTY)
+        await asyncio.sleep(600)
+        assert scene.serves()
+        await asyncio.sleep(600)
+        assert scene.serves() == stays and (scene.proof.outcomes["suspect"] == 0) == stays
+
+    play(act, exam)
+
+
+def _unclear_of(few: int, says: Callable[[], Verdict]) -> FakeExam:
+    class Unclear(FakeExam):
+        async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+            return says() if len(responses) > few else verdict("inconclusive")
+
+    return Unclear()
+
+
+def test_what_the_newest_answers_do_not_tell_all_of_this_life_may() -> None:
+    now = [verdict("as_expected")]
+    exam = _unclear_of(24, lambda: now[0])
+
+    async def act(scene: Scene) -> None:
+        assert scene.serves() and scene.asked == 2
+        now[0] = verdict("worse")
+        scene.serve(PLENTY)
+        await scene.until("refused", 400)
+
+    play(act, exam)

@@ -61,6 +61,10 @@ def _known(name: str, config: "GatewayConfig") -> str:
 
 
 def _pools(config: "GatewayConfig", name: str, model: ModelConfig) -> Iterator[PoolConfig]:
-    """Those that there are, of those that tiers choose from; unknown ones are told elsewhere."""
+    """Those that there are, of those that tiers choose from; unknown ones are told elsewhere.
+
+    Canaries have a share of the requests, and cannot keep a tier for the others.
+    """
     known = config.all_pools
-    return (known[pool] for pool in model.answering(name) if pool in known)
+    main, *_ = model.answering(name)
+    return (known[pool] for pool in (main, *model.fallback) if pool in known)

@@ -73,21 +73,29 @@ class Route:
     def pools(self, tier: ModelTier | None = None) -> list[Pool]:
         """In the order to ask them: a canary if one is drawn, the main pool, the fallbacks.
 
-        With a tier, as `ModelTier.order` has the latter, and a canary only if it fits. Raises
-        RequestError (503) if then none is left.
+        With a tier, as `ModelTier.order` has the latter, and a canary only if it fits: of one that
+        is more exact, those are left out that are less. Raises RequestError (503) if none is left.
         """
-        order = [self._main, *self._fallback] if tier is None else tier.order()
+        canary = self._canary()
+        if tier is None:
+            order = [self._main, *self._fallback]
+            if canary is not None:
+                return [canary, *(other for other in order if other is not canary)]
+            return order
+        order = tier.order(canary if canary is not None and tier.fits(canary) else None)
+        if not order:
+            raise tier.refusal()
+        return order
+
+    def _canary(self) -> Pool | None:
+        """The one that this request is drawn for, if it is for one."""
         if self._canaries:
             draw = self._rng.random()
             for pool, fraction in self._canaries:
                 if draw < fraction:
-                    if tier is not None and not tier.fits(pool):
-                        break
-                    return [pool, *(other for other in order if other is not pool)]
+                    return pool
                 draw -= fraction
-        if not order and tier is not None:
-            raise tier.refusal()
-        return order
+        return None
 
     def shadow(self) -> Pool | None:
         """The pool that gets a copy of this request, if one is drawn."""

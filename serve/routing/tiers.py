@@ -47,26 +47,30 @@ class ModelTier:
         kl = pool.proven.kl
         return kl is not None and kl <= self.max_kl
 
-    def order(self) -> list[Pool]:
+    def order(self, first: Pool | None = None) -> list[Pool]:
         """The cheapest that fits, then those to fall back to. Empty: nobody fits.
 
         Each further one is not measurably less exact than any before it: its lower bound is not
         over their upper bounds. Where the tier allows less, the others that fit come after them,
         then those that do not, the most exact first; never one of which nothing is measured.
+        `first`, which has to fit, is asked before all of them.
         """
         limit, exactest = self.max_kl, math.inf
         found: list[Pool] = []
+        if first is not None:
+            found.append(first)
+            exactest = math.inf if first.proven.kl is None else first.proven.kl
         for pool in self._by_cost:
             proven = pool.proven
             kl = proven.kl
-            if kl is None or kl > limit:
+            if kl is None or kl > limit or pool is first:
                 continue
             if kl <= exactest:
                 exactest = kl
             elif (kl if proven.kl_low is None else proven.kl_low) > exactest:
                 continue
             found.append(pool)
-        if self.allow_less_exact and len(found) < len(self._by_cost):
+        if self.allow_less_exact:
             rest = [p for p in self._by_cost if p.proven.kl is not None and p not in found]
             rest.sort(key=lambda pool: max(pool.proven.kl or 0.0, limit))  # stable: by cost
             found += rest

@@ -315,6 +315,19 @@ class TestCanaries:
             reply = await served.request(PATH, BODY, tier("standard"))
             assert said(reply.headers)[:2] == ("standard", "bf16")
 
+    async def test_after_one_that_is_more_exact_nobody_is_asked_that_is_less(self) -> None:
+        model = {"pool": "fp8", "fallback": [], "canary": [{"pool": "bf16", "fraction": 1.0}]}
+        for allowed, status, answering in ((False, 503, None), (True, 200, "fp8")):
+            backends = sound()
+            backends["bf16"][0].outcomes = (refused(),)
+            tiers = {"standard": {"max_kl": 0.02, "allow_less_exact": allowed}}
+            async with in_tiers(backends, model, tiers=tiers) as (served, stated):
+                reply = await served.request(PATH, BODY, tier("standard"))
+                assert (reply.status, said(reply.headers)[1]) == (status, answering)
+                stated.kl["bf16"], stated.low["fp8"] = 0.012, 0.011  # cannot be told apart
+                reply = await served.request(PATH, BODY, tier("standard"))
+                assert said(reply.headers)[:2] == ("standard", "fp8")
+
     async def test_one_that_does_not_fit_has_none(self) -> None:
         backends = sound()
         async with in_tiers(backends, CANARY) as (served, stated):

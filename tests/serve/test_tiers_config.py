@@ -61,6 +61,13 @@ def text(model: str, tiers: str = TIERS, pools: str = PROVEN, more: str = "") ->
         ),
         (
             text(
+                "tier: exact, canary: [{pool: q, fraction: 0.1}]",
+                pools=PROVEN.replace("{p:", f"{{p: {{backends: [{VLLM}]}}, q:"),
+            ),
+            "models.m.tier: no pool of the model is measured",  # for those that are not drawn
+        ),
+        (
+            text(
                 "tier_aliases: {n: exact}",
                 more=f"access: {{keys: [{{name: k, sha256: {DIGEST}, models: [nn]}}]}}",
             ),

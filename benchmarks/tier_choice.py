@@ -72,6 +72,7 @@ def measured(count: int) -> dict[str, Any]:
     headers, plain = dict(sent), dict(FIELDS)
     tier = with_tiers.tiers["standard"]
     pool = tier.order()[0]
+    member = pool.members[0]
 
     def decide(
         route: Route, headers: dict[bytes, bytes], fields: list[tuple[bytes, bytes]]
@@ -85,8 +86,8 @@ def measured(count: int) -> dict[str, Any]:
         "pools": count,
         "no tier (us)": best_us(lambda: decide(without, plain, FIELDS)),
         "tier asked (us)": best_us(lambda: decide(with_tiers, headers, sent)),
-        "answer headers, no tier (us)": best_us(lambda: provenance(pool, None)),
-        "answer headers, tier (us)": best_us(lambda: provenance(pool, tier)),
+        "answer headers, no tier (us)": best_us(lambda: provenance(pool, None, member)),
+        "answer headers, tier (us)": best_us(lambda: provenance(pool, tier, member)),
     }
 
 

@@ -84,7 +84,8 @@ class Exchange:
             attempts = await self._checked(entry)
             watch = asyncio.create_task(_watch(self.receive, attempts.deadlines))
             answer = await attempts.open()
-            answer.headers.update(provenance(attempts.pool, attempts.tier))
+            member = None if attempts.lease is None else attempts.lease.member
+            answer.headers.update(provenance(attempts.pool, attempts.tier, member))
             cast_shadow(self.gateway, self.operation, attempts.call)
             if answer.rest is None:
                 self._complete(answer)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from octet.errors import RequestError
+from serve.routing.member import Member
 from serve.routing.pool import Pool
 from serve.routing.tiers import ModelTier
 
@@ -31,11 +32,14 @@ def requested_tier(
     return value.decode("latin-1")
 
 
-def provenance(pool: Pool | None, tier: ModelTier | None) -> dict[str, str]:
-    """Which tier, precision and artifact an answer of `pool` has, as headers.
+def provenance(
+    pool: Pool | None, tier: ModelTier | None, member: Member | None = None
+) -> dict[str, str]:
+    """Which tier, precision and artifact an answer of `member` of `pool` has, as headers.
 
     A tier only if one was asked for: that one, or where it allowed less, the most exact one that
-    the pool fits, if any. The divergence is the pool's upper bound, in nats.
+    the pool fits, if any. The artifact is the one that `member` itself has proven: others of the
+    pool may serve another. The divergence is the pool's upper bound, in nats.
     """
     headers: dict[str, str] = {}
     if pool is None:
@@ -44,9 +48,9 @@ def provenance(pool: Pool | None, tier: ModelTier | None) -> dict[str, str]:
         headers["x-octet-tier"] = kept
     if pool.precision is not None:
         headers["x-octet-precision"] = pool.precision
-    proven = pool.proven
-    if proven.artifact is not None:
-        headers["x-octet-artifact"] = proven.artifact[:_DIGITS]
-    if proven.kl is not None:
-        headers["x-octet-divergence"] = f"{proven.kl:.4g}"
+    proof = None if member is None else member.proof
+    if proof is not None and proof.state == "proven":
+        headers["x-octet-artifact"] = proof.identity[:_DIGITS]
+    if (kl := pool.proven.kl) is not None:
+        headers["x-octet-divergence"] = f"{kl:.4g}"
     return headers

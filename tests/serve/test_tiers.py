@@ -161,6 +161,24 @@ async def test_without_a_tier_the_order_is_the_models_whatever_is_measured() -> 
         assert asked(backends) == {"fp8": 3, "bf16": 1, "fp4": 0}
 
 
+async def test_the_artifact_is_that_of_the_backend_that_answered() -> None:
+    """Embedded backends of one pool may serve two exports."""
+    backends = sound() | {"fp8": [Scripted(whole()), Scripted(whole())]}
+    async with in_tiers(backends) as (served, _):
+        first, second = served.gateway.pools["fp8"].members
+        assert first.proof is not None and second.proof is not None
+        second.proof.identity = "fedcba9876543210" * 4
+        for out, artifact in ((second, "0123456789ab"), (first, "fedcba987654")):
+            out.proof.state = "refused"
+            out.changed()
+            reply = await served.request(PATH, BODY, tier("standard"))
+            assert said(reply.headers)[1:3] == ("fp8", artifact)
+            out.proof.state = "proven"
+            out.changed()
+        first.proof.state = second.proof.state = "admitted"  # without log-probabilities
+        assert said((await served.request(PATH, BODY)).headers)[1:3] == ("fp8", None)
+
+
 @pytest.mark.parametrize("failure", [refused, failed])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_fallback_is_more_exact_and_says_so(failure: Any, stream: bool) -> None:

@@ -1,6 +1,7 @@
 """Gateways whose pools have measured divergences, as if they had been probed."""
 
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from unittest.mock import patch
 
 from serve.config import GatewayConfig
 from serve.gateway import Gateway
+from serve.proof.state import MemberProof
 from serve.routing import Pool
 from serve.routing.proving import Proven
 from tests.serve.conftest import Served, serving_gateway
@@ -58,7 +60,16 @@ async def tiered(
     with figures() as stated:
         pools = {name: Pool.of(name, found, parsed.pools[name]) for name, found in backends.items()}
         async with serving_gateway(Gateway(parsed, pools)) as served:
+            _prove(pools)
             yield served, stated
+
+
+def _prove(pools: Mapping[str, Pool]) -> None:
+    """Every backend, by one artifact."""
+    for member in (member for pool in pools.values() for member in pool.members):
+        member.proof = MemberProof("the test", ARTIFACT, time.monotonic)
+        member.proof.state = "proven"
+        member.changed()
 
 
 @asynccontextmanager
@@ -68,4 +79,5 @@ async def in_tiers(
     """Without a server."""
     with figures() as stated:
         async with in_process(*backends.items(), **config(model, **settings)) as served:
+            _prove(served.gateway.pools)
             yield served, stated

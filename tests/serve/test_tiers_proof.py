@@ -75,8 +75,9 @@ async def test_a_backend_that_measures_worse_after_a_restart_leaves_the_tier() -
         exams["fp8"].kl = 0.02
         backends["fp8"].restart()
         assert await until("bf16") == "0.0002"
-        while gateway.pools["fp8"].proven.kl is None:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(5):
+            while gateway.pools["fp8"].proven.kl is None:
+                await asyncio.sleep(0.005)
         assert gateway.pools["fp8"].proven.kl == 0.04
         assert await until("bf16") == "0.0002"
         exams["fp8"].kl = 0.006

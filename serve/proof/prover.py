@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from octet.errors import BackendError, BackendUnavailable
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
 from serve.proof.exam import Exam
-from serve.proof.examination import Examined, examine
+from serve.proof.examination import Examined, examine, silent
 from serve.proof.probe import Probed, Unprovable
 from serve.proof.rounds import Rounds
 from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
@@ -67,6 +68,16 @@ class Prover:
             self.proof.carry(before)
         if self._generation != self._member.generation:
             self.proof.forget("not asked yet: it was started anew while its settings changed")
+
+    def take(self, config: Proof) -> None:
+        """Goes by these settings from now on."""
+        before, self.config, proof = self.config, config, self.proof
+        proof.next_at = min(proof.next_at, self._clock() + config.every_s)
+        if before.without_logprobs != config.without_logprobs:
+            if proof.state == "admitted":
+                self._conclude(silent(config.without_logprobs))
+            elif proof.state == "refused":  # perhaps for that
+                proof.next_at = -math.inf
 
     def start(self) -> None:
         # Not in the caller's context: that may be a request's, whose id the log would show.

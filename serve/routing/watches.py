@@ -56,7 +56,7 @@ class Watches:
                 watch.prove(provers[member])
             prover: Prover | None = watch.prover
             if prover is not None:
-                prover.config = config.proof
+                prover.take(config.proof)
 
     async def end(self, member: Member) -> None:
         watch = self._watches.pop(member, None)

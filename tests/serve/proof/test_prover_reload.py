@@ -70,3 +70,28 @@ def test_proof_that_is_no_longer_wanted_is_not_asked_for() -> None:
         assert scene.serves() and scene.member.proof is None and scene.asked == 1
 
     play(act)
+
+
+def test_whether_log_probabilities_are_needed_is_taken_over_at_once() -> None:
+    exam = FakeExam(alternatives=0)
+
+    async def act(scene: Scene) -> None:
+        assert scene.serves()
+        waiting = scene.member.lease(1)
+        commit(scene, await examined(scene, exam, without_logprobs="refuse"))
+        assert not scene.serves() and scene.member.standing == "refused" and waiting.unsettled
+        waiting.release()
+        commit(scene, await examined(scene, exam, without_logprobs="admit"))
+        await scene.until("in", 2)
+
+    play(act, exam, without_logprobs="admit")
+
+
+def test_a_shorter_interval_is_not_waited_for_as_long_as_the_one_before() -> None:
+    async def act(scene: Scene) -> None:
+        scene.serve(10_000_000)
+        commit(scene, await examined(scene, scene.exam, every_s=10))
+        await asyncio.sleep(60)
+        assert scene.asked >= 5
+
+    play(act, every_s=86400)

@@ -28,7 +28,8 @@ class Proof(Section):
     every_s: Seconds = 300.0  # between two probes of a backend that serves, at least
     share: Fraction = 0.01  # of a backend's tokens that probes may be, its admission included
     timeout_s: Seconds = 60.0  # for one probe; then it is inconclusive, and tried again
-    concurrency: Count = 8  # golden prompts asked at once
+    # Golden prompts asked at once; of a backend that has clients' requests, a quarter of that.
+    concurrency: Count = 24
 
 
 class Tier(Section):

@@ -173,14 +173,14 @@ class Prover:
         return Examined("unproven", said, "defect", soon=True)
 
     async def _ask(self, records: tuple[int, ...], timeout_s: float) -> Probed:
-        config, proof = self.config, self.proof
-        probed = await self.exam.ask(
-            self._member.backend, records, concurrency=config.concurrency, timeout_s=timeout_s
-        )
+        member, proof, most = self._member, self.proof, self.config.concurrency
+        if proof.admits or member.in_flight:
+            most = max(most // 4, 1)
+        probed = await self.exam.ask(member.backend, records, concurrency=most, timeout_s=timeout_s)
         proof.tokens += probed.tokens
         proof.seconds += probed.seconds
         proof.prompts += len(probed.responses)
-        proof.notes = tuple(map(self._member.nameless, probed.notes))
+        proof.notes = tuple(map(member.nameless, probed.notes))
         return probed
 
     async def _look_again(self, rounds: Rounds) -> None:

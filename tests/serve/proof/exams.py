@@ -47,6 +47,7 @@ class FakeExam:
     alternatives: int = 20
     seconds: float = 0.5
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    at_once: list[int] = field(default_factory=list)
 
     def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         return [tuple(range(24)), tuple(range(24, 44)), tuple(range(44, 64))]
@@ -61,6 +62,7 @@ class FakeExam:
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
         self.asked.append((backend.name, tuple(records)))
+        self.at_once.append(concurrency)
         await asyncio.sleep(min(self.seconds, timeout_s))
         if error := self.errors.get(backend.name):
             raise error

@@ -125,3 +125,19 @@ def test_what_the_newest_answers_do_not_tell_all_of_this_life_may() -> None:
         await scene.until("refused", 400)
 
     play(act, exam)
+
+
+@pytest.mark.parametrize(("setting", "few"), [(24, 6), (3, 1)])
+def test_clients_do_not_wait_behind_many_prompts_at_once(setting: int, few: int) -> None:
+    async def act(scene: Scene) -> None:
+        scene.serve(PLENTY)
+        await asyncio.sleep(400)
+        running = scene.member.lease(1)
+        scene.server.die()
+        await asyncio.sleep(0.001)
+        scene.server.restart()
+        await scene.until("in", 3)
+        assert scene.exam.at_once == [setting, few, few]  # the last with a request in it
+        running.release()
+
+    play(act, concurrency=setting)

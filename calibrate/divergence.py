@@ -5,9 +5,8 @@ where logits would be V/H times as large. The head is applied to a few rows at a
 whatever the model computes in: bfloat16 logits would add some 1e-4 nats of their own.
 
 Tokens of one sample are not independent, samples are: standard errors are those of a mean over
-clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens. Upper bounds are as
-many of them above the mean as the quantile of Student's t with S - 1 degrees of freedom says, which
-is exact for normal sums of samples of equal length, and an approximation for others.
+clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens, and upper bounds
+those of `octet.intervals`, which says how often the truth is beyond one.
 """
 
 import math
@@ -16,29 +15,30 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from calibrate.batches import Batch
 from calibrate.experts import tap_experts
 from octet.errors import NumericsError
+from octet.intervals import moments, upper_bound
 from octet.model import ModelSpec
-from octet.student import t_quantile
 
 __all__ = [
-    "CONFIDENCE",
     "LEAST_SAMPLES",
     "Advance",
     "Divergence",
     "Reference",
+    "Sums",
     "Tally",
     "evaluation_batches",
     "real",
     "real_tokens",
 ]
 
-CONFIDENCE = 0.95  # of the bounds, which are one-sided
 LEAST_SAMPLES = 8  # that a bound is worth looking at: with fewer it is two standard errors or more
 _ELEMENTS = 1 << 22  # logits computed at a time: 16 MB in float32, and thrice that for a moment
 
@@ -54,25 +54,24 @@ class Divergence:
     another in their sample; `log_ratio` is the mean difference of their log-likelihoods, so that
     the model's perplexity is exp(log_ratio) times the reference's. `samples_predicted` are those of
     two tokens or more, which alone have a perplexity.
+
+    With 95 % confidence, figures of such text are at most their bounds, of a model that was not
+    chosen by it.
     """
 
     kl: float
     kl_error: float
+    kl_bound: float
     kl_p90: float
     kl_max: float
     perplexity: float
     reference_perplexity: float
     log_ratio: float
     log_ratio_error: float
+    log_ratio_bound: float
     tokens: int
     samples: int
     samples_predicted: int
-
-    @property
-    def kl_bound(self) -> float:
-        """With 95 % confidence the divergence on such text is at most this, of a model that was
-        not chosen by it."""
-        return _bound(self.kl, self.kl_error, self.samples)
 
     @property
     def change(self) -> float:
@@ -81,8 +80,31 @@ class Divergence:
 
     @property
     def change_bound(self) -> float:
-        """With 95 % confidence the change is at most this, as for `kl_bound`."""
-        return math.expm1(_bound(self.log_ratio, self.log_ratio_error, self.samples_predicted))
+        """That of the relative change."""
+        return math.expm1(self.log_ratio_bound)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over the tokens of each sample, float64 [samples]: KL, how many tokens, and of those that
+    follow another the differences of -log likelihoods, and how many."""
+
+    kl: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    change: NDArray[np.float64]
+    predicted: NDArray[np.float64]
+
+    def figures(self) -> dict[str, float]:
+        """Means with their errors and bounds, as fields of a `Divergence`."""
+        found: dict[str, float] = {}
+        for name, sums, sizes in (
+            ("kl", self.kl, self.tokens),
+            ("log_ratio", self.change, self.predicted),
+        ):
+            used = sizes > 0
+            mean, error, bound = _clustered(sums[used], sizes[used])
+            found |= {name: mean, f"{name}_error": error, f"{name}_bound": bound}
+        return found
 
 
 class Reference:
@@ -178,28 +200,38 @@ class Tally:
         self._likelihoods.append(torch.cat(likelihoods, dim=1).double().cpu()[:, predicts])
         self._samples += batch.lengths
 
+    def sums(self) -> Sums:
+        """NumericsError if a logit was NaN or Inf."""
+        kl, nll = self._found()
+        predicted = [max(0, length - 1) for length in self._samples]
+        return Sums(
+            _by_sample(kl, self._samples),
+            np.array(self._samples, np.float64),
+            _by_sample(nll[1] - nll[0], predicted),
+            np.array(predicted, np.float64),
+        )
+
     def divergence(self) -> Divergence:
         """NumericsError if a logit was NaN or Inf."""
-        kl, nll = torch.cat(self._divergences), -torch.cat(self._likelihoods, dim=1)
-        if not (kl.isfinite().all() and nll.isfinite().all()):
-            raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
-        predicted = [max(0, length - 1) for length in self._samples]
-        mean, error = _clustered(kl, self._samples)
-        change, change_error = _clustered(nll[1] - nll[0], predicted)
+        kl, nll = self._found()
         both = nll.mean(dim=1).exp() if nll.shape[1] else torch.full((2,), math.nan)
         return Divergence(
-            kl=mean,
-            kl_error=error,
+            **self.sums().figures(),
             kl_p90=float(kl.kthvalue(math.ceil(0.9 * len(kl))).values),
             kl_max=float(kl.max()),
             perplexity=float(both[1]),
             reference_perplexity=float(both[0]),
-            log_ratio=change,
-            log_ratio_error=change_error,
             tokens=len(kl),
             samples=len(self._samples),
-            samples_predicted=sum(length > 0 for length in predicted),
+            samples_predicted=sum(length > 1 for length in self._samples),
         )
+
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Of each token, and [2, n] of those that follow another."""
+        kl, nll = torch.cat(self._divergences), -torch.cat(self._likelihoods, dim=1)
+        if not (kl.isfinite().all() and nll.isfinite().all()):
+            raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
+        return kl, nll
 
 
 def real(x: Tensor, batch: Batch) -> Tensor:
@@ -246,21 +278,17 @@ def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
         count += 1
 
 
-def _bound(mean: float, error: float, samples: int) -> float:
-    """Without an error there is nothing to bound, however few samples there are."""
-    return mean if error == 0 else mean + t_quantile(CONFIDENCE, samples - 1) * error
+def _by_sample(values: Tensor, sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The sums of float64 `values` [n], in samples of `sizes`."""
+    parts = torch.split(values, list(sizes))
+    return np.array([float(part.sum()) for part in parts], np.float64)
 
 
-def _clustered(values: Tensor, sizes: Sequence[int]) -> tuple[float, float]:
-    """The mean of float64 `values` [n], in samples of `sizes`, and its standard error."""
-    if not len(values):
-        return math.nan, math.nan
-    mean = values.mean()
-    sums = torch.stack([part.sum() for part in torch.split(values, list(sizes))])
-    used = torch.tensor([size > 0 for size in sizes])
-    deviations = (sums - mean * torch.tensor(sizes))[used]
-    clusters = len(deviations)
-    if clusters < 2:
-        return float(mean), math.inf
-    variance = deviations.square().sum() * clusters / (clusters - 1)
-    return float(mean), float(variance.sqrt()) / len(values)
+def _clustered(sums: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The mean, its standard error and its upper bound."""
+    if not len(sums):
+        return math.nan, math.nan, math.nan
+    if len(sums) == 1:
+        return float(sums[0] / sizes[0]), math.inf, math.inf
+    found = moments(sums, sizes)
+    return float(found.mean), float(found.error), upper_bound(sums, sizes)

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from calibrate.divergence import CONFIDENCE, LEAST_SAMPLES, Divergence
+from calibrate.divergence import LEAST_SAMPLES, Divergence
 from calibrate.limit import Limit
 from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
+from octet.intervals import CONFIDENCE
 from octet.model import ModelSpec
 
 __all__ = [

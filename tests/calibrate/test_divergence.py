@@ -4,11 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.divergence import LEAST_SAMPLES, Reference, evaluation_batches
+from calibrate.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
 from calibrate.loading import load_model, load_tokenizer
 from calibrate.observe import observe
 from calibrate.samples import load_samples
@@ -16,6 +17,7 @@ from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError
+from octet.intervals import upper_bound
 from octet.recipe import Recipe
 from octet.student import t_quantile
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
@@ -76,9 +78,11 @@ def test_it_is_the_definition_applied_to_whole_logits(bench: Bench) -> None:
     assert cost.log_ratio_error == pytest.approx(error(change), **near)
     assert cost.change == pytest.approx(cost.perplexity / cost.reference_perplexity - 1)
     assert cost.samples == cost.samples_predicted == 12
-    t = t_quantile(0.95, 11)
-    assert cost.kl_bound == cost.kl + t * cost.kl_error
-    assert math.log1p(cost.change_bound) == pytest.approx(cost.log_ratio + t * cost.log_ratio_error)
+    for bound, samples in ((cost.kl_bound, each), (math.log1p(cost.change_bound), change)):
+        sums, sizes = [float(x.sum()) for x in samples], [len(x) for x in samples]
+        assert bound == pytest.approx(upper_bound(sums, sizes), **near)
+    # No lower than if divergences were symmetric, which they are not.
+    assert cost.kl_bound >= cost.kl + t_quantile(0.95, 11) * cost.kl_error
 
 
 def test_how_many_rows_are_computed_at_a_time_does_not_show(bench: Bench) -> None:
@@ -110,6 +114,17 @@ def test_one_sample_bounds_nothing(bench: Bench) -> None:
     batch = Batch(torch.arange(1, 9)[None], (8,), ("one",))
     reference = Reference(bench.model, bench.checkpoint.spec, [batch])
     assert reference.compare().kl_bound == math.inf
+
+
+def test_the_bound_of_a_few_samples_of_skewed_divergence_is_further_out() -> None:
+    """One of ten costs a hundred times what the others do."""
+    lengths = (7, 9, 8, 6, 9, 7, 8, 9, 8, 9)
+    costs = np.array([*([0.01] * 9), 1.0])
+    tokens = np.array(lengths, np.float64)
+    found = Sums(costs * tokens, tokens, costs * tokens, tokens).figures()
+    reach = t_quantile(0.95, 9) * found["kl_error"]
+    assert found["kl_bound"] > found["kl"] + 1.3 * reach
+    assert found["kl_bound"] == found["log_ratio_bound"]
 
 
 def test_evaluation_batches_are_spread_over_all_lengths() -> None:

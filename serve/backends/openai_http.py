@@ -151,7 +151,8 @@ class OpenAiHttpBackend:
         """By its list of models, and by its metrics' start time and counters, where it has them."""
         status, models = await self.get("/v1/models")
         page_status, page = await self.get(self._metrics_path)
-        if status != 200 or page_status == 0:
+        # An error of this moment says nothing; where there is no such page, none says anything.
+        if status != 200 or page_status in (0, 429) or (page_status >= 500 and page_status != 501):
             return None
         return incarnation(models, page if page_status == 200 else b"", self.served_name)
 

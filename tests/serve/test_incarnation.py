@@ -12,7 +12,7 @@ from serve.backends.triton_grpc import TritonBackend
 from serve.config import TritonConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend
-from tests.serve.openai_clients import asked, started
+from tests.serve.openai_clients import asked, relay_to, started
 
 MODELS = json.dumps({"data": [{"id": "m", "root": "/ckpt", "max_model_len": 512}]}).encode()
 PAGE = b"""# TYPE process_start_time_seconds gauge
@@ -64,6 +64,23 @@ async def test_servers_are_asked_over_http() -> None:
         await server.stop()
         assert await backend.incarnation() is None
         await server.start(int(server.url.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    ("status", "known"), [(200, True), (404, True), (501, True), (503, False), (429, False)]
+)
+async def test_an_error_of_the_metrics_is_no_other_life(
+    status: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = relay_to("http://127.0.0.1:1", model="m")
+    pages = {"/v1/models": (200, MODELS), "/metrics": (status, PAGE if status == 200 else b"x")}
+
+    async def get(path: str) -> tuple[int, bytes]:
+        return pages[path]
+
+    monkeypatch.setattr(backend, "get", get)
+    found = await backend.incarnation()
+    assert (found is not None) == known and (found == told()) == (status == 200)
 
 
 async def test_triton_forgets_its_statistics_when_it_loads_a_model_again() -> None:

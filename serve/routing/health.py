@@ -43,7 +43,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()
         self.prover: Prover | None = None  # None: no proof is wanted
-        self._lives = Lives(member)
+        self._lives = Lives(member, clock)
         self._unread = ""  # why its load could not be read the last time
         self.looked = asyncio.Event()  # the first verdict is there
 

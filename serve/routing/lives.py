@@ -1,19 +1,35 @@
-"""Whether it is still the same life of a backend that answers: what was proven holds for one."""
+"""Whether it is still the same life of a backend that answers: what was proven holds for one.
+
+Many servers, and proxies before them, close idle connections, some every 5 s; a server behind a
+proxy may be another one after that. One that tells its lives apart is asked. One that does not is
+proven anew, and after each time that this was for nothing not before twice as long has passed.
+Meanwhile its proof stays, and the probes of the schedule are what finds another: else whole probes
+would be most of what it computes.
+"""
 
 import asyncio
 import contextlib
+import logging
+import math
+from collections.abc import Callable
 
 from serve.backends.base import Incarnation
 from serve.routing.member import Member
 
 __all__ = ["Lives"]
 
+_log = logging.getLogger(__name__)
+_PAUSE_S = 60.0  # between the first two proofs of one that closed a connection in order
+
 
 class Lives:
     """Of one member. Where no proof is wanted, nobody is asked, and nothing is forgotten."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, clock: Callable[[], float]) -> None:
         self._member = member
+        self._clock = clock
+        self._pause_s = _PAUSE_S
+        self._believed_until = -math.inf  # by the clock: closes in order are taken for that
         self._last: Incarnation | None = None  # as it was last seen
         # Something has ended, so that only who says that it is the same is the same.
         self.uncertain = False
@@ -21,6 +37,7 @@ class Lives:
     def ended(self) -> None:
         """The server is gone; what comes is another."""
         self._last, self.uncertain = None, False
+        self._pause_s, self._believed_until = _PAUSE_S, -math.inf
 
     def reopened(self) -> None:
         """It ended a connection in order, being idle: or it ended, and another one is there."""
@@ -47,5 +64,20 @@ class Lives:
         if life is not None and before is not None and not life.follows(before):
             self._member.forget("it was started anew, or loaded its model anew")
         elif uncertain and not (life is not None and before is not None and life.tells):
-            self._member.forget("its connection ended, and it does not say since when it runs")
+            self._unrecognized(told=before is not None and before.tells)
         self._last = life or before
+
+    def _unrecognized(self, *, told: bool) -> None:
+        """It closed a connection in order, and does not say since when it runs (`told`: now)."""
+        now, member = self._clock(), self._member
+        if not told and now < self._believed_until:
+            return
+        if not told:
+            self._believed_until, self._pause_s = now + self._pause_s, 2 * self._pause_s
+            _log.warning(
+                "%s/%s closed an idle connection, and does not say since when it runs: it is proven"
+                " anew, and next not before %g s are over. Raise its idle timeout, or have its"
+                " /metrics say process_start_time_seconds",
+                *(member.pool, member.name, self._believed_until - now),
+            )
+        member.forget("its connection ended, and it does not say since when it runs")

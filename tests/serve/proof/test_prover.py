@@ -366,6 +366,52 @@ def test_one_that_does_not_say_is_proven_anew_after_each_end_of_its_connection()
     play(act)
 
 
+def test_one_that_closes_idle_connections_all_the_time_is_not_asked_all_the_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As some servers do, after 5 s: the proof stays, and the schedule asks."""
+
+    async def act(scene: Scene) -> None:
+        out = 0
+        for _ in range(720):
+            await asyncio.sleep(4)
+            scene.server.close_idle()
+            scene.serve(6000)
+            await asyncio.sleep(1)
+            out += not scene.serves()
+        assert scene.proof.outcomes["as_expected"] <= 6 + 12 and out <= 6
+        assert scene.proof.share(scene.member.served_tokens) <= 0.01
+        scene.exam.says[ADDRESS] = "worse"
+        await scene.until("refused", 400)  # by the schedule
+        scene.server.die()
+        await asyncio.sleep(0.001)
+        scene.exam.says.clear()
+        scene.server.restart()
+        await scene.until("in", 2)
+        scene.server.close_idle()
+        await scene.until("unproven", 1)  # another life, of which nothing is believed
+
+    play(act)
+    said = [r for r in caplog.records if "Raise its idle timeout" in r.getMessage()]
+    assert 5 <= len(said) <= 8
+
+
+def test_one_that_says_since_when_it_runs_no_more_is_another() -> None:
+    server = Server(ADDRESS)
+    server.life = Incarnation(("m",), started=1.0)
+
+    async def act(scene: Scene) -> None:
+        for life in (None, Incarnation(("m",))):
+            server.life = life
+            server.close_idle()
+            await asyncio.sleep(0.1)
+            assert scene.member.standing == "unproven"
+            server.life = Incarnation(("m",), started=1.0)
+            await scene.until("in", 12)
+
+    play(act, server=server)
+
+
 def test_a_model_that_was_loaded_again_under_the_same_connection_is_proven_anew() -> None:
     server = Server(ADDRESS)
     server.life = Incarnation(("digest",), counts=(100, 7))

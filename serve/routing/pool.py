@@ -11,7 +11,7 @@ from typing import Self
 
 from serve.backends.base import Backend
 from serve.config import BackendConfig, PoolConfig
-from serve.proof.exam import Exams
+from serve.proof.exam import Exams, directory_of
 from serve.routing.ask import Ask
 from serve.routing.budget import RetryBudget
 from serve.routing.closing import Closing
@@ -128,8 +128,11 @@ class Pool:
 
     @property
     def unproven(self) -> bool:
-        """Whether some member serves without proof: none is wanted, or it gives no figures."""
-        return any(m.up and not (m.proof and m.proof.state == "proven") for m in self.members)
+        """Whether some member serves without proof, or will: none is wanted of it, be it down or
+        yet to be found; or it gives no figures."""
+        if self.config.discover and directory_of(self.config.proof, None) is None:
+            return True
+        return any(m.proof is None or m.proof.state == "admitted" for m in self.members)
 
     @property
     def proven(self) -> Proven:

@@ -214,6 +214,24 @@ async def test_what_serves_unproven_is_said_again_and_again(
     assert all("SERVES UNPROVEN" in line for line in lines)
 
 
+async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(
+    tmp_path: Path, golden: Path
+) -> None:
+    later = f"{{file: {tmp_path / 'later.yaml'}}}"
+    path = tmp_path / "octet.yaml"
+    down = "backends: [{type: vllm, url: 'http://127.0.0.1:9'}]"
+    lines = [
+        "models: {m: {pool: off, fallback: [found, proven]}}",
+        f"pools: {{off: {{{down}}}, found: {{discover: [{later}]}},",
+        f"  proven: {{{down}, proof: {{golden: {golden}}}}}}}",
+    ]
+    async with serving_gateway(configured(path, "\n".join(lines))) as running:
+        assert not running.gateway.ready
+        assert running.gateway.status()["unproven_pools"] == ["off", "found"]
+        for pool, value in {"off": 1, "found": 1, "proven": 0}.items():
+            assert await running.metric("octet_pool_unproven", pool=pool) == value
+
+
 def test_status_is_json_whatever_was_measured() -> None:
     nan = float("nan")
     proof = MemberProof("x", "a", lambda: 0.0)

@@ -1,9 +1,10 @@
 """`octet evaluate`: how well artifacts answer text that they have not seen."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from octet.commands.harness import run_tasks
+from octet.commands.harness import Harness
 from octet.commands.options import Json, TextField, console_for
 from octet.commands.targets import AskedByUrl, open_target, read_samples
-from octet.errors import BackendError, ConfigError
-from octet.evaluation.comparison import compare, plain
+from octet.errors import BackendError, ConfigError, OctetError, RequestError
+from octet.evaluation.comparison import Comparison, compare, plain
 from octet.evaluation.evaluator import Advance
 from octet.evaluation.evaluator import evaluate as score
 from octet.evaluation.scores import Evaluation
@@ -33,7 +34,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="TARGET...",
-            help="Checkpoints, ONNX exports, engines, or servers as http://host:port[/model].",
+            help="Checkpoints, ONNX exports, engines, or servers as http://host:port\\[/model].",
         ),
     ],
     samples: Annotated[
@@ -86,8 +87,15 @@ def evaluate(
         raise ConfigError(
             f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
         )
+    _require_room(out, html)
     origin = None if reference is None else open_target(str(reference), None, 1)
     opened = [open_target(name, api_key_env, concurrency) for name in targets]
+    servers = [target for target in opened if isinstance(target, AskedByUrl)]
+    harness = None
+    if tasks is not None:
+        names = tuple(tasks.split(","))
+        harness = Harness(names, reference, include_path, limit, concurrency, api_key_env)
+        harness.require_installed(servers[0])
     console = console_for(as_json)
     evaluation = None
     if samples is not None:
@@ -99,22 +107,48 @@ def evaluate(
         k = min([top_k, *vocabularies])
         with _kept(out), _progress(console) as advance:
             evaluation = score(opened, origin, sequences, k=k, out=out, advance=advance, note=_note)
-    figures: list[dict[str, Interval]] = []
-    for target in opened if tasks else ():
-        assert isinstance(target, AskedByUrl) and tasks is not None
-        figures.append(
-            run_tasks(
-                target.url,
-                target.model,
-                tasks.split(","),
-                tokenizer=reference,
-                include=include_path,
-                limit=limit,
-                concurrency=concurrency,
-                api_key_env=api_key_env,
-            )
-        )
+        _show(evaluation, html, as_json)  # before the harness, which takes its time and may fail
+    figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json)
+    if failure is not None:
+        raise failure
+
+
+def _require_room(out: Path | None, html: Path | None) -> None:
+    """Before hours of work: what would be written can be."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
+    if html is None:
+        return
+    if html.is_dir():
+        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
+    if not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
+    if find_spec("plotly") is None:
+        raise ConfigError("--html needs plotly: pip install 'octet[evaluate]'")
+
+
+def _tasks(
+    harness: Harness | None, servers: Sequence[AskedByUrl]
+) -> tuple[list[dict[str, Interval]], OctetError | None]:
+    """The harness' figures of each server, empty of those that it does not come to; and why."""
+    figures: list[dict[str, Interval]] = []
+    if harness is None:
+        return figures, None
+    try:
+        for server in servers:
+            figures.append(harness.figures(server))
+    except OctetError as error:
+        return [*figures, *({} for _ in servers[len(figures) :])], error
+    return figures, None
+
+
+def _show(evaluation: Evaluation, html: Path | None, as_json: bool) -> None:
+    result = compare(evaluation)
+    if html is not None:
+        _write_page(html, evaluation, result)
+    if not as_json:
+        Console(highlight=False, markup=False).print(render(result))
 
 
 def _report(
@@ -124,29 +158,31 @@ def _report(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """On standard output, and as a page."""
-    console = Console(highlight=False, markup=False)
+    """What is not shown yet: the harness' figures, and the whole as JSON."""
     if evaluation is None:
-        if as_json:
-            rows = [
-                {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
-                for name, row in zip(targets, figures, strict=True)
-            ]
-            print(json.dumps(plain({"rows": rows})))
-            return
-        for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
-            console.print(line)
-        console.print(*render_tasks(figures))
-        return
-    result = compare(evaluation, figures)
-    if html is not None:
-        from octet.evaluation.page import write_page
-
-        write_page(html, evaluation, result)
-    if as_json:
-        print(json.dumps(result.as_json()))
+        rows = [
+            {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
+            for name, row in zip(targets, figures, strict=True)
+        ]
+        data = plain({"rows": rows})
     else:
-        console.print(render(result))
+        result = compare(evaluation, figures)
+        if html is not None and any(figures):
+            _write_page(html, evaluation, result)
+        data = result.as_json()
+    if as_json:
+        print(json.dumps(data))
+    elif any(figures):
+        console = Console(highlight=False, markup=False)
+        for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
+            console.print(line, soft_wrap=True)
+        console.print(*render_tasks(figures))
+
+
+def _write_page(html: Path, evaluation: Evaluation, result: Comparison) -> None:
+    from octet.evaluation.page import write_page
+
+    write_page(html, evaluation, result)
 
 
 def _note(line: str) -> None:
@@ -158,11 +194,13 @@ def _kept(out: Path | None) -> Iterator[None]:
     """Says how to go on after an interruption, or a server that failed."""
     hint = f"what was answered is kept in {out}: the same command goes on from there"
     if out is None:
-        hint = "give --out DIR, and a later run goes on from what was answered"
+        hint = "nothing was kept: with --out DIR, a run that ends early can be gone on with"
     try:
         yield
     except BackendError as error:
         raise BackendError(f"{error}; {hint}", kind=error.kind) from None
+    except RequestError as error:
+        raise BackendError(f"{error}; {hint}", kind="failed") from None
     except KeyboardInterrupt:
         _note(hint)
         raise

@@ -20,6 +20,7 @@ class AskedByUrl(Protocol):
 
     url: str  # without /v1
     model: str  # as it calls it
+    longest: int | None  # tokens of a prompt, one less than of its context
 
 
 def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:

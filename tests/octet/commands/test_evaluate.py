@@ -57,7 +57,7 @@ def test_a_server_that_dies_is_gone_on_with(samples: Path, tmp_path: Path) -> No
 
     with running(dying) as fake:
         options = (fake.url, "--samples", samples, "--top-k", 5, "--concurrency", 1)
-        assert "give --out DIR" in str(refused(*options))
+        assert "nothing was kept: with --out DIR" in str(refused(*options))
         fake.asked.clear()
         error = refused(*options, "--out", tmp_path / "out")
         assert isinstance(error, BackendError) and "\n" not in str(error)
@@ -112,12 +112,13 @@ def test_what_cannot_be_asked_is_one_line(samples: Path, tmp_path: Path) -> None
 
 
 HARNESS = """#!{python}
-import json, sys
+import json, os, sys
 from pathlib import Path
 arguments = sys.argv[1:]
 out = Path(arguments[arguments.index("--output_path") + 1]) / "model"
 out.mkdir(parents=True)
-Path({kept!r}).write_text(json.dumps(arguments))
+kept = {{"arguments": arguments, "key": os.environ.get("OPENAI_API_KEY")}}
+Path({kept!r}).write_text(json.dumps(kept))
 if "broken" in arguments[arguments.index("--tasks") + 1]:
     sys.exit("no such task: broken")
 results = {{"toy": {{"alias": "toy", "acc,none": 0.75, "acc_stderr,none": 0.1,
@@ -149,7 +150,7 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return kept
 
 
-def test_tasks_join_the_table(samples: Path, harness: Path) -> None:
+def test_tasks_join_the_table(samples: Path, harness: Path, tmp_path: Path) -> None:
     with running(as_vllm) as fake:
         options = (fake.url, "--samples", samples, "--top-k", 5, "--tasks", "toy,other")
         found = answered(*options)["rows"][0]["tasks"]
@@ -158,13 +159,57 @@ def test_tasks_join_the_table(samples: Path, harness: Path) -> None:
         assert "no such task: broken; try it yourself: lm_eval run" in str(
             refused(fake.url, "--tasks", "broken")
         )
+        page = tmp_path / "page.html"
+        lost = invoke(*options[:-1], "broken", "--html", page)
+        data = invoke(*options[:-1], "broken", "--json")
     assert found == alone and found["toy acc"]["mean"] == 0.75
     assert found["toy acc"]["high"] == pytest.approx(0.75 + 1.96 * 0.1, abs=1e-3)
     assert found["toy exact_match (strict)"]["low"] is None
-    assert "toy acc" in shown and "0.75" in shown
-    asked = json.loads(harness.read_text())
+    assert "toy acc" in shown and "0.75" in shown and "perplexity" in shown
+    assert isinstance(lost.exception, BackendError) and "perplexity" in lost.stdout
+    assert page.stat().st_size > 100_000  # what was measured is not lost with the harness
+    assert isinstance(data.exception, BackendError)
+    assert json.loads(data.stdout)["perplexity"] > 1
+
+
+def test_the_harness_is_told_what_the_server_can_read(
+    samples: Path, harness: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would cut at 2,047 tokens, and send the user's key for OpenAI to any server."""
+    monkeypatch.setenv("OPENAI_API_KEY", "for another server")
+    monkeypatch.setenv("OURS", "ours")
+    with running(as_vllm) as fake:
+        invoke(fake.url, "--tasks", "toy")
+        without = json.loads(harness.read_text())
+        invoke(fake.url, "--tasks", "toy", "--api-key-env", "OURS")
+        with_key = json.loads(harness.read_text())
+    asked = without["arguments"]
     assert asked[:3] == ["run", "--model", "local-completions"]
-    assert f"base_url={fake.url}/v1/completions" in asked[asked.index("--model_args") + 1]
+    given = asked[asked.index("--model_args") + 1].split(",")
+    assert {f"base_url={fake.url}/v1/completions", "max_length=128"} < set(given)
+    assert (without["key"], with_key["key"]) == (None, "ours")
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_asked(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with running(as_vllm) as fake:
+        for options, message in (
+            (("--html", tmp_path / "absent" / "page.html"), "there is no directory"),
+            (("--html", tmp_path), "is a directory; give the page's own path"),
+            (("--out", samples), "is a file; give a directory"),
+            (("--tasks", "arc_easy"), "pip install 'octet[evaluate]'"),
+        ):
+            error = refused(fake.url, "--samples", samples, "--top-k", 5, *options)
+            assert isinstance(error, ConfigError) and message in str(error)
+        assert not fake.asked
+
+
+def test_the_help_can_be_read() -> None:
+    """`[/model]` is markup, unless it is escaped."""
+    done = invoke("--help")
+    assert done.exit_code == 0 and "http://host:port[/model]" in " ".join(done.stdout.split())
 
 
 def test_without_the_harness_its_command_is_said(

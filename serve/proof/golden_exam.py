@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +21,10 @@ from serve.proof.structure import engine_report, structural_findings
 from serve.tokenizer import Tokenizer
 
 __all__ = ["GoldenExam"]
+
+# One thread for the whole process: a judgement takes 0.2 s of one core in many small steps of NumPy
+# and Python, and several at once would take the event loop's turns from it.
+_JUDGES = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
 
 
 class GoldenExam:
@@ -85,9 +91,9 @@ class GoldenExam:
         )
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
-        """Beside the event loop: it takes tens of milliseconds."""
+        """Beside the event loop, and beside no other judgement."""
         proofs = self.proofs
-        return await asyncio.to_thread(
+        judgement = partial(
             judge,
             proofs.golden,
             proofs.hypotheses,
@@ -96,6 +102,7 @@ class GoldenExam:
             looks=looks,
             bound=self._bound,
         )
+        return await asyncio.get_running_loop().run_in_executor(_JUDGES, judgement)
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -17,6 +17,7 @@ from octet.hypotheses import Hypothesis, HypothesisSet
 from octet.proof.embedding import Answers
 from octet.proof.likelihood import Candidate, Noise, Values, distance, z_score
 from octet.proof.responses import Response
+from octet.proof.tail import Tail, heaviness, tail
 
 __all__ = ["Contest"]
 
@@ -33,6 +34,7 @@ class Contest:
     answers: Answers
     candidates: dict[Hypothesis, Candidate]
     honest: tuple[Hypothesis, ...]
+    lengths: tuple[int, ...]  # [n], of prompts in tokens
     _told: dict[tuple[Hypothesis, Hypothesis], float] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -52,7 +54,8 @@ class Contest:
             h: Candidate(h, x) for h, x in points.items() if len(x) and not np.isnan(x).all()
         }
         paths = tuple(h for h in candidates if h.fault is None and h.path in honest)
-        return cls(answers, candidates, paths)
+        lengths = tuple(len(golden.records[n].prompt_token_ids) for n in answers.records)
+        return cls(answers, candidates, paths, lengths)
 
     @classmethod
     def whole(
@@ -113,10 +116,16 @@ class Contest:
     def misfit(self, hypothesis: Hypothesis) -> tuple[float, int]:
         """z of how much farther the answers are than a repeat would be, above the margin."""
         candidate = self.candidates[hypothesis]
-        one = 1 / candidate.repeats
-        margin = math.log((2 + one) / (1 + one))
         excess = self._logs(candidate, self.answers.served, None) - self._usual
-        return z_score(excess, margin)
+        return z_score(excess, _margin(candidate))
+
+    def tail(self, hypothesis: Hypothesis) -> Tail:
+        """The prompts that are the least likely of it, and how likely, above the margin."""
+        candidate = self.candidates[hypothesis]
+        excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
+        known = np.flatnonzero(~np.isnan(excess))
+        found = tail(excess[known], [self.lengths[n] for n in known], self._heaviness)
+        return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
 
     def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
         """By what factor the answers are nearer to it, in squared distance: ln, mean of prompts.
@@ -159,6 +168,19 @@ class Contest:
         ]
         return np.asarray(np.mean(found, 0))
 
+    @cached_property
+    def _heaviness(self) -> int:
+        """Of ln(|x - m|²/S) of the repeats, S being by the other hypotheses' alone."""
+        found = [
+            self._logs(candidate, served, number)
+            + np.log(self.noise.prompts / self.noise.others(h))
+            for h in self.noise.fitted
+            if len(self.noise.fitted) > 1
+            for candidate in (self.candidates[h],)
+            for number, served in enumerate(candidate.points)
+        ]
+        return heaviness(np.concatenate(found) if found else np.empty(0))
+
     def _logs(self, candidate: Candidate, served: Values, without: int | None) -> Values:
         kept = candidate.repeats - (without is not None)
         squared = self._floored(candidate.squared(served, without=without))
@@ -166,6 +188,12 @@ class Contest:
 
     def _floored(self, squared: Values) -> Values:
         return np.asarray(np.maximum(squared, self.noise.least))
+
+
+def _margin(candidate: Candidate) -> float:
+    """Of ln |x - m|²: of twice as many roundings as were simulated."""
+    one = 1 / candidate.repeats
+    return math.log((2 + one) / (1 + one))
 
 
 def _bare(path: ServingPath) -> bool:

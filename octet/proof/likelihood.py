@@ -88,6 +88,7 @@ class Noise:
             levels = (table / prompts).mean(1)
         self.prompts = prompts
         self.fitted = tuple(chaotic)  # hypotheses
+        self._shares = dict(zip(chaotic, table / levels[:, None], strict=True))
         self._levels = {h: float(np.nanmean(v / prompts)) for h, v in known.items()}
         self._quietest = float(levels.min())
 
@@ -104,6 +105,11 @@ class Noise:
         variance = self.level(candidate.hypothesis) * self.prompts
         factor = 1 + 1 / (repeats or candidate.repeats)
         return np.asarray(np.maximum(variance * factor, self.least))
+
+    def others(self, hypothesis: Hypothesis) -> Values:
+        """[n]: v_i by all but one of those that it was fitted to, of two at least."""
+        total = np.sum(list(self._shares.values()), 0)
+        return np.asarray((total - self._shares[hypothesis]) / (len(self._shares) - 1))
 
     def likelihood(
         self, candidate: Candidate, served: Points, *, without: int | None = None

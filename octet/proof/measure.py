@@ -99,4 +99,4 @@ def _perplexity_change(golden: GoldenSet, responses: Sequence[Response]) -> floa
             continue
         excess += -math.fsum(told) - record.prompt_nll
         tokens += len(told)
-    return math.exp(excess / tokens) - 1 if tokens else None
+    return math.exp(min(excess / tokens, 700.0)) - 1 if tokens else None

@@ -5,12 +5,16 @@ as those are the golden continuation's, it is at the golden record's own positio
 that differs ends what can be compared, and its own distribution still can.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octet.golden import GoldenRecord
+from octet.golden import POSITIONS, GoldenRecord
 
-__all__ = ["Response", "agreement", "comparable"]
+__all__ = ["Response", "agreement", "comparable", "complete", "improper"]
+
+# That a log-probability may be above 0 by, or probabilities together above 1: of rounding.
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -32,4 +36,31 @@ def agreement(record: GoldenRecord, response: Response) -> int:
 def comparable(record: GoldenRecord, response: Response) -> list[int]:
     """The positions at which both distributions are known and follow the same tokens."""
     count = min(agreement(record, response) + 1, len(record.tops), len(response.tops))
-    return [position for position in range(count) if response.tops[position]]
+    return [n for n in range(count) if response.tops[n] and _proper(response.tops[n])]
+
+
+def complete(record: GoldenRecord, response: Response) -> bool:
+    """Whether it tells the distribution of each position up to the first token that differs.
+
+    Not if it ends before, or leaves some out. A server need not tell of the end token.
+    """
+    agree = agreement(record, response)
+    wanted = min(agree + 1, len(record.tops))
+    if agree == len(response.tokens) and agree + 1 == len(record.tops) < POSITIONS:
+        wanted -= 1
+    return len(comparable(record, response)) >= max(wanted, 1)
+
+
+def improper(response: Response) -> bool:
+    """Whether something in it is no log-probability, or too much for one distribution."""
+    prompt = (x for x in response.prompt_logprobs or () if x is not None)
+    tops = (top for top in response.tops if top)
+    return not (all(x <= _ROUNDING for x in prompt) and all(map(_proper, tops)))
+
+
+def _proper(top: Mapping[int, float]) -> bool:
+    """NaN is not at most anything; the likeliest tokens cannot all have nothing."""
+    values = top.values()
+    return all(x <= _ROUNDING for x in values) and (
+        0 < math.fsum(map(math.exp, values)) <= 1 + _ROUNDING
+    )

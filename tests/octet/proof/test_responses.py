@@ -1,9 +1,11 @@
 """How far an answer can be compared."""
 
+import math
+
 import pytest
 
 from octet.golden import GoldenRecord, Top
-from octet.proof.responses import Response, agreement, comparable
+from octet.proof.responses import Response, agreement, comparable, complete, improper
 
 TOP = Top(token_ids=(1, 2), logprobs=(-0.1, -3.0))
 RECORD = GoldenRecord(
@@ -29,3 +31,45 @@ def test_it_ends_with_the_first_token_that_differs(tokens, tops, agree, position
     response = Response(0, tokens, tops)
     assert agreement(RECORD, response) == agree
     assert comparable(RECORD, response) == positions
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tops", "whole"),
+    [
+        ((1, 2, 1), (TOLD,) * 3, True),
+        ((1, 9), (TOLD,) * 2, True),  # what follows another token is not asked for
+        ((9,), (TOLD,), True),
+        ((1, 2), (TOLD,) * 2, True),  # the record's third may be the end, which is not told
+        ((1,), (TOLD,), False),
+        ((1, 9), (TOLD, {}), False),
+        ((), (), False),
+    ],
+)
+def test_an_answer_is_complete_up_to_the_first_other_token(tokens, tops, whole: bool) -> None:
+    assert complete(RECORD, Response(0, tokens, tops)) == whole
+
+
+@pytest.mark.parametrize(
+    ("top", "wrong"),
+    [
+        ({1: -0.1, 2: -3.0}, False),
+        ({1: 0.0}, False),
+        ({1: 0.0005}, False),  # of rounding
+        ({1: 0.0, 2: -9999.0, 3: -math.inf}, False),  # as servers write a probability of 0
+        ({}, False),
+        ({1: math.nan, 2: -1.0}, True),
+        ({1: 0.002}, True),
+        ({1: -0.1, 2: -0.2}, True),
+        ({1: -math.inf}, True),
+        ({1: 1e308}, True),
+    ],
+)
+def test_what_cannot_be_a_distribution(top, wrong: bool) -> None:
+    response = Response(0, (1, 2, 1), (TOLD, top))
+    assert improper(response) == wrong
+    assert comparable(RECORD, response) == ([0] if wrong or not top else [0, 1])
+
+
+def test_log_probabilities_of_the_prompt_are_looked_at_too() -> None:
+    assert not improper(Response(0, (), (), (None, -1.0)))
+    assert improper(Response(0, (), (), (None, math.nan)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from octet.expected import ServingPath
 from octet.hypotheses import Fault, Hypothesis
 
-__all__ = ["ANOTHER_MODEL", "CLOSER", "Cause", "cause_of"]
+__all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "partly_wrong"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ CLOSER = Cause(
     "closer",
     "are closer to the unquantized model than this artifact can be",
     "check which checkpoint the server loaded, and whether its quantization and its cache's are on",
+)
+NO_DISTRIBUTION = Cause(
+    "no_distribution",
+    "are no log-probabilities: NaN, above 0, or of probabilities that exceed 1 together",
+    "look for NaN in the server's logits: weights, scales or a cache that overflow, or a kernel",
 )
 _OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
 # kind -> sentence, remedy
@@ -72,6 +77,16 @@ def cause_of(hypothesis: Hypothesis, declared: ServingPath) -> Cause:
     if fault.kind == "kv_scales_swapped" and path.kv_cache != declared.kv_cache:
         return _path(path, declared)  # it keeps the scales that the artifact has
     return _fault(fault, path)
+
+
+def partly_wrong(wrong: int, prompts: int, shortest: int, longest: int) -> Cause:
+    """Answers to some prompts, of so many tokens, are far off, while the others are right."""
+    return Cause(
+        "partly_wrong",
+        f"are as declared but for {wrong} of {prompts} prompts at least, of {shortest} to {longest}"
+        " tokens, which nothing simulated explains",
+        "look for what those requests share: their length, or the worker or device that answered",
+    )
 
 
 def _fault(fault: Fault, path: ServingPath) -> Cause:

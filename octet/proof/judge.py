@@ -1,17 +1,22 @@
 """Whether answers come from what a server is said to be, and if not, from what.
 
-The server is refused if one of two tests says so, each at half of `ALPHA` over the looks that a
-probe may take at its answers:
+An answer that has what is no log-probability (NaN, above 0, probabilities that exceed 1 together)
+is not one of an honest server, which is refused for it. Otherwise the server is refused if one of
+three tests says so, each at a third of `ALPHA` over the looks that a probe may take at its answers:
 
 1. **Contest.** Some simulated hypothesis that is not honest explains them better than the best
    honest path: Vuong's z over prompts (the clusters; positions in one prompt are not independent)
    is above Student's t quantile, Bonferroni over the hypotheses. Under honesty the mean of these
    differences is not 0 but below it, the more so the farther a hypothesis is, so that the level is
-   a bound. It does not depend on how noisy the server's kernels are.
+   a bound: for a server that is one more repeat. Of kernels that take it to where both explain it
+   alike, it is `BETA` for each hypothesis. It does not depend on how noisy the kernels are.
 2. **Fit.** The answers are farther from the best honest path than its own repeats are from each
    other, prompt by prompt: mean of ln(|x - m|²/S), less that of the repeats', against a margin. An
    implementation may round in up to twice as many places as the simulation does; independent
    roundings add, so that |x - m|² may be (2 + 1/R) for (1 + 1/R). That is the margin.
+3. **Tail.** More prompts are far off than chance allows, among all or among those of a quarter by
+   length, whatever the others are: `octet.proof.tail`, with the same margin. The first two compare
+   means with their own scatter, which rubbish in a part of the answers makes as large as itself.
 
 Which hypotheses take part is decided by their own repeats and those of the best honest path, on all
 golden prompts, each repeat as if it were a server. Let z_h be what an honest repeat scores against
@@ -27,29 +32,46 @@ repeat), t Student's quantile of `BETA`.
   server has that with 1 - `BETA`, and if its own is refused so surely, that has not.
 
 What can be excluded or refused so is *visible*. What is neither decides nothing, and is listed as
-hidden. The server is as expected if it is not refused and everything visible is excluded.
-Until then it is inconclusive, and more prompts are to be asked.
+hidden. The server is as expected if it is not refused, everything visible is excluded, neither fit
+nor tail says otherwise at `BETA`, the 95 % interval of its mean divergence begins below twice what
+is expected at most, and 23 of 24 answers tell all positions. Until then it is inconclusive, and
+more prompts are to be asked.
+
+What is wrong with a few prompts alone, by less than some times the noise there, is not seen.
 
 The cause is the likeliest hypothesis, visible or not, or a fault of the honest path that is as
 likely at 95 %: if several may be, it is what differs least from what was declared. It has to
 explain the answers: they pass its own test of fit, or are nearer to it than to the honest path by a
 factor of 4 in squared distance, half in distance; and so much nearer than to a model that has
-nothing in common with the reference. Else it is another model.
+nothing in common with the reference. If only the tail says that the server is to be refused, it
+has to explain that, or the answers are wrong in part. Else it is another model.
+
+Each call that is not a look of a probe is one more at `ALPHA`: 288 a day of an honest server refuse
+it once in 350 days, if each were of other noise.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from octet.golden import GoldenSet
 from octet.hypotheses import Hypothesis, HypothesisSet
-from octet.proof.causes import ANOTHER_MODEL, CLOSER, Cause, cause_of
+from octet.proof.bound import by_bound
+from octet.proof.causes import (
+    ANOTHER_MODEL,
+    CLOSER,
+    NO_DISTRIBUTION,
+    Cause,
+    cause_of,
+    partly_wrong,
+)
 from octet.proof.contest import Contest
 from octet.proof.declared import Declared
 from octet.proof.measure import Measure, measure
-from octet.proof.responses import Response
-from octet.proof.verdict import Outcome, Range, Score, Verdict
+from octet.proof.responses import Response, complete, improper
+from octet.proof.verdict import Outcome, Range, Score, Verdict, range_text, sentence
 from octet.scatter import expectations
 from octet.student import t_quantile
 
@@ -58,6 +80,7 @@ __all__ = ["ALPHA", "BETA", "judge"]
 ALPHA = 1e-5  # of refusing an honest server, in all looks of one probe
 BETA = 1e-3  # of not excluding a visible hypothesis, and of excluding honesty no better than it
 _EXPLAINED = math.log(4)
+_INCOMPLETE = 1 / 24  # of the answers, of a server that is as expected
 
 
 def judge(
@@ -75,33 +98,36 @@ def judge(
     mean divergence in nats that is accepted where no honest path was simulated (`octet.expected.
     bound_of`).
     """
-    responses = list({response.record: response for response in responses}.values())
+    last = {response.record: response for response in responses}
+    count = len(golden.records)
+    responses = [x for x in last.values() if 0 <= x.record < count]
     measured = measure(golden, responses)
+    broken = sum(map(improper, responses))
+    if broken:
+        return _without_distribution(measured, broken, len(responses))
     if not measured.prompts:
         reason = "inconclusive: no answer can be compared with the golden records"
         return Verdict("inconclusive", measured, None, None, None, (), (), reason)
-    if hypotheses is None or not declared.paths:
-        return _by_bound(measured, declared, bound, len(golden.records))
-    contest = Contest.of(golden, hypotheses, declared.paths, responses)
-    whole = Contest.whole(golden, hypotheses, declared.paths)
-    return _Judgement(hypotheses, contest, whole, declared, measured, looks).verdict()
-
-
-def _by_bound(measured: Measure, declared: Declared, bound: float | None, records: int) -> Verdict:
-    """Of the divergence alone: too large or not. Nothing says what too small would be."""
-    outcome: Outcome = "inconclusive"
-    cause = None
-    if bound is None:
-        why = f"nothing was simulated of {declared.label}, and no bound is given"
-    elif measured.kl_low > bound or (measured.prompts == records and measured.kl_mean > bound):
-        outcome, cause = "worse", ANOTHER_MODEL
-        why = f"a bound of {bound:g} for {declared.label}, without a simulation"
+    contest = None
+    if hypotheses is not None:
+        contest = Contest.of(golden, hypotheses, declared.paths, responses)
+    if hypotheses is None or contest is None or not contest.honest:
+        verdict = by_bound(measured, declared, bound, count, level=ALPHA / looks)
     else:
-        if measured.kl_high <= bound or measured.prompts == records:
-            outcome = "as_expected"
-        why = f"a bound of {bound:g} for {declared.label}, without a simulation"
-    reason = _sentence(outcome, measured, f"against {why}", cause)
-    return Verdict(outcome, measured, None, None, cause, (), (), reason)
+        whole = Contest.whole(golden, hypotheses, declared.paths)
+        verdict = _Judgement(hypotheses, contest, whole, declared, measured, looks).verdict()
+    partial = sum(not complete(golden.records[x.record], x) for x in responses)
+    if verdict.outcome == "as_expected" and partial > len(responses) * _INCOMPLETE:
+        why = f"{partial} of {len(responses)} answers end early or leave out log-probabilities"
+        return replace(verdict, outcome="inconclusive", reason=f"inconclusive: {why}")
+    return verdict
+
+
+def _without_distribution(measured: Measure, broken: int, count: int) -> Verdict:
+    cause = NO_DISTRIBUTION
+    reason = f"worse than expected: of {broken} of {count} answers its numbers {cause.sentence}"
+    reason += f": {cause.remedy}"
+    return Verdict("worse", measured, None, None, cause, (), (), reason)
 
 
 class _Judgement:
@@ -118,22 +144,23 @@ class _Judgement:
     ) -> None:
         self._hypotheses, self._contest, self._whole = hypotheses, contest, whole
         self._declared, self._measured = declared, measured
-        self._level = ALPHA / 2 / looks
+        self._level = ALPHA / 3 / looks
         self._best = contest.best
-        self._separation = {h: whole.told(self._best, h) for h in contest.others}
-        self._visible = [h for h in contest.others if self._is_visible(h)]
+        self._separation = {h: whole.told(self._best, h) for h in whole.others}
+        visible = [h for h in whole.others if self._is_visible(h)]
+        self._visible = [h for h in visible if h in contest.candidates]
+        self._absent = [h for h in visible if h not in contest.candidates]
 
     def verdict(self) -> Verdict:
         cause, outcome = self._refusal()
-        waiting = [] if cause is not None else self._not_excluded()
-        if waiting:
-            outcome = "inconclusive"
         expected = self._expected()
-        told = f"where {_range(expected)} is expected of {self._declared.label}"
-        reason = _sentence(outcome, self._measured, told, cause)
-        if waiting:
-            names = waiting[0].label + (f" and {len(waiting) - 1} more" if waiting[1:] else "")
-            reason += f"; these prompts do not yet exclude {names}"
+        doubt = None if cause is not None else self._doubt(expected)
+        if doubt is not None:
+            outcome = "inconclusive"
+        told = f"where {range_text(expected)} is expected of {self._declared.label}"
+        reason = sentence(outcome, self._measured, told, cause)
+        if doubt is not None:
+            reason += f"; {doubt}"
         return Verdict(
             outcome=outcome,
             measure=self._measured,
@@ -175,14 +202,19 @@ class _Judgement:
         scores = {h: contest.against(h, self._best) for h in self._visible}
         beaten = any(z > self._threshold(contest, h, prompts) for h, (z, prompts) in scores.items())
         misfit, prompts = contest.misfit(self._best)
-        if not beaten and misfit <= t_quantile(1 - self._level, prompts - 1):
+        mostly = not beaten and misfit <= t_quantile(1 - self._level, prompts - 1)
+        tail = contest.tail(self._best)
+        if mostly and tail.chance >= self._level:
             return None, "as_expected"
         # What is wrong is known by now, and may well be what could not be relied on to show.
         ahead = [h for h in contest.others if contest.against(h, self._best)[0] > 0]
         likeliest = self._likeliest(ahead)
-        if likeliest is not None and self._explains(likeliest):
+        if likeliest is not None and self._explains(likeliest, all_prompts=mostly):
             farther = self._whole.farther(likeliest, self._best)
             return cause_of(likeliest, self._best.path), "worse" if farther else "better"
+        if mostly and len(tail.prompts) * 2 <= prompts:
+            lengths = [contest.lengths[n] for n in tail.prompts]
+            return partly_wrong(len(lengths), prompts, min(lengths), max(lengths)), "worse"
         if contest.answers_farther:
             return ANOTHER_MODEL, "worse"
         return CLOSER, "better"
@@ -196,15 +228,29 @@ class _Judgement:
                 return other
         return ranked[0] if ranked else None
 
-    def _explains(self, other: Hypothesis) -> bool:
+    def _explains(self, other: Hypothesis, *, all_prompts: bool) -> bool:
+        """`all_prompts`: also those that are far off, for they are what is to be explained."""
         contest = self._contest
         misfit, prompts = contest.misfit(other)
         fits = misfit <= t_quantile(1 - self._level, prompts - 1)
+        if all_prompts and contest.tail(other).chance < self._level:
+            return False
         nearer = fits or contest.nearer(other, self._best) >= _EXPLAINED
         return nearer and contest.nearer(other, None) >= _EXPLAINED
 
-    def _not_excluded(self) -> list[Hypothesis]:
-        return [other for other in self._visible if not self._is_excluded(other)]
+    def _doubt(self, expected: Range) -> str | None:
+        """Why what is not refused is not as expected either."""
+        waiting = [other for other in self._visible if not self._is_excluded(other)] + self._absent
+        if waiting:
+            names = waiting[0].label + (f" and {len(waiting) - 1} more" if waiting[1:] else "")
+            return f"these prompts do not yet exclude {names}"
+        misfit, prompts = self._contest.misfit(self._best)
+        tail = self._contest.tail(self._best)
+        if tail.chance < BETA:
+            return f"{len(tail.prompts)} of {prompts} prompts are farther off than they should be"
+        if misfit > t_quantile(1 - BETA, prompts - 1) or self._measured.kl_low > 2 * expected.high:
+            return "the answers are farther off than they should be"
+        return None
 
     def _is_excluded(self, other: Hypothesis) -> bool:
         contest = self._contest
@@ -239,21 +285,3 @@ class _Judgement:
             if item.path == self._best.path:
                 return Range(item.mean, item.low, item.high)
         raise AssertionError("an honest path is simulated at least twice")
-
-
-_OUTCOMES = {
-    "as_expected": "as expected",
-    "better": "better than expected",
-    "worse": "worse than expected",
-    "inconclusive": "inconclusive",
-}
-
-
-def _range(found: Range) -> str:
-    return f"{found.mean:.3g} ({found.low:.3g} to {found.high:.3g})"
-
-
-def _sentence(outcome: Outcome, measured: Measure, told: str, cause: Cause | None) -> str:
-    kl = _range(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
-    text = f"{_OUTCOMES[outcome]}: {kl} nats over {measured.prompts} prompts {told}"
-    return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"

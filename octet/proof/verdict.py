@@ -8,7 +8,7 @@ from octet.expected import ServingPath
 from octet.proof.causes import Cause
 from octet.proof.measure import Measure
 
-__all__ = ["Outcome", "Range", "Score", "Verdict"]
+__all__ = ["Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
 
 Outcome = Literal["as_expected", "better", "worse", "inconclusive"]
 
@@ -56,6 +56,25 @@ class Verdict:
         path = None if self.path is None else self.path.label
         told: dict[str, Any] = _finite({**asdict(self), "path": path})
         return told
+
+
+_OUTCOMES = {
+    "as_expected": "as expected",
+    "better": "better than expected",
+    "worse": "worse than expected",
+    "inconclusive": "inconclusive",
+}
+
+
+def sentence(outcome: Outcome, measured: Measure, told: str, cause: Cause | None) -> str:
+    """One line for people; `told` is what was expected, or against what it is held."""
+    kl = range_text(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
+    text = f"{_OUTCOMES[outcome]}: {kl} nats over {measured.prompts} prompts {told}"
+    return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
+
+
+def range_text(found: Range) -> str:
+    return f"{found.mean:.3g} ({found.low:.3g} to {found.high:.3g})"
 
 
 def _finite(value: Any) -> Any:

@@ -221,14 +221,14 @@ async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(
     path = tmp_path / "octet.yaml"
     down = "backends: [{type: vllm, url: 'http://127.0.0.1:9'}]"
     lines = [
-        "models: {m: {pool: off, fallback: [found, proven]}}",
-        f"pools: {{off: {{{down}}}, found: {{discover: [{later}]}},",
+        "models: {m: {pool: bare, fallback: [found, proven]}}",
+        f"pools: {{bare: {{{down}}}, found: {{discover: [{later}]}},",
         f"  proven: {{{down}, proof: {{golden: {golden}}}}}}}",
     ]
     async with serving_gateway(configured(path, "\n".join(lines))) as running:
         assert not running.gateway.ready
-        assert running.gateway.status()["unproven_pools"] == ["off", "found"]
-        for pool, value in {"off": 1, "found": 1, "proven": 0}.items():
+        assert running.gateway.status()["unproven_pools"] == ["bare", "found"]
+        for pool, value in {"bare": 1, "found": 1, "proven": 0}.items():
             assert await running.metric("octet_pool_unproven", pool=pool) == value
 
 

@@ -45,6 +45,8 @@ class Lives:
             return self._member.forget("its connection ended in order")
         self.uncertain = True
         self._member.doubt("its connection ended in order")
+        if self._member.on_doubt is not None:  # also where it is being looked into already
+            self._member.on_doubt()
 
     async def recognize(self, held: "asyncio.Task[None]", timeout_s: float) -> None:
         """Asks who answers, and has the member's proof forgotten if that may be another.

@@ -396,6 +396,22 @@ def test_one_that_closes_idle_connections_all_the_time_is_not_asked_all_the_time
     assert 5 <= len(said) <= 8
 
 
+def test_a_second_close_while_the_first_is_looked_into_costs_no_interval() -> None:
+    class Slow(Server):
+        async def incarnation(self) -> Incarnation | None:
+            await asyncio.sleep(0.2)
+            return Incarnation(("m",), started=1.0)
+
+    async def act(scene: Scene) -> None:
+        scene.server.close_idle()
+        await asyncio.sleep(0.1)
+        scene.server.close_idle()
+        await scene.until("in", 1)
+        assert scene.asked == 1
+
+    play(act, server=Slow(ADDRESS))
+
+
 def test_one_that_says_since_when_it_runs_no_more_is_another() -> None:
     server = Server(ADDRESS)
     server.life = Incarnation(("m",), started=1.0)

@@ -15,6 +15,7 @@ from serve.lifecycle.discovery import Discovery
 from serve.lifecycle.epoch import Entry, Epoch
 from serve.lifecycle.reload import Change, all_of
 from serve.routing import Pool, Routes
+from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.traces import Tracing
 
@@ -105,10 +106,13 @@ class Gateway:
         """Everything that is known now. With `addresses`, the backends' own names, too."""
         return status.status(self, addresses=addresses)
 
-    async def start(self) -> None:
-        """Starts every backend. Raises the OctetError of the first that can never work."""
+    async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
+        """Starts every backend, and waits for the first verdicts on their numbers.
+
+        For `patience_s` at most. Raises the OctetError of the first that can never work.
+        """
         try:
-            await all_of(pool.start() for pool in self.pools.values())
+            await all_of(pool.start(patience_s=patience_s) for pool in self.pools.values())
             await all_of(discovery.start() for discovery in self.discoveries)
         except BaseException:
             await self.close()

@@ -81,13 +81,16 @@ async def serve_gateway(
     admin_listener: socket.socket | None = None,
     *,
     on_started: Callable[[DrainingServer], None] | None = None,
+    patience_s: float = 0.0,
 ) -> bool:
     """Starts the backends, serves on `listener`, drains at a signal, closes the backends.
 
+    It listens before the backends are proven, so that /health and /ready can say so; or after the
+    first verdicts, if they are there within `patience_s`.
     Administration is on `admin_listener`, if there is one. SIGHUP reads the configuration again.
     Returns whether every request ran to its end.
     """
-    await gateway.start()
+    await gateway.start(patience_s=patience_s)
     server = DrainingServer(gateway, on_started)
     admin = AdminServer(gateway) if admin_listener is not None else None
     warning = asyncio.create_task(keep_warning(gateway))

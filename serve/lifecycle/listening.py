@@ -17,7 +17,7 @@ from serve.app import create_app
 from serve.config import Logs
 from serve.gateway import Gateway
 from serve.lifecycle.admin import create_admin_app
-from serve.lifecycle.unproven import unproven
+from serve.lifecycle.unproven import asked, unproven
 from serve.protocol import guarded_protocol
 from serve.telemetry.logs import json_line
 
@@ -47,6 +47,8 @@ class DrainingServer(uvicorn.Server):
         names = ", ".join(self.gateway.routes.names)
         for line in [*_not_serving(self.gateway), *_not_proving(self.gateway)]:
             say(line, self.gateway.config.logs, logging.WARNING)
+        for line in asked(self.gateway.pools.values()):
+            say(line, self.gateway.config.logs)
         say(f"serving {names} on {_url(sockets[0])}", self.gateway.config.logs)
         if self._on_started is not None:
             self._on_started(self)
@@ -144,7 +146,7 @@ def _not_serving(gateway: Gateway) -> Sequence[str]:
     return [
         f"warning: pool {pool.name}: none of its {len(pool.members)} backends serves yet"
         for pool in gateway.pools.values()
-        if not pool.ready
+        if not (pool.ready or asked([pool]))
     ]
 
 

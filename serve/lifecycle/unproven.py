@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from serve.config import PoolConfig
 from serve.proof.exam import directory_of
+from serve.routing import Pool
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
 
-__all__ = ["keep_warning", "unproven"]
+__all__ = ["asked", "keep_warning", "unproven"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,22 @@ def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
         else:
             continue
         found.append(f"pool {name}: SERVES UNPROVEN, whatever its numbers are: {why}")
+    return found
+
+
+def asked(pools: Iterable[Pool]) -> list[str]:
+    """A line for each pool of which backends are being proven: which, and with what."""
+    found = []
+    for pool in pools:
+        by_label: dict[str, list[str]] = {}
+        for member in pool.members:
+            if member.standing == "unproven" and member.proof is not None:
+                by_label.setdefault(member.proof.label, []).append(member.name)
+        found += [
+            f"pool {pool.name}: asking {', '.join(names)} {label}; /ready is 503 until some backend"
+            " has answered as it should"
+            for label, names in by_label.items()
+        ]
     return found
 
 

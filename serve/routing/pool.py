@@ -22,8 +22,9 @@ from serve.routing.proving import Proven, Provers, examined, make_provers, prove
 from serve.routing.waiting import LONGEST_WAIT_S, wait_s
 from serve.routing.watches import Watches
 
-__all__ = ["Pool"]
+__all__ = ["FIRST_PROOF_S", "Pool"]
 
+FIRST_PROOF_S = 10.0  # a start waits no longer for verdicts
 _FRESH_REPORTS = 3  # intervals of reading the load: older reports are not believed
 
 
@@ -162,11 +163,11 @@ class Pool:
         lengths = (member.backend.context_length for member in self.members)
         return min((length for length in lengths if length), default=None)
 
-    async def start(self) -> None:
+    async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
         """Starts every backend and has a first look at each, for `health.timeout_s` at most.
 
-        Raises the OctetError of the first backend that can never work; one that cannot be reached
-        is only unavailable.
+        Then waits for the first verdicts, for `patience_s` at most. Raises the OctetError of the
+        first backend that can never work; one that cannot be reached is only unavailable.
         """
         started = await asyncio.gather(
             *(member.backend.start() for member in self.members), return_exceptions=True
@@ -180,7 +181,7 @@ class Pool:
         except BaseException:
             await self.close()
             raise
-        await self._watches.begin(self.members, self.config, provers, patient=False)
+        await self._watches.begin(self.members, self.config, provers, patience_s=patience_s)
 
     async def close(self) -> None:
         """Lets go of every backend; those that are retiring do not finish. Twice is no mistake."""
@@ -205,7 +206,7 @@ class Pool:
         try:
             await member.backend.start()
             provers = await self._provers([member], exams or self._exams)
-            await self._watches.begin([member], self.config, provers, patient=True)
+            await self._watches.begin([member], self.config, provers, patience_s=math.inf)
         except BaseException:
             await self.discard(member)
             raise

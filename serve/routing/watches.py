@@ -13,8 +13,6 @@ from serve.routing.proving import Provers
 
 __all__ = ["Watches"]
 
-_FIRST_PROOF_S = 10.0  # a start waits no longer for verdicts
-
 
 class Watches:
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
@@ -27,12 +25,12 @@ class Watches:
         return {member: watch.prover for member, watch in self._watches.items()}
 
     async def begin(
-        self, members: Sequence[Member], config: PoolConfig, provers: Provers, *, patient: bool
+        self, members: Sequence[Member], config: PoolConfig, provers: Provers, *, patience_s: float
     ) -> None:
         """Returns after a first look at each, for `health.timeout_s` at most.
 
-        And after the first verdict on each that can be asked: for seconds, or, if `patient`, for as
-        long as a probe may take.
+        And after the first verdict on each that can be asked, within `patience_s`: no later than a
+        probe may take.
         """
         for member in members:
             watch = Watch(member, config.health, self._clock, self._rng)
@@ -42,7 +40,7 @@ class Watches:
         looks = [self._watches[member].looked.wait() for member in members]
         await _all_within(config.health.timeout_s, looks)
         asked = [m for m in members if m.standing == "unproven"]
-        limit_s = config.proof.timeout_s if patient else min(_FIRST_PROOF_S, config.proof.timeout_s)
+        limit_s = min(patience_s, config.proof.timeout_s)
         await _all_within(limit_s, [p.concluded.wait() for p in map(provers.get, asked) if p])
 
     def take(self, members: Sequence[Member], config: PoolConfig, provers: Provers) -> None:

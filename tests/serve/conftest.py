@@ -16,6 +16,7 @@ from serve.backends.base import Backend
 from serve.config import GatewayConfig, Health, PoolConfig
 from serve.gateway import Gateway
 from serve.routing import Pool
+from serve.routing.pool import FIRST_PROOF_S
 from serve.server import DrainingServer, bind, serve_gateway
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ async def serving(*pools: tuple[str, list[Backend]], **settings: Any) -> AsyncIt
 
 @asynccontextmanager
 async def serving_gateway(
-    gateway: Gateway, admin: socket.socket | None = None
+    gateway: Gateway, admin: socket.socket | None = None, *, patience_s: float = FIRST_PROOF_S
 ) -> AsyncIterator[Served]:
-    """Any gateway on a socket, drained and closed at the end."""
+    """Any gateway on a socket, drained and closed at the end; proven, if that is soon."""
     listener = bind("127.0.0.1", 0)
     servers: list[DrainingServer] = []
-    task = asyncio.create_task(serve_gateway(gateway, listener, admin, on_started=servers.append))
+    task = asyncio.create_task(
+        serve_gateway(gateway, listener, admin, on_started=servers.append, patience_s=patience_s)
+    )
     while not servers:
         await asyncio.sleep(0.01)
         if task.done():

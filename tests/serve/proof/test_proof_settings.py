@@ -15,13 +15,17 @@ from octet.proof.measure import Measure
 from octet.proof.verdict import Verdict
 from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig
 from serve.config.proof import Proof
+from serve.gateway import Gateway
 from serve.lifecycle import unproven
 from serve.lifecycle.reload import reload_from
 from serve.proof.exam import Exams, directory_of
+from serve.proof.probe import Probed
 from serve.proof.state import MemberProof
+from serve.routing import Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.in_process import in_process
+from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
 from tests.serve.routing.stand_ins import Server
 
@@ -212,6 +216,35 @@ async def test_what_serves_unproven_is_said_again_and_again(
     lines = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING}
     assert lines == {*unproven.unproven({"p": client.gateway.pools["p"].config})}
     assert all("SERVES UNPROVEN" in line for line in lines)
+
+
+async def test_it_listens_and_says_whom_it_asks_before_they_have_answered(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    answer = asyncio.Event()
+
+    class Held(FakeExam):
+        async def ask(self, *given: Any, **options: Any) -> Probed:
+            await answer.wait()
+            return await super().ask(*given, **options)
+
+    backends = [Server("a"), Server("b")]
+    pool = Pool.of("p", backends, exams=FakeExams(Held(seconds=0.0)))
+    config = GatewayConfig.model_validate({"models": {"m": {"pool": "p"}}, "pools": {"p": {}}})
+    async with serving_gateway(Gateway(config, {"p": pool}), patience_s=0.0) as running:
+        said = capfd.readouterr().err
+        assert "pool p: asking p-1, p-2 a fake exam; /ready is 503 until" in said
+        assert "serves yet" not in said
+        async with running.session.get("/health") as response:
+            assert response.status == 200
+        async with running.session.get("/ready") as response:
+            assert response.status == 503
+        answer.set()
+        async with asyncio.timeout(5):
+            while not running.gateway.ready:
+                await asyncio.sleep(0.001)
+        async with running.session.get("/ready") as response:
+            assert response.status == 200
 
 
 async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(

@@ -41,7 +41,7 @@ from octet.checkpoint import Checkpoint
 from octet.golden import GoldenSet
 from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["PromptCost", "check_prompts", "judge_prompts"]
+__all__ = ["ON", "PromptCost", "check_prompts", "distinct_prompts", "judge_prompts"]
 
 ON = "golden prompts"
 _BATCH = 8  # prompts of similar length
@@ -52,7 +52,7 @@ _ROW_ELEMENTS = 1 << 24  # logits of the original, and as many of a variant, at 
 
 def check_prompts(gate: Gate, golden: GoldenSet) -> None:
     """ConfigError if `golden` has too little text to bound what is limited."""
-    lengths = [len(prompt) for prompt in _prompts(golden)]
+    lengths = [len(prompt) for prompt in distinct_prompts(golden)]
     gate.check_samples(lengths, ON, "calibrate again with more samples with --held-out")
 
 
@@ -96,7 +96,7 @@ class PromptCost:
         self._cache: KvCacheDtype = kv_cache or recipe.kv_cache
         self._given = weights
         self._schemes = module_schemes(self._spec, recipe) if quantized else {}
-        self._prompts = _prompts(golden)
+        self._prompts = distinct_prompts(golden)
 
     @property
     def tokens(self) -> int:
@@ -207,7 +207,7 @@ def _logits(
         yield original.logits([before[None, part]])[0][0], model.logits([now[None, part]])[0][0]
 
 
-def _prompts(golden: GoldenSet) -> list[list[int]]:
+def distinct_prompts(golden: GoldenSet) -> list[list[int]]:
     """Token ids of those that no other begins with."""
     ordered = sorted({record.prompt_token_ids for record in golden.records})
     following = [*ordered[1:], ()]  # a prompt comes right before what begins with it

@@ -14,7 +14,6 @@ cost at most 4 times what reading does, for both compute the same but for roundi
 prediction `octet.expected.bound_of` holds: it catches an export that is broken, no more.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +26,14 @@ from octet.artifact import Manifest
 from octet.errors import ExportError, UnsupportedError
 from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath, bound_of
 from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
-from octet.student import t_quantile
-from serve.cache import Slots
-from serve.runner import CHUNK, Runner, StepBatch, load_runner
+from serve.prompt_steps import PromptSteps
+from serve.runner import Runner, load_runner
 from serve.sampler import log_softmax
 
-__all__ = ["DECODED", "Range", "expected_range", "prove", "prove_runner"]
+__all__ = ["Range", "expected_range", "prove", "prove_runner"]
 
 _FACTOR = 4
 _LEAST = 1e-3  # nats, below which nobody sees a difference
-DECODED = 8  # last tokens of each prompt that are decoded, one a step
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,6 @@ def prove_runner(
         "kl": float(np.mean(read)),
         "kl_max": float(np.max(read)),
         "kl_decoding": float(np.mean(decoded)),
-        "kl_bound": upper_bound(read),
-        "kl_decoding_bound": upper_bound(decoded),
         "accepted": {"low": accepted.low, "high": accepted.high, "from": accepted.source},
         "tokens": tokens,
         "tokens_agree": agree,
@@ -98,15 +93,6 @@ def prove_runner(
     if accepted.expectation is not None:
         facts["in_predicted_range"] = accepted.expectation.holds(float(np.mean(read)))
     return facts
-
-
-def upper_bound(divergences: Sequence[float]) -> float:
-    """With 95 % confidence their mean over such prompts is at most this, by Student's t."""
-    count = len(divergences)
-    if count < 2:
-        return math.inf
-    error = float(np.std(divergences, ddof=1)) / math.sqrt(count)
-    return float(np.mean(divergences)) + t_quantile(0.95, count - 1) * error
 
 
 def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:
@@ -141,11 +127,9 @@ class _Golden:
     """The golden records, through one runner."""
 
     def __init__(self, runner: Runner, records: Sequence[GoldenRecord]) -> None:
-        self._runner, self._records = runner, records
-        limit = runner.spec.max_positions
+        self._records = records
         longest = max(len(r.prompt_token_ids) + len(r.continuation_token_ids) for r in records)
-        self._together = min(runner.slots, len(records))
-        self._cache: Slots = runner.new_cache(self._together, min(longest, limit))
+        self._steps = PromptSteps(runner, len(records), longest)
 
     def run(self) -> tuple[list[float], list[float], int, int, bool]:
         """Divergence of each prompt when read and when decoded; tokens that agree, of how many.
@@ -156,81 +140,55 @@ class _Golden:
         decoded: list[float] = []
         agree = tokens = 0
         same = True
-        for start in range(0, len(self._records), self._together):
-            group = self._records[start : start + self._together]
+        together = self._steps.together
+        for start in range(0, len(self._records), together):
+            group = self._records[start : start + together]
             found, generated = self._answers(group)
             read += found
             for record, ids in zip(group, generated, strict=True):
                 agree += _common(ids, record.continuation_token_ids)
                 tokens += len(record.continuation_token_ids)
-            rows = self._decoded([record.prompt_token_ids for record in group])
+            rows = self._after([record.prompt_token_ids for record in group])
             decoded += [_divergence(r, row) for r, row in zip(group, rows, strict=True)]
             if start == 0 and len(group) > 1:
-                alone = [self._decoded([record.prompt_token_ids])[0] for record in group]
+                alone = [self._after([record.prompt_token_ids])[0] for record in group]
                 same = all(map(np.array_equal, alone, rows))
         return read, decoded, agree, tokens, same
 
     def _answers(self, group: Sequence[GoldenRecord]) -> tuple[list[float], list[list[int]]]:
         """Each prompt read by itself; then all continued together, greedily."""
-        slots = [self._acquire() for _ in group]
+        slots = self._steps.acquire(len(group))
         found, generated = [], []
         for record, slot in zip(group, slots, strict=True):
-            logits = self._read(record.prompt_token_ids, slot)
+            logits = self._steps.read(record.prompt_token_ids, slot)
             found.append(_divergence(record, logits))
             generated.append([int(logits.argmax())])
         going = list(range(len(group)))
         while going := [i for i in going if self._goes_on(group[i], generated[i])]:
             last = np.array([[generated[i][-1]] for i in going], np.int64)
-            for i, row in zip(going, self._step(last, [slots[i] for i in going]), strict=True):
+            for i, row in zip(
+                going, self._steps.step(last, [slots[i] for i in going]), strict=True
+            ):
                 generated[i].append(int(row.argmax()))
-        self._release(slots)
+        self._steps.release(slots)
         return found, generated
 
     def _goes_on(self, record: GoldenRecord, generated: Sequence[int]) -> bool:
         held = len(record.prompt_token_ids) + len(generated)
-        return len(generated) < len(record.continuation_token_ids) and held <= self._cache.positions
+        return (
+            len(generated) < len(record.continuation_token_ids)
+            and held <= self._steps.cache.positions
+        )
 
-    def _decoded(self, prompts: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+    def _after(self, prompts: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
         """Logits [V] after each prompt, whose last tokens are decoded, all rows together."""
-        slots = [self._acquire() for _ in prompts]
-        heads = [max(1, len(prompt) - DECODED) for prompt in prompts]
-        rows = [
-            self._read(prompt[:head], slot)
-            for prompt, head, slot in zip(prompts, heads, slots, strict=True)
-        ]
-        for left in range(DECODED, 0, -1):  # they end together
-            going = [i for i, prompt in enumerate(prompts) if len(prompt) - heads[i] >= left]
-            if not going:
-                continue
-            tokens = np.array([[prompts[i][-left]] for i in going], np.int64)
-            for i, row in zip(going, self._step(tokens, [slots[i] for i in going]), strict=True):
-                rows[i] = row.copy()
-        self._release(slots)
-        return rows
-
-    def _read(self, tokens: Sequence[int], slot: int) -> NDArray[np.float32]:
-        """Logits [V] after `tokens`, read in the embedded engine's chunks."""
-        for start in range(0, len(tokens), CHUNK):
-            ids = np.array([tokens[start : start + CHUNK]], np.int64)
-            step = StepBatch(ids, [slot], np.array([[ids.shape[1] - 1]], np.int64))
-            logits = self._runner.forward(step, self._cache)
-        row: NDArray[np.float32] = logits[0, 0].copy()
-        return row
-
-    def _step(self, tokens: NDArray[np.int64], slots: list[int]) -> NDArray[np.float32]:
-        """Logits [B, V] after one more token [B, 1] in each of `slots`."""
-        step = StepBatch(tokens, slots, np.zeros((len(slots), 1), np.int64))
-        rows: NDArray[np.float32] = self._runner.forward(step, self._cache)[:, 0]
-        return rows
-
-    def _acquire(self) -> int:
-        slot = self._cache.acquire()
-        assert slot is not None
-        return slot
-
-    def _release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._cache.release(slot)
+        found = self._steps.decoded(prompts)
+        for n, prompt in enumerate(prompts):
+            if not len(found[n]):  # one token, which is read
+                (slot,) = self._steps.acquire(1)
+                found[n] = self._steps.read(prompt, slot)[None]
+                self._steps.release([slot])
+        return [rows[-1] for rows in found]
 
 
 def _divergence(record: GoldenRecord, logits: NDArray[np.float32]) -> float:

@@ -1,21 +1,20 @@
 """`--max-kl` and `--max-ppl-change` of exports: here stages meet, which may not import another.
 
-| what is exported        | --max-kl                                     | --max-ppl-change     |
-|-------------------------|----------------------------------------------|----------------------|
-| checkpoint              | simulated, with the weights in its files     | likewise             |
-| ONNX for ONNX Runtime   | the graph itself, where ONNX Runtime is      | simulated            |
-| engine                  | the plan itself, where this machine runs it  | simulated            |
-| other, or cannot run    | simulated, with the calibration's own scales | likewise             |
-| Triton entry            | as what it holds                             | as what it holds     |
+| what is exported                   | what is measured                              |
+|------------------------------------|-----------------------------------------------|
+| checkpoint                         | simulated, with the weights in its files      |
+| ONNX for ONNX Runtime              | the graph itself, where ONNX Runtime is       |
+| engine                             | the plan itself, where it was proven          |
+| other, or cannot run               | simulated, with the calibration's own scales  |
+| Triton entry                       | as what it holds                              |
 
-Everything is on the golden prompts. A simulation compares the distributions, and the likelihoods,
-at every token of them; a graph or a plan, which answers with the last position's logits alone, the
-next token after each, read and decoded, whichever is worse. Either way the upper end of a one-sided
-95 % interval is held against the limit, clustered by prompt (`calibrate.gate`).
+Everything is on the golden prompts, at every token of them: distributions for --max-kl, likelihoods
+for --max-ppl-change. A graph or a plan reads them, and decodes the last tokens, whichever is worse
+(`calibrate.gate_answers`). Either way the upper end of a one-sided 95 % interval is held against
+the limit, clustered by prompt (`calibrate.gate`).
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from octet.artifact import Manifest
+from octet.errors import UnsupportedError
 from octet.golden import GoldenSet
 from octet.interrupts import held_back
 from octet.recipe import KvCacheDtype
 
 if TYPE_CHECKING:
-    from calibrate.gate import Gate, Judged, Outcome
+    from calibrate.gate import Gate, Outcome
     from calibrate.gate_prompts import PromptCost
+    from export.source import Source
+    from serve.runner import Runner
 
 __all__ = ["ExportGate", "export_gate"]
 
@@ -52,32 +54,41 @@ class ExportGate:
         raise outcome.error(out, again="`octet rescale`", budget="calibrate again")
 
     def _outcome(self, directory: Path, manifest: Manifest) -> "Outcome":
-        from calibrate.gate import Gate, Outcome
-        from calibrate.gate_prompts import judge_prompts
-
-        cost, how = self._cost(directory, manifest)
-        facts = _proof(directory, manifest)
-        judged: list[Judged] = []
-        left = self.gate
-        if facts is not None:
-            who = "the plan itself" if manifest.kind == "engine" else "the graph itself"
-            judged = [_measured(x, facts, who) for x in self.gate.limits if x.metric == "kl"]
-            left = Gate(tuple(limit for limit in self.gate.limits if limit.metric != "kl"))
-        if left.limits:
-            simulated = judge_prompts(left, cost, how, self.console)
-            return Outcome((*judged, *simulated.judged), simulated.parts or _blamed(judged, cost))
-        return Outcome(tuple(judged), _blamed(judged, cost))
-
-    def _cost(self, directory: Path, manifest: Manifest) -> "tuple[PromptCost, str]":
-        """What is simulated, with whose weights and scales, and how to call that."""
         import torch
 
-        from calibrate.gate_prompts import PromptCost
+        from calibrate.gate_answers import judge_answers
+        from calibrate.gate_prompts import judge_prompts
         from export.source import Source
 
         source = Source.open(self.calibration, self.model, shards=False)
-        golden, recipe = source.calibration.golden, source.recipe
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        cost, how = self._cost(source, directory, manifest, device)
+        runner = _runner(directory, manifest)
+        if runner is None:
+            return judge_prompts(self.gate, cost, how, self.console)
+        from serve.prompt_steps import PromptSteps
+
+        golden, longest = source.calibration.golden, runner.spec.max_positions
+        prompts = [len(record.prompt_token_ids) for record in golden.records]
+        outcome = judge_answers(
+            self.gate,
+            source.checkpoint,
+            golden,
+            PromptSteps(runner, len(prompts), max(prompts)),
+            "the plan itself" if manifest.kind == "engine" else "the graph itself",
+            longest=longest,
+            device=device,
+            console=self.console,
+        )
+        return outcome if outcome.met else outcome.blaming(cost.parts())
+
+    def _cost(
+        self, source: "Source", directory: Path, manifest: Manifest, device: str
+    ) -> "tuple[PromptCost, str]":
+        """What is simulated, with whose weights and scales, and how to call that."""
+        from calibrate.gate_prompts import PromptCost
+
+        golden, recipe = source.calibration.golden, source.recipe
         if manifest.kind != "checkpoint":
             cost = PromptCost(
                 source.checkpoint,
@@ -148,30 +159,20 @@ def export_gate(
     return ExportGate(gate, calibration, model, console)
 
 
-def _proof(directory: Path, manifest: Manifest) -> dict[str, Any] | None:
-    """What a graph or a plan answered to the golden prompts; None if it cannot run here."""
-    facts = manifest.details.get("proof")
-    if manifest.kind == "onnx" and manifest.details.get("target") == "onnxruntime":
-        try:
-            from serve.engine_proof import prove
-        except ModuleNotFoundError:
-            return None
-        facts = prove(directory)
-    return facts if facts is not None and "kl_bound" in facts else None
+def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
+    """What executes a graph or a plan; None for what is neither, or cannot run here."""
+    if manifest.kind == "engine":
+        runs = manifest.details.get("proof", {}).get("status") == "proven"
+    else:
+        runs = manifest.kind == "onnx" and manifest.details.get("target") == "onnxruntime"
+    if not runs:
+        return None
+    try:
+        from serve.runner import load_runner
 
-
-def _measured(limit: Any, facts: Mapping[str, Any], who: str) -> "Judged":
-    """Of reading and decoding, the one with the higher bound."""
-    from calibrate.gate import Judged
-
-    ways = ("kl", "reading"), ("kl_decoding", "decoding")
-    name, way = max(ways, key=lambda item: facts[f"{item[0]}_bound"])
-    count, bound = facts["prompts"], facts[f"{name}_bound"]
-    return Judged(limit, facts[name], bound, count, count, "golden prompts", f"{who}, {way}")
-
-
-def _blamed(judged: "list[Judged]", cost: "PromptCost") -> Any:
-    return () if all(one.met for one in judged) else cost.parts()
+        return load_runner(directory)
+    except (ModuleNotFoundError, UnsupportedError):
+        return None
 
 
 def _cache(manifest: Manifest) -> KvCacheDtype:

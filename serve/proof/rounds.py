@@ -60,12 +60,16 @@ class Rounds:
         return Examined(state, verdict.reason, verdict.outcome, verdict)
 
     async def _judge(self, responses: Sequence[Response]) -> Verdict:
-        """Of the newest answers; if they do not tell, of the newest to each prompt in this life."""
+        """Wrong is who is so by the newest answers, or by the newest to each prompt of this life.
+
+        The latter are more, and what is measured is measured of them.
+        """
         for response in responses:
             self._known.pop(response.record, None)
             self._known[response.record] = response
         newest = list(self._known.values())
         verdict = await self._exam.judge(newest[-WINDOW:], 2)
-        if verdict.outcome == "inconclusive" and len(newest) > WINDOW:
-            verdict = await self._exam.judge(newest, 2)
-        return verdict
+        if len(newest) <= WINDOW or verdict.outcome in WRONG:
+            return verdict
+        whole = await self._exam.judge(newest, 2)
+        return verdict if whole.outcome == "inconclusive" else whole

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octet.proof.causes import Cause
 from octet.proof.measure import Measure
@@ -48,6 +48,7 @@ class FakeExam:
     seconds: float = 0.5
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     at_once: list[int] = field(default_factory=list)
+    judged: list[int] = field(default_factory=list)  # answers
 
     def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         return [tuple(range(24)), tuple(range(24, 44)), tuple(range(44, 64))]
@@ -75,9 +76,12 @@ class FakeExam:
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         """By the outcome that is not as expected, if three or more answers are of it."""
+        self.judged.append(len(responses))
         says = Counter(_OUTCOMES[response.tokens[0]] for response in responses)
         wrong = [outcome for outcome in _OUTCOMES[1:] if says[outcome] >= 3]
-        return verdict(wrong[0] if wrong else "as_expected")
+        measured = verdict(wrong[0] if wrong else "as_expected")
+        figures = replace(measured.measure, prompts=len(responses))
+        return replace(measured, measure=figures)
 
     def asked_of(self, name: str) -> list[tuple[int, ...]]:
         return [records for backend, records in self.asked if backend == name]

@@ -141,3 +141,23 @@ def test_clients_do_not_wait_behind_many_prompts_at_once(setting: int, few: int)
         running.release()
 
     play(act, concurrency=setting)
+
+
+def test_the_longer_it_lives_the_more_prompts_it_is_measured_on() -> None:
+    async def act(scene: Scene) -> None:
+        def prompts() -> int:
+            assert scene.proof.verdict is not None
+            return scene.proof.verdict.measure.prompts
+
+        assert prompts() == 24
+        scene.serve(PLENTY)
+        await asyncio.sleep(1500)
+        assert prompts() == 64  # all of them; what looks wrong is judged by the newest
+        assert scene.exam.judged[-2:] == [24, 64]
+        scene.server.die()
+        await asyncio.sleep(0.001)
+        scene.server.restart()
+        await scene.until("in", 3)
+        assert prompts() == 24
+
+    play(act)

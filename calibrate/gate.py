@@ -7,38 +7,28 @@ gate closes. The parts are those that are quantized together (`calibrate.units`)
 share of each is its divergence with it alone quantized, in the sum of them all: what they cost
 together may be more or less than that sum.
 
-A model that is refused is not written. What was found is: `<out>.refused` has it, which no later
-stage takes for an artifact.
+A model that is refused is not written. What was found is: see `calibrate.evidence`.
 """
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from calibrate.divergence import LEAST_SAMPLES, Divergence
 from calibrate.limit import Limit
-from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
+from octet.errors import ConfigError, GateError, UnsupportedError
 from octet.intervals import CONFIDENCE
 from octet.model import ModelSpec
 
 __all__ = [
-    "EVIDENCE_FILE",
     "Gate",
     "Judged",
     "Outcome",
     "Part",
-    "check_refused",
-    "keep_refused",
-    "refused_directory",
 ]
 
-EVIDENCE_FILE = "gate.json"
 _PLAIN = 0.1  # a change this large or more needs its percent sign: "1" would be 100 %
 _NAMED = 3  # parts in a message
 
@@ -139,15 +129,15 @@ class Outcome:
         """For a manifest."""
         return [judged.as_json() for judged in self.judged]
 
-    def error(self, out: Path, *, again: str, budget: str | None) -> GateError:
-        """What ends the command; `again` is what to call with other options (`octet calibrate`),
-        `budget` what has a --budget, if that can be given."""
+    def error(self, out: Path, evidence: Path, *, again: str, budget: str | None) -> GateError:
+        """What ends the command, with its `evidence` kept; `again` is what to call with other
+        options (`octet calibrate`), `budget` what has a --budget, if that can be given."""
         first = next(judged for judged in self.judged if not judged.met)
         said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
         remedy = self._remedy(first, again, budget)
         return GateError(
             f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; evidence:"
-            f" {refused_directory(out)}"
+            f" {evidence}"
         )
 
     @property
@@ -260,37 +250,6 @@ class Gate:
                 for limit in self.limits
             )
         )
-
-
-def refused_directory(out: Path) -> Path:
-    """Where the evidence against what was to be `out` is kept."""
-    return out.with_name(f"{out.absolute().name}.refused")
-
-
-def check_refused(out: Path) -> None:
-    """ArtifactError if something else lies where evidence would; call before expensive work."""
-    path = refused_directory(out)
-    if path.exists() and not (path / EVIDENCE_FILE).is_file():
-        raise ArtifactError(
-            f"{path}: exists and is no evidence of a gate, which is to be kept there; move it away"
-        )
-
-
-@contextmanager
-def keep_refused(out: Path) -> Iterator[Path]:
-    """A directory to fill with evidence; it takes the place of an older one when the block ends."""
-    path = refused_directory(out).absolute()
-    check_refused(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield staging
-        staging.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(staging, path)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _option(limit: Limit) -> str:

@@ -11,7 +11,8 @@ from calibrate.algorithm import changed_model
 from calibrate.budget import check_samples
 from calibrate.counting import make_counter
 from calibrate.distributed import process_group
-from calibrate.gate import Gate, check_refused
+from calibrate.evidence import check_refused, drop_refused, refused_directory
+from calibrate.gate import Gate
 from calibrate.golden import golden_set
 from calibrate.inputs import read_inputs
 from calibrate.journal import discard
@@ -83,7 +84,7 @@ def run(
     limit = None if budget is None else Limit.parse(budget)
     if gate is not None:
         gate.check_spec(checkpoint.spec, model)
-        check_refused(out)
+        check_refused(refused_directory(out))
     if checkpoint.spec.generic and (sensitivity or limit is not None):
         raise UnsupportedError(
             f"{model}: --sensitivity and --budget work on logits as a known architecture makes"
@@ -176,11 +177,12 @@ def run(
     report = report_on(solution, checkpoint, identity.name, inputs, observed, compute_dtype)
     judged = solution.gate
     if judged is not None and not judged.met:
-        page = keep_evidence(out, report, solution.convergence, solution.scales, golden, judged)
+        refused = refused_directory(out)
+        page = keep_evidence(refused, report, solution.convergence, solution.scales, golden, judged)
         if console is not None:
             print_report(console, report, page=page)
         again = f"calibrate again (it continues from {progress}, without observing)"
-        raise judged.error(out, again=again, budget=None if algorithm == "gptq" else again)
+        raise judged.error(out, refused, again=again, budget=None if algorithm == "gptq" else again)
     prediction = None
     if predict:
         prediction = expected_divergence(
@@ -222,6 +224,8 @@ def run(
         force=force,
     )
     discard(progress)
+    if judged is not None:
+        drop_refused(refused_directory(out))
     if console is not None:
         page = out / PAGE
         print_report(

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.convergence import Convergence
+from calibrate.evidence import EVIDENCE_FILE, keep_refused
 from calibrate.experts import fallback_warnings
-from calibrate.gate import EVIDENCE_FILE, Outcome, keep_refused, refused_directory
+from calibrate.gate import Outcome
 from calibrate.inputs import Inputs
 from calibrate.predict import Prediction
 from calibrate.report import Report, build_report
@@ -85,15 +86,15 @@ def report_files(
 
 
 def keep_evidence(
-    out: Path,
+    refused: Path,
     report: Report,
     course: Convergence | None,
     scales: Mapping[str, NDArray[np.float32]],
     golden: GoldenSet,
     gate: Outcome,
 ) -> Path:
-    """Writes what speaks against a calibration that is not to become `out`; the page of it."""
-    with keep_refused(out) as directory:
+    """Writes to `refused` what speaks against a calibration; the page of it."""
+    with keep_refused(refused) as directory:
         for name, text in report_files(report, course, None).items():
             (directory / name).write_text(str(text))
         recipe = report.recipe.model_dump(mode="json")
@@ -101,4 +102,4 @@ def keep_evidence(
         golden.save(directory)
         tensors = {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()}
         write_tensors(directory / "scales.safetensors", tensors)
-    return refused_directory(out) / PAGE
+    return refused / PAGE

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
 from calibrate.convergence import Convergence, convergence
+from calibrate.evidence import check_refused, drop_refused, refused_directory
 from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
-from calibrate.gate import Gate, Outcome, check_refused
+from calibrate.gate import Gate, Outcome
 from calibrate.gate_prompts import PromptCost, check_prompts, judge_prompts
 from calibrate.histogram import Histograms
 from calibrate.predict import expected_divergence
@@ -64,7 +66,7 @@ def rescale(
     if gate is not None:
         gate.check_spec(checkpoint.spec, calibration)
         check_prompts(gate, origin.golden)
-        check_refused(out)
+        check_refused(refused_directory(out))
     fitted = _fitted(origin, recipe)
 
     told = _report_of(origin)
@@ -77,7 +79,8 @@ def rescale(
 
     judged = None
     if gate is not None:
-        cost = PromptCost(checkpoint, recipe, scales, origin.golden)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        cost = PromptCost(checkpoint, recipe, scales, origin.golden, device=device)
         judged = judge_prompts(gate, cost, "simulated in float32", console)
 
     course = _convergence(origin, recipe, checkpoint, least)
@@ -103,8 +106,9 @@ def rescale(
         **{part: told.get(part) for part in _MEASURED if same},
     )
     if judged is not None and not judged.met:
-        keep_evidence(out, report, course, scales, origin.golden, judged)
-        raise judged.error(out, again="rescale", budget="calibrate again")
+        refused = refused_directory(out)
+        keep_evidence(refused, report, course, scales, origin.golden, judged)
+        raise judged.error(out, refused, again="rescale", budget="calibrate again")
     prediction = None
     if predict:
         prediction = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
@@ -121,6 +125,8 @@ def rescale(
         extra_files=extra,
         force=force,
     )
+    if judged is not None:
+        drop_refused(refused_directory(out))
     if console is not None:
         console.print(
             f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); no sample"

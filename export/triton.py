@@ -28,7 +28,7 @@ from octet.errors import ConfigError, UnsupportedError
 from octet.golden import GOLDEN_FILE
 from octet.hypotheses import HYPOTHESES_FILE
 
-__all__ = ["Backend", "Entries", "export_all", "export_triton"]
+__all__ = ["Backend", "Entries", "all_entries", "export_all", "export_triton"]
 
 Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 
@@ -128,8 +128,8 @@ def export_all(
     repository = repository.absolute()
     name = name or Manifest.load(calibration, "calibration", verify=False).model.name
     paths = [calibration] if engine is None else [calibration, engine]
-    for suffix in _ALL:
-        check_destination(repository / f"{name}{suffix}", force=force, inputs=paths)
+    for entry in all_entries(calibration, repository, name):
+        check_destination(entry, force=force, inputs=paths)
     plan = None if engine is None else Plan.open(engine, calibration)
     # Each entry hashes the shards of the checkpoint by itself.
     source = Source.open(calibration, model, shards=False)
@@ -149,6 +149,12 @@ def export_all(
         except UnsupportedError as error:
             entries.left_out[out.name] = str(error)
     return entries
+
+
+def all_entries(calibration: Path, repository: Path, name: str | None = None) -> list[Path]:
+    """Those that `export_all` may write."""
+    name = name or Manifest.load(calibration, "calibration", verify=False).model.name
+    return [repository.absolute() / f"{name}{suffix}" for suffix in _ALL]
 
 
 def _nbytes(source: Source, backend: Backend, plan: Plan | None, *, on_engine: bool) -> int:

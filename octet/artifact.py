@@ -30,6 +30,7 @@ __all__ = [
     "Manifest",
     "ModelIdentity",
     "SampleSet",
+    "move_into_place",
     "software",
     "write_artifact",
 ]
@@ -222,7 +223,7 @@ def write_artifact(
         yield writer
         if writer.manifest is None:
             raise RuntimeError("the artifact was left without a manifest")
-        _move_into_place(staging, destination)
+        move_into_place(staging, destination)
     except OctetError as error:
         error.args = (str(error).replace(str(staging), str(named)),)
         raise
@@ -300,7 +301,8 @@ class ArtifactWriter:
         return self.manifest
 
 
-def _move_into_place(staging: Path, destination: Path) -> None:
+def move_into_place(staging: Path, destination: Path) -> None:
+    """In place of a directory that is there, which is whole there again if this fails."""
     if not destination.exists():
         os.replace(staging, destination)
         return

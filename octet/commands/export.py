@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from octet.commands.gate import export_gate
+from octet.commands.gate import ExportGate, export_gate
 from octet.commands.options import (
     Force,
     Json,
@@ -57,6 +57,7 @@ def export_checkpoint(
     from export.checkpoint import export_checkpoint as write
 
     console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = write(
         calibration,
         out,
@@ -66,8 +67,9 @@ def export_checkpoint(
         tensor_parallel=tensor_parallel,
         force=force,
         console=console,
-        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
+        judge=judge,
     )
+    _supersede(judge, out)
     wrote(out, manifest, as_json)
 
 
@@ -93,6 +95,7 @@ def export_onnx(
     from export.onnx import export_onnx as write
 
     console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = write(
         calibration,
         out,
@@ -101,8 +104,9 @@ def export_onnx(
         kv_cache=kv,
         quantize=not full_precision,
         force=force,
-        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
+        judge=judge,
     )
+    _supersede(judge, out)
     wrote(out, manifest, as_json)
 
 
@@ -140,11 +144,18 @@ def export_triton(
     if every:
         repository = out or Path("triton_models")
         judge = export_gate(
-            max_kl, max_ppl_change, calibration, repository, model=model, console=progress
+            max_kl,
+            max_ppl_change,
+            calibration,
+            repository,
+            model=model,
+            console=progress,
+            entries=triton.all_entries(calibration, repository, name),
         )
         written = triton.export_all(
             calibration, repository, engine=engine, name=name, model=model, force=force, judge=judge
         )
+        _supersede(judge, *(repository / entry for entry in written.manifests))
         entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
         if as_json:
             facts = {"path": str(repository), "entries": entries, "left_out": written.left_out}
@@ -160,6 +171,15 @@ def export_triton(
         return
     if out is None:
         raise ConfigError("say where to with --out, or write all entries with --all")
+    judge = export_gate(
+        max_kl,
+        max_ppl_change,
+        calibration,
+        out,
+        model=model,
+        console=progress,
+        entries=[out],
+    )
     manifest = triton.export_triton(
         calibration,
         out,
@@ -168,8 +188,9 @@ def export_triton(
         model=model,
         name=name,
         force=force,
-        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=progress),
+        judge=judge,
     )
+    _supersede(judge, out)
     wrote(out, manifest, as_json)
 
 
@@ -213,6 +234,7 @@ def build_engine(
     from export.engine import build_engine as build
 
     console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = build(
         calibration,
         out,
@@ -228,8 +250,9 @@ def build_engine(
         force=force,
         console=console,
         prove=_prove,
-        judge=export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console),
+        judge=judge,
     )
+    _supersede(judge, out)
     figures: dict[str, Any] = {}
     try:
         if benchmark:
@@ -242,6 +265,12 @@ def build_engine(
         from serve.engine_benchmark import table
 
         Console().print(table(figures["benchmark"]))
+
+
+def _supersede(judge: ExportGate | None, *written: Path) -> None:
+    if judge is not None:
+        for out in written:
+            judge.written(out)
 
 
 def _prove(directory: Path) -> dict[str, Any]:

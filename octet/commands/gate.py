@@ -15,6 +15,7 @@ the limit, clustered by prompt (`calibrate.gate`).
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +45,22 @@ class ExportGate:
     calibration: Path
     model: Path | None  # where the checkpoint is, if not where it was
     console: Console | None
+    evidence: Callable[[Path], Path]  # where that against what was to be `out` is kept
 
     def __call__(self, directory: Path, manifest: Manifest, out: Path) -> dict[str, Any]:
-        """Raises GateError, and leaves the evidence beside `out`, for what costs too much."""
+        """Raises GateError, and leaves the evidence, for what costs too much."""
         outcome = self._outcome(directory, manifest)
         if outcome.met:
             return {"gate": outcome.details()}
-        self._keep(directory, manifest, outcome, out)
-        raise outcome.error(out, again="`octet rescale`", budget="calibrate again")
+        evidence = self.evidence(out)
+        self._keep(directory, manifest, outcome, evidence)
+        raise outcome.error(out, evidence, again="`octet rescale`", budget="calibrate again")
+
+    def written(self, out: Path) -> None:
+        """Once `out` is: evidence against it of an earlier run is none any more."""
+        from calibrate.evidence import drop_refused
+
+        drop_refused(self.evidence(out))
 
     def _outcome(self, directory: Path, manifest: Manifest) -> "Outcome":
         import torch
@@ -115,15 +124,15 @@ class ExportGate:
         )
         return cost, "simulated in float32 with the weights that were written"
 
-    def _keep(self, directory: Path, manifest: Manifest, outcome: "Outcome", out: Path) -> None:
-        from calibrate.gate import EVIDENCE_FILE, keep_refused
+    def _keep(self, directory: Path, manifest: Manifest, outcome: "Outcome", path: Path) -> None:
+        from calibrate.evidence import EVIDENCE_FILE, keep_refused
         from export.verify import verify
 
         found = verify(directory, model=self.model, calibration=self.calibration).as_json()
         told = {key: found[key] for key in ("problems", "layers", "tensors")}
         kept = ("kv_cache", "format", "target", "expected_divergence", "proof")
         more = {key: manifest.details[key] for key in kept if key in manifest.details}
-        with keep_refused(out) as refused:
+        with keep_refused(path) as refused:
             recipe = manifest.recipe.model_dump(mode="json")
             text = outcome.evidence(kind=manifest.kind, recipe=recipe, **more)
             (refused / EVIDENCE_FILE).write_text(text)
@@ -139,8 +148,11 @@ def export_gate(
     *,
     model: Path | None,
     console: Console | None,
+    entries: Sequence[Path] = (),
 ) -> ExportGate | None:
     """The judge for these limits; None without any. Refuses what cannot be judged at once.
+
+    `entries` are those of a Triton repository that are to be written in place of `out`.
 
     ConfigError for limits that make no sense and for too few golden prompts, UnsupportedError for
     an architecture that cannot be simulated, ArtifactError for what is no calibration.
@@ -148,15 +160,18 @@ def export_gate(
     if max_kl is None and max_ppl_change is None:
         return None
     with held_back():
-        from calibrate.gate import Gate, check_refused
+        from calibrate.evidence import check_refused, refused_directory, refused_entry
+        from calibrate.gate import Gate
         from calibrate.gate_prompts import check_prompts
 
     gate = Gate.parse(max_kl, max_ppl_change)
     assert gate is not None
     gate.check_spec(Manifest.load(calibration, "calibration", verify=False).model.spec, calibration)
     check_prompts(gate, GoldenSet.load(calibration))
-    check_refused(out)
-    return ExportGate(gate, calibration, model, console)
+    evidence = refused_entry if entries else refused_directory
+    for path in entries or (out,):
+        check_refused(evidence(path))
+    return ExportGate(gate, calibration, model, console, evidence)
 
 
 def _runner(directory: Path, manifest: Manifest) -> "Runner | None":

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from calibrate import measure, run
-from calibrate.gate import Gate, Judged, Outcome, Part, refused_directory
+from calibrate.evidence import refused_directory
+from calibrate.gate import Gate, Judged, Outcome, Part
 from calibrate.journal import Journal
 from calibrate.limit import Limit
 from calibrate.rescale import rescale
@@ -109,7 +110,9 @@ class TestTheVerdict:
 
     def error(self, *parts: Part, measured: float = 0.02) -> str:
         outcome = Outcome((self.judged(measured, 0.03),)).blaming(parts)
-        error = outcome.error(Path("out"), again="calibrate again", budget="calibrate again")
+        error = outcome.error(
+            Path("out"), Path("out.refused"), again="calibrate again", budget="calibrate again"
+        )
         assert error.exit_code == 1 and "\n" not in str(error)
         return str(error)
 

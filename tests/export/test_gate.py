@@ -18,7 +18,7 @@ from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.cli import main
 from octet.commands import export as commands
-from octet.errors import ConfigError, GateError, UnsupportedError
+from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
 from octet.golden import GoldenSet
 from octet.recipe import Recipe
 from serve.runner import StepBatch, load_runner
@@ -74,16 +74,16 @@ def bad(tiny_model: Path, golden: GoldenSet, tmp_path_factory: pytest.TempPathFa
     return calibration(tmp_path_factory.mktemp("bad") / "bad", tiny_model, golden, bad=True)
 
 
-def refused(out: Path, error: GateError) -> Mapping[str, Any]:
+def refused(out: Path, error: GateError, kept: Path | None = None) -> Mapping[str, Any]:
     """The evidence; asserts that it is all there is, and that it names the bad layer first."""
     said = str(error)
     assert error.exit_code == 1 and "\n" not in said
     assert f"{out} is not written, over " in said
     assert f"most is of {BAD} (" in said
     assert f"`octet rescale` with --exclude {BAD}, or calibrate again with --budget" in said
-    assert said.endswith(f"evidence: {out}.refused")
-    assert [path.name for path in out.parent.iterdir()] == [f"{out.name}.refused"]
-    kept = out.with_name(f"{out.name}.refused")
+    kept = kept or out.with_name(f"{out.name}.refused")
+    assert said.endswith(f"evidence: {kept}")
+    assert not out.exists() and [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert len(GoldenSet.load(kept).records) == len(LENGTHS)
     evidence: dict[str, Any] = json.loads((kept / "gate.json").read_text())
     first = evidence["parts"][0]
@@ -108,6 +108,16 @@ class TestCheckpoint:
         assert {one["how"] for one in judged} == {
             "simulated in float32 with the weights that were written"
         }
+        assert list(tmp_path.iterdir()) == [out]
+
+    def test_evidence_of_an_earlier_run_is_gone_once_it_is_written(
+        self, good: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        with pytest.raises(GateError):
+            commands.export_checkpoint(good, out, max_kl="0.00001")
+        assert (tmp_path / "out.refused").is_dir()
+        commands.export_checkpoint(good, out, max_kl="0.5")
         assert list(tmp_path.iterdir()) == [out]
 
     def test_what_was_written_is_what_is_judged(
@@ -196,15 +206,31 @@ class TestTriton:
         entry = Manifest.load(out, "triton").details["gate"]
         assert entry == Manifest.load(out / "1" / "checkpoint").details["gate"]
         assert entry[0]["met"]
-        out = tmp_path / "bad" / "tiny"
+        repository = tmp_path / "bad"
         with pytest.raises(GateError) as caught:
-            commands.export_triton(bad, out, backend="vllm", max_kl="0.02")
-        assert refused(out, caught.value)["kind"] == "checkpoint"
+            commands.export_triton(bad, repository / "tiny", backend="vllm", max_kl="0.02")
+        kept = tmp_path / "bad.refused" / "tiny"
+        assert refused(repository / "tiny", caught.value, kept)["kind"] == "checkpoint"
+        # What is no model in its repository, Triton does not start with.
+        assert list(repository.iterdir()) == []
+        commands.export_triton(bad, repository / "tiny", backend="vllm", max_kl="9")
+        assert {path.name for path in tmp_path.iterdir()} == {"bad", "good"}
 
     def test_of_all_entries_the_first_refused_ends_it(self, bad: Path, tmp_path: Path) -> None:
+        repository = tmp_path / "all"
         with pytest.raises(GateError) as caught:
-            commands.export_triton(bad, tmp_path / "all", every=True, name="tiny", max_kl="0.0001")
-        refused(tmp_path / "all" / "tiny", caught.value)
+            commands.export_triton(bad, repository, every=True, name="tiny", max_kl="0.0001")
+        refused(repository / "tiny", caught.value, tmp_path / "all.refused" / "tiny")
+        assert list(repository.iterdir()) == []
+
+    def test_what_lies_where_evidence_would_is_said_before_the_work(
+        self, bad: Path, tmp_path: Path
+    ) -> None:
+        mine = tmp_path / "all.refused" / "tiny-vllm"
+        mine.mkdir(parents=True)
+        with pytest.raises(ArtifactError, match=r"all\.refused/tiny-vllm: exists and is no evid"):
+            commands.export_triton(bad, tmp_path / "all", every=True, name="tiny", max_kl="9")
+        assert not (tmp_path / "all").exists()
 
 
 class TestEngine:
@@ -271,6 +297,15 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="0 of 1 golden prompts of two tokens or more cannot"):
             commands.export_checkpoint(few, tmp_path / "out", max_ppl_change="1%")
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("out", [".", "/"])
+    def test_a_directory_that_is_there(
+        self, out: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mine").touch()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ArtifactError, match=r"choose another|root directory"):
+            commands.export_checkpoint(good, Path(out), max_kl="0.01")
 
     def test_an_architecture_that_cannot_be_simulated(self, tmp_path: Path) -> None:
         checkpoint = Checkpoint.open(write_model(tmp_path / "model", "gemma2"))

@@ -251,6 +251,10 @@ class Prover:
             member.generation += 1
             self._generation = member.generation
         if member.proof is proof:
+            if state == "refused":  # why it was out before is old
+                member.last_error = f"refused: {reason}"
+            elif proof.admits and not served:
+                member.came_in_at = self._clock()
             member.changed()
         if news:
             level = logging.INFO if state == "proven" else logging.WARNING

@@ -127,6 +127,11 @@ def test_numbers_that_are_not_as_expected_refuse_it(
         assert told["cause"] == "match weights without their k_scale"
         assert told["remedy"] == "load the k_scale" and told["outcome"] == outcome
         assert scene.pool.retry_after_s() > 5
+        assert scene.member.last_error == f"refused: {told['reason']}"
+        assert not scene.member.recovered
+        del scene.exam.says[ADDRESS]
+        await scene.until("in", 30)
+        assert scene.member.recovered
 
     play(act, FakeExam(says={ADDRESS: outcome}))
     (line,) = [r for r in caplog.records if "is refused" in r.getMessage()]

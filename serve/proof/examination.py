@@ -5,10 +5,13 @@ context. One that failed is asked again with the next look: a server that answer
 fails at others may fail at the very ones that would have shown what is wrong with it.
 """
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from octet.errors import OctetError
+from octet.proof.causes import Cause
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
@@ -24,6 +27,9 @@ _SILENT = (
     "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
     " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
 )
+_REMEDY = (
+    "have it serve what proof.golden names, as it was exported, or name in proof what it serves"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class Examined:
     verdict: Verdict | None = None
     responses: tuple[Response, ...] = ()
     soon: bool = False  # whether asking again may help at once: not all answered, this time
+    cause: Cause | None = None  # where it is not the verdict that knows it
 
 
 async def examine(
@@ -46,9 +53,9 @@ async def examine(
     without_logprobs: Literal["refuse", "admit"],
 ) -> Examined:
     """Raises Unprovable, and what `ask` raises."""
-    if findings := await exam.findings(backend):
-        return Examined("refused", "; ".join(findings), "refused")
     looks = exam.looks(seed, backend.context_length)
+    if findings := await exam.findings(backend):
+        return await _found(findings, exam, ask, looks)
     responses: list[Response] = []
     missing: list[int] = []
     notes: list[str] = []
@@ -71,6 +78,26 @@ async def examine(
     said = "; ".join(notes) if missing or not responses else ""
     said = said or (verdict.reason if verdict else "it has answered nothing")
     return Examined("unproven", said, "inconclusive", verdict, soon=bool(missing))
+
+
+async def _found(
+    findings: Sequence[str],
+    exam: Exam,
+    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    looks: Sequence[tuple[int, ...]],
+) -> Examined:
+    """Of one that is another by its engine's own word: its numbers may say which."""
+    said = "; ".join(findings)
+    verdict: Verdict | None = None
+    with contextlib.suppress(OctetError):  # it is refused, whatever it answers
+        probed = await ask(looks[0])
+        if probed.responses and probed.alternatives:
+            verdict = await exam.judge(probed.responses, len(looks))
+    if verdict is not None and verdict.outcome in WRONG:
+        return Examined("refused", f"{said}; {verdict.reason}", "refused", verdict)
+    return Examined(
+        "refused", f"{said}: {_REMEDY}", "refused", cause=Cause("structure", said, _REMEDY)
+    )
 
 
 def silent(without_logprobs: Literal["refuse", "admit"]) -> Examined:

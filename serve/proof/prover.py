@@ -16,6 +16,7 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octet.errors import BackendError, BackendUnavailable
@@ -215,14 +216,14 @@ class Prover:
     def _doubt(self, found: Examined) -> None:
         """One that serves looks wrong: it is out, and asked for everything before it is refused."""
         self.proof.probed("suspect")
-        self._become("unproven", f"it is asked again: {found.reason}", found.verdict)
+        self._become("unproven", replace(found, reason=f"it is asked again: {found.reason}"))
 
     def _conclude(self, found: Examined) -> None:
         if found.state == "unproven":
             return self._unclear(found)
         seed = self._rng.getrandbits(32)
         self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses)
-        self._become(found.state, found.reason, found.verdict)
+        self._become(found.state, found)
         if found.state == "refused":
             self.proof.probed(found.outcome)
             self.proof.next_at = self._clock() + self._backoff.next(REFUSED_S)
@@ -240,12 +241,13 @@ class Prover:
         line = f"no verdict, asked again later: {reason}"
         self._say(logging.WARNING, line, found.outcome, found.verdict)
 
-    def _become(self, state: ProofState, reason: str, verdict: Verdict | None) -> None:
+    def _become(self, state: ProofState, found: Examined) -> None:
         member, proof = self._member, self.proof
-        reason = member.nameless(reason)
+        reason = member.nameless(found.reason)
         news = (state, reason) != (proof.state, proof.reason)
         served = proof.admits
-        proof.state, proof.verdict, proof.reason = state, verdict, reason
+        proof.state, proof.verdict, proof.reason = state, found.verdict, reason
+        proof.cause = found.cause
         if served and not proof.admits and member.proof is proof:
             # Answers that have not begun are asked for elsewhere; begun ones go on to their end.
             member.generation += 1
@@ -258,11 +260,15 @@ class Prover:
             member.changed()
         if news:
             level = logging.INFO if state == "proven" else logging.WARNING
-            self._say(level, f"is {state}: {reason}", state, verdict)
+            self._say(level, f"is {state}: {reason}", state, found.verdict)
 
     def _say(self, level: int, line: str, outcome: str, verdict: Verdict | None) -> None:
         member = self._member
         fields: dict[str, Any] = {"pool": member.pool, "backend": member.name, "outcome": outcome}
-        fields |= {k: v for k, v in measured(verdict).items() if v is not None and k != "outcome"}
+        fields |= {
+            k: v
+            for k, v in measured(verdict, self.proof.cause).items()
+            if v is not None and k != "outcome"
+        }
         fields |= {"artifact": self.proof.identity, "probe_tokens": self.proof.tokens}
         _log.log(level, "%s/%s %s", member.pool, member.name, line, extra={"fields": fields})

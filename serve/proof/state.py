@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
+from octet.proof.causes import Cause
 from octet.proof.verdict import Verdict
 
 __all__ = ["MemberProof", "ProofState", "measured"]
@@ -27,6 +28,7 @@ class MemberProof:
         self._clock = clock
         self.state: ProofState = "unproven"
         self.verdict: Verdict | None = None  # of this life of the backend
+        self.cause: Cause | None = None  # of a refusal without a verdict
         self.reason = "it has not been asked yet"  # one line, for people
         self.notes: tuple[str, ...] = ()
         self.asking = False  # a probe is under way
@@ -56,7 +58,7 @@ class MemberProof:
 
     def forget(self, reason: str) -> None:
         """What is known is of a life that is over; the costs stay."""
-        self.state, self.verdict, self.notes = "unproven", None, ()
+        self.state, self.verdict, self.cause, self.notes = "unproven", None, None, ()
         self.reason = reason
         self.next_at = -math.inf
 
@@ -80,7 +82,7 @@ class MemberProof:
             "with": self.label,
             "artifact": self.identity,
             "reason": self.reason,
-            **measured(self.verdict),
+            **measured(self.verdict, self.cause),
             "notes": list(self.notes),
             "prompts": self.prompts,
             "tokens": self.tokens,
@@ -92,12 +94,16 @@ class MemberProof:
         }
 
 
-def measured(verdict: Verdict | None) -> dict[str, Any]:
-    """The figures of a verdict, in nats, and what they are held to be; all None without one."""
+def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, Any]:
+    """The figures of a verdict, in nats, and what they are held to be; None where there are none.
+
+    `cause` is one that is known otherwise.
+    """
     if verdict is None:
-        names = ("outcome", "kl", "kl_interval", "expected_kl", "path", "cause", "remedy")
-        return dict.fromkeys(names)
-    measure, expected, cause = verdict.measure, verdict.expected, verdict.cause
+        names = ("outcome", "kl", "kl_interval", "expected_kl", "path")
+        said = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
+        return dict.fromkeys(names) | said
+    measure, expected, cause = verdict.measure, verdict.expected, cause or verdict.cause
     return {
         "outcome": verdict.outcome,
         "kl": _shown(measure.kl_mean),

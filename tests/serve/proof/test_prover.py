@@ -160,12 +160,33 @@ def test_one_that_is_refused_and_restarted_is_asked_at_once() -> None:
     play(act, FakeExam(says={ADDRESS: "worse"}))
 
 
-def test_what_the_engine_says_of_itself_refuses_it_without_a_prompt() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "refused" and scene.asked == 0
-        assert scene.proof.reason == "E4M3 cache where E5M2 was declared"
+FOUND = "E4M3 cache where E5M2 was declared"
 
-    play(act, FakeExam(found={ADDRESS: ["E4M3 cache where E5M2 was declared"]}))
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_the_engine_says_of_itself_refuses_it_however_it_answers(busy: bool) -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "refused" and scene.asked == 1
+        assert scene.proof.reason.startswith(FOUND) and "proof.golden" in scene.proof.reason
+        told = scene.proof.as_json(0)
+        assert told["cause"] == FOUND and "as it was exported" in told["remedy"]
+        assert told["outcome"] is None and scene.pool.proven.kl is None
+        scene.exam.found.clear()
+        scene.exam.busy.clear()
+        await scene.until("in", 20)
+        assert scene.proof.as_json(0)["cause"] is None
+
+    play(act, FakeExam(found={ADDRESS: [FOUND]}, busy={ADDRESS} if busy else set()))
+
+
+def test_what_its_numbers_match_is_said_beside_what_the_engine_says() -> None:
+    async def act(scene: Scene) -> None:
+        told = scene.proof.as_json(0)
+        assert told["reason"].startswith(f"{FOUND}; KL 0.02 nats") and told["kl"] == 0.02
+        assert told["cause"] == "match weights without their k_scale"
+        assert told["remedy"] == "load the k_scale" and scene.proof.outcomes == {"refused": 1}
+
+    play(act, FakeExam(found={ADDRESS: [FOUND]}, says={ADDRESS: "worse"}))
 
 
 def test_an_unclear_verdict_asks_for_more_prompts_and_then_waits() -> None:

@@ -81,7 +81,12 @@ def verify(
         Path | None, _of_url("--checkpoint", "What it serves, on this disk: verified as well.")
     ] = None,
     seed: Annotated[
-        int | None, _of_url("--seed", "Draws which golden prompts are asked first; default 0.", 0)
+        int | None,
+        _of_url(
+            "--seed",
+            "Draws the order of the golden prompts, after those that all faults are simulated on.",
+            0,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -107,6 +112,9 @@ def verify(
         files = {"calibration": calibration, "no_tokens": numbers_only or None}
         _refuse(files, f"is for files; {path} is a server")
         raise typer.Exit(_verify_url(path, model, served, show_all, as_json, console))
+    if not Path(path).exists() and re.fullmatch(r"(https?:/?)?[\w.-]+:\d+(/.*)?", path):
+        host = re.sub(r"^https?:/?", "", path)
+        raise ConfigError(f"{path}: no such file or directory; of a server, write http://{host}")
     _refuse(served, f"is for a server's URL; {path} is none")
     from export.verify import verify as check
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 from rich.console import Console
 
-from octet.errors import BackendUnavailable, ConfigError
+from octet.errors import BackendUnavailable, ConfigError, OctetError
 from octet.proof.artifact import load_proofs
 from octet.proof.declared import Engine
 from octet.proof.measure import measure
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMES", "Asked", "verify_url"]
 
 SCHEMES = ("http", "https", "grpc", "triton")
+_ASIDE_S = 10.0  # for the question why it does not answer
 _NO_LOGPROBS = (
     "its numbers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
 )
@@ -99,25 +100,35 @@ async def _ask(
     found: "ServerReport",
     console: Console | None,
 ) -> None:
-    """Look after look, until the verdict is clear."""
+    """Look after look, until the verdict is clear; prompts that failed once more with the next."""
     looks = exam.looks(asked.seed, backend.context_length)
     if asked.every_prompt:
         looks = [tuple(record for look in looks for record in look)]
     responses: list[Response] = []
-    for look in looks:
+    missing: list[int] = []
+    for look in (*looks, ()):
+        records = (*look, *missing)
+        if not records:
+            break
         if console is not None:
-            console.print(f"asking {len(look)} golden prompts ...", style="dim")
+            console.print(f"asking {len(records)} golden prompts ...", style="dim")
         probed = await exam.ask(
-            backend, look, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+            backend, records, concurrency=asked.concurrency, timeout_s=asked.timeout_s
         )
         responses += probed.responses
         if not responses:
             raise BackendUnavailable(f"{backend.name}: {'; '.join(probed.notes)}")
-        found.add(probed)
-        if not probed.alternatives:
+        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
+        found.add(probed, len(missing))
+        if not probed.alternatives and probed.responses:
             break
         found.verdict = await exam.judge(responses, len(looks))
-        if found.verdict.outcome != "inconclusive":
+        if found.verdict.outcome in ("better", "worse"):
+            break
+        if missing and not await backend.ready():
+            found.stopped = True
+            return
+        if found.verdict.outcome == "as_expected" and not missing:
             break
     await _add_prompts(backend, exam, asked, found, responses, len(looks))
 
@@ -158,8 +169,26 @@ async def _reached(asked: Asked) -> "Backend":
         backend = await _started(*_triton(asked))
     if not await backend.ready():
         await backend.close()
+        if asked.url.startswith("http"):
+            await _require_answer(asked.url)
         raise BackendUnavailable(f"{asked.url}: does not answer, or is not ready")
     return backend
+
+
+async def _require_answer(url: str) -> None:
+    """Raises BackendUnavailable, with the reason, where no server can be talked to."""
+    from serve.evaluation.client import Client
+
+    try:
+        async with asyncio.timeout(_ASIDE_S), Client(url, None) as client:
+            await client.ask("/v1/models")
+    except TimeoutError:
+        raise BackendUnavailable(f"{url}: no answer within {_ASIDE_S:g} s") from None
+    except BackendUnavailable as error:
+        if error.kind in ("refused", "lost", "garbled", "timeout"):
+            raise
+    except OctetError:
+        pass  # it answers
 
 
 async def _openai(asked: Asked) -> "Backend":
@@ -171,7 +200,7 @@ async def _openai(asked: Asked) -> "Backend":
         try:
             return HttpConfig(type=kind, url=asked.url, model=model, api_key_env=asked.api_key_env)
         except ValidationError as error:
-            raise ConfigError(f"{asked.url}: {error.errors()[0]['msg']}") from None
+            raise _refused(asked, error) from None
 
     backend = await _started(asked.model or "", config("openai", asked.model))
     try:
@@ -195,6 +224,7 @@ async def _only_model(url: str, backend: "Backend") -> str:
         names = [card["id"] for card in json.loads(body)["data"] if not card.get("parent")]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         if not status:
+            await _require_answer(url)
             raise BackendUnavailable(f"{url}: cannot be reached") from None
         said = "it refuses the key" if status in (401, 403) else f"it answered {status}"
         raise ConfigError(f"{url}: /v1/models does not list models: {said}") from None
@@ -217,7 +247,11 @@ def _triton(asked: Asked) -> "tuple[str, BackendConfig]":
             type="triton", url=parts.netloc, model=model, tokenizer=tokenizer
         )
     except ValidationError as error:
-        raise ConfigError(f"{asked.url}: {error.errors()[0]['msg']}") from None
+        raise _refused(asked, error) from None
+
+
+def _refused(asked: Asked, error: ValidationError) -> ConfigError:
+    return ConfigError(f"{asked.url}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
 
 
 async def _started(model: str, config: "BackendConfig") -> "Backend":

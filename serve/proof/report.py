@@ -1,6 +1,6 @@
 """What was found out about a running server, for people in 80 columns and for machines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from octet.proof.verdict import Score, Verdict
+from octet.proof.verdict import Verdict
 from serve.proof.probe import Probed
 from serve.proof.structure import EngineReport
 
@@ -32,6 +32,9 @@ class ServerReport:
     engine: EngineReport | None = None
     verdict: Verdict | None = None
     asked: int = 0  # golden prompts
+    answered: int = 0  # of these
+    missing: int = 0  # prompts that were asked, and none of their answers came
+    stopped: bool = False  # it is gone, before the verdict was clear
     tokens: int = 0
     seconds: float = 0.0
     findings: list[str] = field(default_factory=list)  # what is wrong beside the numbers
@@ -39,9 +42,11 @@ class ServerReport:
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
-    def add(self, probed: Probed) -> None:
-        """What came of one look."""
+    def add(self, probed: Probed, missing: int) -> None:
+        """What came of one look, after which so many prompts are not answered."""
+        self.missing = missing
         self.asked += len(probed.responses) + len(probed.failures)
+        self.answered += len(probed.responses)
         self.tokens += probed.tokens
         self.seconds += probed.seconds
         self.notes += [note for note in probed.notes if note not in self.notes]
@@ -55,11 +60,12 @@ class ServerReport:
         outcome = self.verdict.outcome if self.verdict else "inconclusive"
         if self.findings or outcome in ("better", "worse"):
             return 1
-        return 2 if outcome == "inconclusive" else 0
+        return 2 if outcome == "inconclusive" or self.missing else 0
 
     def as_json(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in _FIELDS},
+            "unchecked": _unchecked(self, True),
             "engine": None if self.engine is None else asdict(self.engine),
             "verdict": None if self.verdict is None else self.verdict.as_json(),
             "exit_code": self.exit_code,
@@ -70,8 +76,9 @@ _PREFIXES = (
     "whether its kernels answered: it takes no cache_salt, and its prefix cache may have answered"
 )
 _FIELDS = (
-    *("url", "model", "declared", "artifact", "asked", "tokens", "seconds"),
-    *("findings", "checkpoint", "notes", "unchecked"),
+    *("url", "model", "declared", "artifact"),
+    *("asked", "answered", "missing", "stopped", "tokens", "seconds"),
+    *("findings", "checkpoint", "notes"),
 )
 
 
@@ -84,15 +91,23 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
         console.print(_figures(verdict))
         if verdict.ranking:
             most = len(verdict.ranking) if show_all else _NEAREST
-            console.print(_ranking(verdict.ranking, most))
+            console.print(_ranking(verdict, most))
     for label, style, lines in (
         ("wrong", "red", found.findings),
         ("note", "dim", found.notes),
         ("not checked", "yellow", _unchecked(found, show_all)),
     ):
         for line in lines:
-            console.print(Padding(Text(f"{label}: {line}", style=style), (0, 0, 0, 2)))
-    console.print(_verdict(found), highlight=False)
+            _say(console, Text(f"{label}: {line}", style=style), 2)
+    _say(console, _verdict(found), 0)
+
+
+def _say(console: Console, text: Text, indent: int) -> None:
+    """Wrapped for people; in a pipe one line, which `grep` finds whole."""
+    if console.is_terminal:
+        console.print(Padding(text, (0, 0, 0, indent)), highlight=False)
+    else:
+        console.print(Text(" " * indent) + text, highlight=False, soft_wrap=True)
 
 
 def _engine(found: ServerReport) -> str:
@@ -110,18 +125,21 @@ def _facts(found: ServerReport) -> Table:
     rows = [("held to be", f"{found.declared} (artifact {found.artifact[:12]})")]
     if found.engine is not None and (said := ", ".join(_said(found.engine))):
         rows.append(("says", said))
-    rows.append(
-        ("asked", f"{found.asked} golden prompts, {found.tokens:,} tokens in {found.seconds:.1f} s")
-    )
+    few = "" if found.answered == found.asked else f" ({found.answered} answered)"
+    cost = f"{found.tokens:,} tokens in {found.seconds:.1f} s"
+    rows.append(("asked", f"{found.asked} golden prompts{few}, {cost}"))
     if found.verdict is not None:
         measure, path = found.verdict.measure, found.verdict.path
         rows.append(
             ("agreement", f"{measure.agreement:.1%} of greedy tokens, up to the first other")
         )
         if measure.perplexity_change is not None:
-            rows.append(("perplexity", f"{measure.perplexity_change:+.2%} on the prompts"))
+            change = (
+                f"{measure.perplexity_change:+.2%} on the prompts: one figure, without an interval"
+            )
+            rows.append(("perplexity", change))
         if path is not None:
-            rows.append(("most like", path.label))
+            rows.append(("compared with", f"{path.label}: the nearest honest way to compute"))
     for name, value in rows:
         table.add_row(f"  {name}", Text(value))
     return table
@@ -156,17 +174,21 @@ def _figures(verdict: Verdict) -> Table:
     return table
 
 
-def _ranking(scores: Sequence[Score], most: int) -> Table:
-    shown = scores[:most]
+def _ranking(verdict: Verdict, most: int) -> Table:
+    """The likeliest, and always the honest one that z compares with."""
+    scores, base = verdict.ranking, None if verdict.path is None else verdict.path.label
+    shown = [score for i, score in enumerate(scores) if i < most or score.label == base]
     title = "what explains the answers"
     if len(shown) < len(scores):
-        title += f", nearest {len(shown)} of {len(scores)}"
+        title += f", {len(shown)} of {len(scores)}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("hypothesis", overflow="fold")
     table.add_column("log-likelihood", justify="right", no_wrap=True)
     table.add_column("z", justify="right", no_wrap=True)
     for score in shown:
-        table.add_row(Text(score.label), f"{score.log_likelihood:.3f}", f"{score.z:+.1f}")
+        hidden = " (decides nothing)" if score.label in verdict.hidden else ""
+        z = "honest" if score.label == base else f"{score.z:+.1f}"
+        table.add_row(Text(score.label + hidden), f"{score.log_likelihood:.3f}", z)
     return table
 
 
@@ -174,12 +196,10 @@ def _unchecked(found: ServerReport, show_all: bool) -> list[str]:
     hidden = found.verdict.hidden if found.verdict else ()
     if not hidden:
         return found.unchecked
-    names = (
-        "; ".join(hidden)
-        if show_all
-        else f"{hidden[0]}" + (f" and {len(hidden) - 1} more (--all)" if len(hidden) > 1 else "")
-    )
-    return [*found.unchecked, f"these numbers cannot show: {names}"]
+    names = "; ".join(hidden)
+    if not show_all and len(hidden) > 1:
+        names = f"{hidden[0]} and {len(hidden) - 1} more (--all)"
+    return [*found.unchecked, f"too near to honesty to decide: {names}"]
 
 
 def _verdict(found: ServerReport) -> Text:
@@ -191,5 +211,9 @@ def _verdict(found: ServerReport) -> Text:
         return Text(said + ("" if verdict is None else f"; {verdict.reason}"), style="red")
     if verdict is None:
         return Text("its numbers could not be checked", style="yellow")
+    if found.missing and outcome in _STYLES:
+        said = f"inconclusive: {found.missing} golden prompts were not answered"
+        said += "; it stopped answering: ask again once it is back" if found.stopped else ""
+        return Text(said, style="yellow")
     word = {"as_expected": "right: ", "better": "wrong: ", "worse": "wrong: "}.get(outcome, "")
     return Text(word + verdict.reason, style=_STYLES.get(outcome, "red"))

@@ -65,11 +65,18 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+def assert_readable(out: str) -> None:
+    """Tables fit 80 columns; what is prose is a line each."""
+    prose = ("right: ", "wrong: ", "note: ", "not checked: ")
+    long = [line for line in out.splitlines() if len(line) > 80]
+    assert all(line.lstrip().startswith(prose) for line in long), long
+
+
 def test_an_honest_server_is_right(verify: Verify, proofs: Path) -> None:
     with serving(served(HONEST, server=vllm())) as server:
         code, out, err = verify(server.url, "--golden", proofs)
         assert (code, err.count("asking")) == (0, 1)
-        assert all(len(line) <= 80 for line in out.splitlines())
+        assert_readable(out)
         told = words(out)
         assert "model fake on vLLM 0.32.0" in told and "cache fp8_e5m2" in told
         assert "held to be fp8 weights, e5m2 cache (artifact" in told
@@ -88,7 +95,10 @@ def test_a_corrupt_server_is_wrong_and_the_cause_is_named(verify: Verify, proofs
     told = words(out)
     assert code == 1 and "wrong: worse than expected" in told
     assert "match weights without their k_scale" in told and "asked 64 golden prompts" in told
-    assert all(len(line) <= 80 for line in out.splitlines())
+    assert_readable(out)
+    assert "nearest honest way to compute" in told and told.count(" honest ") >= 2
+    (wrong,) = (line for line in out.splitlines() if line.startswith("wrong:"))
+    assert "match weights without their k_scale: " in wrong  # in a pipe, for grep
 
 
 def test_an_unquantized_server_is_better_and_wrong(verify: Verify, proofs: Path) -> None:
@@ -159,6 +169,40 @@ def test_the_checkpoint_that_it_serves_is_verified_as_well(
     assert code == 1 and found["verdict"]["outcome"] == "as_expected"
     assert any("altered since it was written" in line for line in found["findings"])
     assert f"the checkpoint that it loaded lacks 1 k_scale tensor ({KEY})" in found["findings"]
+
+
+class Failing(FakeOpenAI):
+    """Answers four prompts and then no more; unless it `recovers`, it is not ready either."""
+
+    def __init__(self, recovers: bool) -> None:
+        super().__init__()
+        self.recovers = recovers
+        self.count = 0
+
+    async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+        self.count += 1
+        if 4 < self.count <= 24:
+            self.healthy = self.recovers
+            raise RequestError("out of order", status=500)
+        return await super()._answer(request, body)
+
+
+def test_who_does_not_answer_everything_is_not_right(verify: Verify, proofs: Path) -> None:
+    """What it fails at may be what would have shown that it is wrong."""
+    with serving(served(HONEST, server=Failing(recovers=False))) as server:
+        code, out, err = verify(server.url, "--golden", proofs)
+    assert (code, err.count("asking")) == (2, 1)
+    assert "asked 24 golden prompts (4 answered)" in words(out)
+    last = out.splitlines()[-1]
+    assert last.startswith("inconclusive: 20 golden prompts were not answered; it stopped")
+
+
+def test_prompts_that_failed_are_asked_again(verify: Verify, proofs: Path) -> None:
+    with serving(served(HONEST, server=Failing(recovers=True))) as server:
+        code, out, _ = verify(server.url, "--golden", proofs, "--json")
+    found = json.loads(out)
+    assert (code, found["missing"], found["verdict"]["outcome"]) == (0, 0, "as_expected")
+    assert found["verdict"]["measure"]["prompts"] == found["answered"] == found["asked"] - 20
 
 
 class Refusing(FakeOpenAI):
@@ -234,10 +278,12 @@ def test_golden_files_that_prove_nothing_are_refused(
         (("http://127.0.0.1:1", "--no-tokens"), "--no-tokens is for files"),
         ((".", "--golden", "."), "--golden is for a server's URL; . is none"),
         ((".", "--seed", "3"), "--seed is for a server's URL"),
-        (("http://user@127.0.0.1:1", "--golden", "GOLDEN"), "must hold no user or password"),
+        (("http://user@127.0.0.1:1", "--golden", "GOLDEN"), "1: must hold no user or password"),
         (("triton://127.0.0.1", "--golden", "GOLDEN", "--model", "m"), "must be host:port"),
-        (("http://127.0.0.1:1", "--golden", "GOLDEN"), "cannot be reached"),
-        (("http://127.0.0.1:1", "--golden", "GOLDEN", "--model", "m"), "does not answer"),
+        (("http://127.0.0.1:1", "--golden", "GOLDEN"), "cannot be reached (Connection refused)"),
+        (("http://127.0.0.1:1", "--golden", "GOLDEN", "--model", "m"), "Connection refused"),
+        (("127.0.0.1:8000", "--golden", "."), "of a server, write http://127.0.0.1:8000"),
+        (("http:/host:80/m", "--golden", "."), "of a server, write http://host:80/m"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,7 +167,10 @@ class _PoolChange:
         return own or self.model == self.pool.model
 
     async def _start(self, entry: Any) -> Member:
-        member = await self.pool.prepare(entry, model=self.model, exams=self._exams)
+        # It may take the place of another: not before it can.
+        member = await self.pool.prepare(
+            entry, model=self.model, exams=self._exams, patience_s=math.inf
+        )
         self.come.append(member)
         return member
 

@@ -195,8 +195,9 @@ class Pool:
         *,
         model: str | None = None,
         exams: Exams | None = None,
+        patience_s: float = FIRST_PROOF_S,
     ) -> Member:
-        """One more, made, started, looked at and proven; `swap` gives it requests.
+        """One more, made, started, looked at and, within `patience_s`, proven; `swap` takes it in.
 
         `model` is the public name, and `exams` what it is proven with, where they are about to
         change. Raises OctetError if it can never work.
@@ -206,7 +207,7 @@ class Pool:
         try:
             await member.backend.start()
             provers = await self._provers([member], exams or self._exams)
-            await self._watches.begin([member], self.config, provers, patience_s=math.inf)
+            await self._watches.begin([member], self.config, provers, patience_s=patience_s)
         except BaseException:
             await self.discard(member)
             raise

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from serve.config import PoolConfig
+from serve.config import HttpConfig, PoolConfig
+from serve.routing import pool as pool_module
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, FakeExams
 from tests.serve.proof.test_prover import ADDRESS, Scene, play
+from tests.serve.routing.stand_ins import Server
 
 
 async def examined(scene: Scene, exam: FakeExam | None, **settings: Any) -> Any:
@@ -95,3 +97,27 @@ def test_a_shorter_interval_is_not_waited_for_as_long_as_the_one_before() -> Non
         assert scene.asked >= 5
 
     play(act, every_s=86400)
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "most"), [({}, 10, 11), ({"patience_s": 90}, 59, 65)]
+)
+def test_who_joins_is_waited_for_as_long_as_others_can_wait(
+    settings: Any, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else can be changed meanwhile; it gets no request before it is proven anyway."""
+    entry = HttpConfig(type="vllm", url="http://10.0.0.6:8000", model="m")
+    joining = Server("http://10.0.0.6:8000")
+    monkeypatch.setattr(pool_module, "make_backend", lambda _model, _config: joining)
+
+    async def act(scene: Scene) -> None:
+        scene.exam.busy.add(joining.name)
+        scene.exam.seconds = 1000
+        began = asyncio.get_running_loop().time()
+        member = await scene.pool.prepare(entry, **settings)
+        assert least <= asyncio.get_running_loop().time() - began <= most
+        scene.pool.swap(scene.pool.config, [*scene.pool.members, member])
+        assert member.standing == "unproven" and scene.serves()
+
+    play(act)
+    assert joining.connected == 0

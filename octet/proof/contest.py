@@ -83,7 +83,7 @@ class Contest:
         """The honest path that explains the answers best."""
         return max(self.honest, key=lambda h: float(np.nanmean(self.scores[h])))
 
-    @property
+    @cached_property
     def others(self) -> list[Hypothesis]:
         return [h for h in self.candidates if h not in self.honest]
 

@@ -12,6 +12,7 @@ __all__ = [
     "ArtifactError",
     "BackendError",
     "BackendUnavailable",
+    "BackendUnproven",
     "CheckpointError",
     "ConfigError",
     "ExportError",
@@ -130,6 +131,10 @@ class BackendUnavailable(BackendError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, kind=kind, retry_after_s=retry_after_s)
+
+
+class BackendUnproven(BackendUnavailable):
+    """None that can be reached has proven that its numbers are those of what it serves."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from octet.errors import BackendError, BackendUnavailable, BackendUnproven, OctetError, RequestError
 from serve.backends.openai_errors import Refusal
 
 __all__ = [
@@ -51,7 +51,7 @@ def code_of(error: Exception) -> str:
     if isinstance(error, RequestError):
         return error.code or "invalid_request"
     if _is_unavailable(error):
-        return "backend_unavailable"
+        return "backend_unproven" if isinstance(error, BackendUnproven) else "backend_unavailable"
     return "backend_error" if isinstance(error, BackendError) else "internal_error"
 
 
@@ -73,7 +73,7 @@ def error_bytes(error: Exception) -> bytes:
     if isinstance(error, RequestError):
         message, kind, param, code = str(error), error.kind, error.param, error.code
     elif _is_unavailable(error):
-        message, kind, code = str(error), "service_unavailable_error", "backend_unavailable"
+        message, kind, code = str(error), "service_unavailable_error", code_of(error)
     elif isinstance(error, BackendError):
         message, kind, code = str(error), "backend_error", "backend_error"
     else:

@@ -2,9 +2,16 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 
-from octet.errors import BackendError, BackendUnavailable, OctetError, RequestError
+from octet.errors import (
+    BackendError,
+    BackendUnavailable,
+    BackendUnproven,
+    OctetError,
+    RequestError,
+)
 from serve.api.deadlines import Deadlines
 from serve.api.relay import AnsweredFailure
 from serve.routing.member import Member
@@ -55,10 +62,14 @@ def too_late(
 
 
 def unavailable(pool: Pool) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"no backend of the pool '{pool.name}' is available now",
-        retry_after_s=pool.retry_after_s(),
-    )
+    """That nobody can be asked; and that proof is why, if all that can be reached lack it."""
+    standings = Counter(member.standing for member in pool.members)
+    counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
+    said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s()
+    if counts and standings.keys() <= {"refused", "unproven", "unreachable", "not_ready"}:
+        said += f" has proven that its numbers are right ({', '.join(counts)})"
+        return BackendUnproven(said, retry_after_s=retry_after_s)
+    return BackendUnavailable(f"{said} is available now", retry_after_s=retry_after_s)
 
 
 def without_address(error: OctetError, member: Member) -> OctetError:

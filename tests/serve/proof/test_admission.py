@@ -223,6 +223,32 @@ def test_a_lost_request_is_tried_again_once_its_only_backend_was_recognized(
     asyncio.run(main())
 
 
+async def test_a_client_is_told_that_proof_is_why_nobody_answers() -> None:
+
+    servers = [Scripted(whole(), address=f"10.0.0.{n}:80") for n in (1, 2)]
+    wrong, busy = (server.name for server in servers)
+    exam = FakeExam(seconds=0, says={wrong: "worse"}, busy={busy})
+    async with in_process(("fake", list(servers)), exams=FakeExams(exam)) as client:
+        members = client.gateway.pools["fake"].members
+
+        async def error() -> dict[str, Any]:
+            reply = await client.request("/v1/completions", {"model": "fake", "prompt": "a"})
+            assert reply.status == 503 and int(reply.headers["retry-after"]) >= 1
+            found: dict[str, Any] = reply.json()["error"]
+            return found
+
+        told = await error()
+        assert told["code"] == "backend_unproven" and told["message"] == (
+            "no backend of the pool 'fake' has proven that its numbers are right"
+            " (1 refused, 1 unproven)"
+        )
+        members[0].go_out("gone", reachable=False)
+        assert (await error())["message"].endswith("(1 unproven)")
+        members[1].go_out("gone", reachable=False)
+        told = await error()
+        assert told["code"] == "backend_unavailable" and "is available now" in told["message"]
+
+
 def test_tokens_that_clients_got_are_what_probes_may_have_a_share_of() -> None:
     server = Scripted(whole())
     exam = FakeExam(seconds=0)

@@ -71,7 +71,8 @@ class Limit:
 
 def _positive(text: str, unit: float, where: str) -> float:
     """The number `text` in `unit`s of it to the whole; ConfigError unless it is one, and enough."""
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text) or not 0 < float(text) < math.inf:
+    number = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+    if not re.fullmatch(number, text) or not 0 < float(text) < math.inf:
         raise ConfigError(f"{where}: '{text}' is not a positive number")
     if float(text) / unit < LEAST:
         least = f"{unit * LEAST:g}{'%' if unit > 1 else ''}"

@@ -63,6 +63,8 @@ class TestWhatIsAsked:
             ("0.005", None, [("kl", 0.005)]),
             (" 5e-3 ", "1%", [("kl", 0.005), ("perplexity", 0.01)]),
             (None, "0.01", [("perplexity", 0.01)]),
+            ("5E-3", "1.%", [("kl", 0.005), ("perplexity", 0.01)]),
+            ("1e+1", ".5%", [("kl", 10.0), ("perplexity", 0.005)]),
             (None, "25%", [("perplexity", 0.25)]),
         ],
     )

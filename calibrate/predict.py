@@ -160,7 +160,9 @@ class _Found:
             if run.hypothesis.fault is None:
                 for row in np.flatnonzero(positions == 0):
                     divergences[records[row]] = self._divergence(int(records[row]), told[row])
-        broken = np.isinf(logprobs).any(axis=(1, 2))
+        asked = np.zeros(self._tokens.shape, np.bool_)
+        asked[run.records, run.positions] = True
+        broken = (asked & (self._tokens >= 0) & ~np.isfinite(logprobs)).any(axis=(1, 2))
         logprobs[broken] = np.nan
         self._logprobs.setdefault(run.hypothesis, []).append(logprobs)
         if run.hypothesis.fault is None:

@@ -1,7 +1,7 @@
 """What is predicted is what serving so costs, and honest implementations lie within the range."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from calibrate import predict as predict_module
 from calibrate import simulate_hypotheses as module
 from calibrate.golden import golden_set
-from calibrate.predict import predict, serving_paths
+from calibrate.predict import hypotheses, predict, serving_paths
 from calibrate.simulate import module_schemes, simulate_modules
+from calibrate.simulate_hypotheses import Answers
 from octet.checkpoint import Checkpoint
 from octet.engines import vllm_path
 from octet.expected import Expectation, ServingPath
 from octet.golden import GoldenSet, top_k_divergence
+from octet.hypotheses import Hypothesis
 from octet.recipe import PRESETS, KvCacheDtype
 from octet.scatter import expectations
 from octet.tensors import Tensor, write_tensors
@@ -219,3 +222,23 @@ def test_a_range_holds_what_another_implementation_finds() -> None:
             widths.append(np.log(expected.high / expected.low))
     assert 0.9 < inside / total < 0.999
     assert np.median(widths) < 2.5
+
+
+def test_a_record_with_any_answer_that_is_no_number_is_none(
+    bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN at its last position alone, too: probability nought of every token it would seem."""
+    recipe = recipe_with("fp8")
+    path = Hypothesis(path=ServingPath(kv_cache=recipe.kv_cache))
+    runs = predict_module.simulated
+
+    def broken(*args: Any, **options: Any) -> Iterator[Answers]:
+        for run in runs(*args, **options):
+            run.hidden[np.flatnonzero(run.records == 2)[-1]] = torch.nan
+            yield run
+
+    monkeypatch.setattr(predict_module, "simulated", broken)
+    scales = bench.scales(recipe)
+    found = hypotheses(bench.checkpoint, recipe, scales, golden, [path]).logprobs[path]
+    assert np.isnan(found[:, 2]).all()
+    assert np.isfinite(np.delete(found, 2, axis=1)).all()

@@ -95,7 +95,8 @@ class ModelTier:
         """503: which budget, what each pool measures, and what to do."""
         reasons = ", ".join(f"'{name}' {why}" for name, why in self.reasons().items())
         served = [name for name, tier in self._siblings.items() if tier.order()]
-        advice = "try again later"
+        waits_s = [_retry_after_s(pool) for pool in self._by_cost if is_measured(pool.config)]
+        advice = "try again later" if waits_s else "no waiting helps, as none is to be measured"
         if served:
             advice = f"ask for a tier that is served now ({', '.join(served)})"
         return RequestError(
@@ -105,7 +106,7 @@ class ModelTier:
             param="model",
             code="tier_unavailable",
             kind="service_unavailable_error",
-            retry_after_s=min(map(_retry_after_s, self._by_cost)),
+            retry_after_s=min(waits_s, default=_LONGEST_WAIT_S),
         )
 
     def reasons(self) -> dict[str, str]:

@@ -224,7 +224,6 @@ def test_a_lost_request_is_tried_again_once_its_only_backend_was_recognized(
 
 
 async def test_a_client_is_told_that_proof_is_why_nobody_answers() -> None:
-
     servers = [Scripted(whole(), address=f"10.0.0.{n}:80") for n in (1, 2)]
     wrong, busy = (server.name for server in servers)
     exam = FakeExam(seconds=0, says={wrong: "worse"}, busy={busy})

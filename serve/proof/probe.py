@@ -70,13 +70,12 @@ async def probe(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     answers = [task.result() for task in tasks if task not in late]
-    if any(asking.alternatives):  # who returns some for the other prompts has them
-        answers = [asking.silent.get(answer.record, answer) for answer in answers]
     probed = Probed(
         [answer for answer in answers if isinstance(answer, Response)],
         [answer for answer in answers if isinstance(answer, Failure)] + failures,
         tokens=asking.tokens,
         seconds=time.perf_counter() - started,
+        # Who returns some of one answer has them: none of another is for the judgement.
         alternatives=statistics.median_low([n for n in asking.alternatives if n] or [0]),
         salted=bool(asking.extra),
     )
@@ -100,7 +99,6 @@ class _Asking:
             self.extra = {"cache_salt": uuid.uuid4().hex, "repetition_penalty": 1.0}
         self.tokens = 0
         self.alternatives: list[int] = []
-        self.silent: dict[int, Failure] = {}  # of records without log-probabilities somewhere
 
     async def record(self, index: int) -> Response | Failure:
         prompt_tokens = len(self._golden.records[index].prompt_token_ids)
@@ -168,8 +166,6 @@ class _Asking:
         positions = [position for delta in deltas for position in delta.logprobs or ()]
         if wrong := self._foreign(positions):
             return Failure(index, "tokenizer", wrong)
-        if wrong := _impossible(positions):
-            return Failure(index, "failed", wrong)
         positions = positions[:POSITIONS]
         tokens = tuple(token for delta in deltas for token in delta.token_ids)
         if not tokens and positions:
@@ -180,11 +176,7 @@ class _Asking:
         known = [set(top.token_ids) for top in record.tops]
         known += [set()] * (len(positions) - len(known))
         tops = tuple(map(self._names.top, positions, known))
-        counts = [len(position.top) for position in positions] or [0]
-        self.alternatives += counts
-        if min(counts) == 0 and (positions or tokens):
-            text = "it returns log-probabilities of other answers, and none of this one"
-            self.silent[index] = Failure(index, "failed", text)
+        self.alternatives += [len(position.top) for position in positions]
         return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
 
     def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
@@ -195,15 +187,6 @@ class _Asking:
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
                 return f"it answers with a token {position.chosen.text!r}, which is none of ours"
         return None
-
-
-def _impossible(positions: Sequence[PositionLogprobs]) -> str | None:
-    """A log-probability that is none. A little above zero is rounding."""
-    for position in positions:
-        for token in (position.chosen, *position.top):
-            if token.logprob is not None and not token.logprob <= 1e-3:
-                return f"it answers with a log-probability of {token.logprob:g}"
-    return None
 
 
 _KINDS: dict[str, FailureKind] = {

@@ -145,7 +145,8 @@ def _verify_url(
     as_json: bool,
     console: Console | None,
 ) -> int:
-    from octet.commands.verify_url import SCHEMES, Asked, verify_url
+    from octet.commands.reached import SCHEMES, Asked
+    from octet.commands.verify_url import verify_url
 
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:

@@ -100,6 +100,10 @@ def structural_findings(
         found.append(
             f"a {built} build (version {report.version}) where {declared.engine} was declared"
         )
+    elif report.engine == "vllm" and declared.engine in ("tensorrt", "onnxruntime"):
+        found.append(
+            f"vLLM {report.version or ''}".rstrip() + f" where {declared.engine} was declared"
+        )
     if report.root and directory is not None and declared.weights == proofs.weights:
         root = Path(report.root)
         if root.is_absolute() and root.is_dir():

@@ -116,7 +116,10 @@ def test_what_the_engine_says_is_enough_to_be_wrong(verify: Verify, proofs: Path
         assert "wrong: E4M3 cache (cache_dtype=fp8_e4m3) where E5M2 was declared" in words(out)
         assert "wrong: 1 finding beside the numbers; as expected" in words(out)
         code, out, _ = verify(server.url, "--golden", proofs, "--kv-cache", "e4m3")
-    assert "held to be fp8 weights, e4m3 cache" in words(out) and "E4M3 cache (" not in out
+        assert "held to be fp8 weights, e4m3 cache" in words(out) and "E4M3 cache (" not in out
+        assert "note: the artifact's scales of keys and values are for an e5m2 cache" in out
+        code, out, _ = verify(server.url, "--golden", proofs, "--engine", "onnxruntime")
+        assert code == 1 and "wrong: vLLM 0.32.0 where onnxruntime was declared" in out
 
 
 def test_without_simulations_a_bound_is_what_there_is(verify: Verify, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from octet import cli
 from octet.artifact import Manifest
 from octet.commands.calibrate import chosen_recipe
 from octet.recipe import PRESETS, KvCacheDtype
@@ -35,6 +38,25 @@ def refused(*arguments: object) -> str:
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     assert done.stdout == ""
     return lines[0]
+
+
+def commands(within: typer.Typer = cli.app, *before: str) -> Iterator[tuple[str, ...]]:
+    """Of the application and its groups."""
+    for command in within.registered_commands:
+        assert command.callback is not None
+        yield (*before, command.name or command.callback.__name__.replace("_", "-"))
+    for group in within.registered_groups:
+        assert group.typer_instance is not None and group.name is not None
+        yield (*before, group.name)
+        yield from commands(group.typer_instance, *before, group.name)
+
+
+@pytest.mark.parametrize("command", [(), *commands()], ids=" ".join)
+def test_every_command_has_help_that_can_be_read(command: tuple[str, ...]) -> None:
+    """Square brackets are markup, unless they are escaped."""
+    done = CliRunner().invoke(cli.app, [*command, "--help"])
+    assert done.exit_code == 0, done.exception
+    assert f"Usage: {' '.join(('root', *command))}" in " ".join(done.stdout.split()), done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,8 @@ class Part:
 class Judged:
     """One limit, and what was measured: `bound` is the upper end of its 95 % interval.
 
-    `on` says whose tokens ("held-out samples"), `how` what computed ("simulated in float32").
+    `on` says whose tokens ("held-out samples"), `how` what computed ("simulated in float32"). With
+    a `caveat` ("a budget chose its formats on them") the bound has no such confidence.
     """
 
     limit: Limit
@@ -57,6 +58,7 @@ class Judged:
     samples: int
     on: str
     how: str
+    caveat: str | None = None
 
     @property
     def met(self) -> bool:
@@ -71,7 +73,12 @@ class Judged:
     @property
     def sentence(self) -> str:
         """With what it was held against."""
-        return f"{_option(self.limit)}: {self}: {'met' if self.met else 'not met'}"
+        said = f"{_option(self.limit)}: {self}: {'met' if self.met else 'not met'}"
+        if self.caveat is None:
+            return said
+        return (
+            f"{said}; {self.caveat}, so that the bound is none of 95 %: give more with --held-out"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """For a manifest."""
@@ -80,7 +87,7 @@ class Judged:
             "limit": self.limit.value,
             "measured": self.measured,
             "bound": self.bound,
-            "confidence": CONFIDENCE,
+            "confidence": CONFIDENCE if self.caveat is None else None,
             "met": self.met,
             "tokens": self.tokens,
             "samples": self.samples,
@@ -108,8 +115,10 @@ class Outcome:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Of a report: what is over, and which parts cost most; none if the gate is met."""
-        return () if self.met else (*self.sentences, self.blame)
+        """Of a report: what is over, and which parts cost most; what was met on doubtful text."""
+        if not self.met:
+            return (*self.sentences, self.blame)
+        return tuple(judged.sentence for judged in self.judged if judged.caveat is not None)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -234,7 +243,7 @@ class Gate:
                     f" quantization costs, which takes {LEAST_SAMPLES}: {remedy}"
                 )
 
-    def judge(self, cost: Divergence, on: str, how: str) -> Outcome:
+    def judge(self, cost: Divergence, on: str, how: str, caveat: str | None = None) -> Outcome:
         """`cost` held against every limit."""
         return Outcome(
             tuple(
@@ -246,6 +255,7 @@ class Gate:
                     cost.samples,
                     on,
                     how,
+                    caveat,
                 )
                 for limit in self.limits
             )

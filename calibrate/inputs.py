@@ -9,7 +9,7 @@ from calibrate.golden_prompts import READ, choose_prompts, too_short
 from calibrate.loading import load_tokenizer
 from calibrate.plan import LongPolicy, SamplePlan, plan_batches
 from calibrate.samples import load_samples
-from calibrate.split import Split, split_samples
+from calibrate.split import CALIBRATION, Split, split_samples
 from calibrate.tokens import tokenize
 from octet.artifact import SampleSet
 from octet.checkpoint import Checkpoint
@@ -39,8 +39,7 @@ class Inputs:
     @property
     def evaluated_on(self) -> str:
         """Whose tokens `evaluation` are."""
-        shared = self.split.facts["source"] == "calibration samples"
-        return "calibration samples" if shared else "held-out samples"
+        return CALIBRATION if self.split.facts["source"] == CALIBRATION else "held-out samples"
 
 
 def read_inputs(

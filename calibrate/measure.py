@@ -26,6 +26,7 @@ from calibrate.sensitivity import (
     measurements,
 )
 from calibrate.simulate import simulate
+from calibrate.split import CALIBRATION
 from octet.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
@@ -145,20 +146,22 @@ def measure_gate(
 ) -> tuple[Outcome, dict[str, Any] | None]:
     """What `recipe` costs, held against `gate`; where it is over, with what each part costs alone.
 
-    Where a budget chose the recipe, on text that it did not see, if there is enough. `measured` is
-    what was measured before. The second is the sensitivity of `recipe`, as JSON, where known.
+    Where a budget chose the recipe, on text that it did not see, if there is enough; if not, or on
+    the text that scales were chosen on, with a caveat. `measured` is what was measured before. The
+    second is the sensitivity of `recipe`, as JSON, where known.
     """
     reference, on = bench.reference, bench.evaluated_on
-    if measured.chosen:
-        on += ", on which a budget chose its formats"
-        if bench.unseen is not None:
-            reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
+    caveat = "its scales were chosen on them" if on == CALIBRATION else None
+    if measured.chosen and bench.unseen is not None:
+        reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
+    elif measured.chosen:
+        caveat = "a budget chose its formats on them"
     with (
         progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
         simulate(bench.model, bench.checkpoint.spec, recipe, scales),
     ):
         cost = reference.compare(advance=advance)
-    outcome = gate.judge(cost, on, f"simulated in {bench.dtype}")
+    outcome = gate.judge(cost, on, f"simulated in {bench.dtype}", caveat)
     known = None if measured.chosen else measured.sensitivity
     if outcome.met:
         return outcome, known

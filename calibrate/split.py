@@ -5,7 +5,9 @@ from typing import Any
 
 from calibrate.samples import MINIMUM, Sample, SampleFile, require_enough
 
-__all__ = ["Split", "split_samples"]
+__all__ = ["CALIBRATION", "Split", "split_samples"]
+
+CALIBRATION = "calibration samples"  # where nothing was held out, a source of the rest
 
 _HELD_OUT = 256  # held-out samples that golden prompts are cut from, at most
 
@@ -49,7 +51,7 @@ def split_samples(
     elif rest:
         held, source = rest, "rest of the calibration file"
     else:
-        held, source = calibration[:_HELD_OUT], "calibration samples"
+        held, source = calibration[:_HELD_OUT], CALIBRATION
         shared = len(held)
         warnings.append(
             "no sample is held out: golden prompts are taken from the calibration samples;"

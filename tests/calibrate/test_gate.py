@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ class TestTheVerdict:
         assert not self.judged(0.008, math.inf).met
         assert not self.judged(math.nan, math.nan).met
 
+    def test_text_that_something_was_chosen_on_gives_no_confidence(self) -> None:
+        plain = Outcome((self.judged(0.008, 0.009),))
+        doubtful = Outcome((replace(plain.judged[0], caveat="its scales were chosen on them"),))
+        assert plain.met and doubtful.met and not plain.warnings
+        (warning,) = doubtful.warnings
+        assert warning.endswith(
+            ": met; its scales were chosen on them, so that the bound is none of 95 %: give more"
+            " with --held-out"
+        )
+        assert (plain.details()[0]["confidence"], doubtful.details()[0]["confidence"]) == (
+            0.95,
+            None,
+        )
+
     def error(self, *parts: Part, measured: float = 0.02) -> str:
         outcome = Outcome((self.judged(measured, 0.03),)).blaming(parts)
         error = outcome.error(
@@ -203,7 +218,11 @@ class TestCalibrate:
         assert observed == [0, 1]
         assert "continuing from" in said_now.getvalue()
         assert budget.manifest.details["gate"][0]["met"]
-        assert "a budget chose" in budget.manifest.details["gate"][0]["on"]
+        judged = budget.manifest.details["gate"][0]
+        assert judged["confidence"] is None and "a budget chose its formats on" in judged["text"]
+        warnings = json.loads((out / "report.json").read_text())["warnings"]
+        assert judged["text"] in warnings and "--held-out" in judged["text"]
+        assert "a budget chose its formats on" in said_now.getvalue()
         assert not (tmp_path / "out.progress").exists()
 
     def test_what_a_budget_chose_is_judged_on_other_text(
@@ -214,6 +233,9 @@ class TestCalibrate:
         found = calibrated(injured, tiny_samples, tmp_path / "out", **options)
         judged = found.manifest.details["gate"][0]
         assert judged["on"] == "held-out samples that the budget did not see"
+        assert judged["confidence"] == 0.95
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert not [one for one in report["warnings"] if "--max-kl" in one]
         assert judged["bound"] > judged["measured"] > 0
 
     def test_too_little_text_is_said_before_the_model_runs(

@@ -13,7 +13,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.proof.probed import Failure, FailureKind, Probed
 from tests.serve.proof.exams import FakeExam
-from tests.serve.proof.test_prover import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play
 
 
 @dataclass

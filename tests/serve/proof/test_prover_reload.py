@@ -8,7 +8,7 @@ import pytest
 from serve.config import HttpConfig, PoolConfig
 from serve.routing import pool as pool_module
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, FakeExams
-from tests.serve.proof.test_prover import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play
 from tests.serve.routing.stand_ins import Server
 
 

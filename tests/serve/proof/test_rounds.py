@@ -8,9 +8,9 @@ import pytest
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.proof.probed import FailureKind, Unprovable
-from tests.serve.proof.exams import FakeExam, verdict
+from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, verdict
+from tests.serve.proof.scene import ADDRESS, Scene, play
 from tests.serve.proof.test_examination import Failing
-from tests.serve.proof.test_prover import ADDRESS, Scene, play
 
 PLENTY = 10_000_000  # tokens, of which probes may have a share
 
@@ -159,5 +159,51 @@ def test_the_longer_it_lives_the_more_prompts_it_is_measured_on() -> None:
         scene.server.restart()
         await scene.until("in", 3)
         assert prompts() == 24
+
+    play(act)
+
+
+def test_a_backend_that_drifts_is_out_at_once_and_refused_by_a_whole_probe(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def act(scene: Scene) -> None:
+        waiting, begun = scene.member.lease(1), scene.member.lease(1)
+        begun.progressed()
+        scene.exam.says[ADDRESS] = "worse"
+        scene.serve(10_000_000)
+        await scene.until("unproven", 400)  # by a few prompts
+        assert waiting.unsettled and await waiting.outlived()
+        await scene.until("refused", 1)
+        assert scene.proof.outcomes == {"as_expected": 1, "suspect": 1, "worse": 1}
+        assert scene.member.in_flight == 2  # what has begun goes on
+        for lease in (waiting, begun):
+            lease.release()
+
+    play(act)
+    assert any("is asked again: KL" in r.getMessage() for r in caplog.records)
+
+
+def test_a_suspicion_that_a_whole_probe_does_not_confirm_is_forgotten() -> None:
+    async def act(scene: Scene) -> None:
+        scene.exam.says[ADDRESS] = "worse"
+        scene.serve(10_000_000)
+        await scene.until("unproven", 400)
+        scene.exam.says.clear()
+        await scene.until("in", 1)
+        assert scene.proof.outcomes == {"as_expected": 2, "suspect": 1}
+
+    play(act)
+
+
+def test_evidence_of_small_probes_adds_up() -> None:
+    """Two prompts at a time, of which three have to be wrong."""
+
+    async def act(scene: Scene) -> None:
+        scene.serve(24 * RECORD_TOKENS * 99 + 2 * RECORD_TOKENS * 99)
+        scene.exam.says[ADDRESS] = "worse"
+        await asyncio.sleep(400)
+        assert scene.serves() and len(scene.exam.asked[-1][1]) == 2
+        scene.serve(2 * RECORD_TOKENS * 99)
+        await scene.until("refused", 400)
 
     play(act)

@@ -23,7 +23,7 @@ class Proof(Section):
     kv_cache: Literal["e5m2", "e4m3", "float16"] | None = None  # null: what the artifact is for
     # Which engine computes, where that is known: then only what it honestly does is accepted.
     engine: Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None = None
-    # Of a backend that returns no log-probabilities only greedy tokens can be compared.
+    # A backend that returns no log-probabilities cannot be proven: "admit" has it serve unproven.
     without_logprobs: Literal["refuse", "admit"] = "refuse"
     every_s: Seconds = 300.0  # between two probes of a backend that serves, at least
     share: Fraction = 0.01  # of a backend's tokens that probes may be, its admission included

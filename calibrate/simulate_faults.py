@@ -15,12 +15,13 @@ from calibrate.simulate import Schemes
 from calibrate.simulate_cache import CacheRounding
 from calibrate.simulate_scales import DeviceScales, Scales
 from octet.formats import FORMATS
-from octet.hypotheses import Hypothesis
+from octet.hypotheses import FaultKind, Hypothesis
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = [
     "OTHER_CACHE",
+    "TakenScales",
     "cache_rounding",
     "changes_weights",
     "faulty_scales",
@@ -61,7 +62,7 @@ def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Sca
     recipe's cache. KeyError names a scale that is missing.
     """
     fault, cache = hypothesis.fault, hypothesis.path.kv_cache
-    if fault is None:
+    if fault is None or fault.kind in _OF_WEIGHTS:
         return scales
     one = np.ones((), np.float32)
     read = "" if cache == recipe.kv_cache else f"_{cache}"  # the suffix that the cache is read by
@@ -79,6 +80,22 @@ def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Sca
         elif fault.kind == "kv_bytes_reread":
             found[f"{name}{read}"] = scale
     return found
+
+
+class TakenScales:
+    """`faulty_scales` on a device: made once, of all layers, for hypotheses that take the same."""
+
+    def __init__(self, scales: Scales, recipe: Recipe, device: torch.device) -> None:
+        self._scales, self._recipe, self._device = scales, recipe, device
+        self._found: dict[tuple[FaultKind | None, KvCacheDtype], DeviceScales] = {}
+
+    def of(self, hypothesis: Hypothesis) -> DeviceScales:
+        fault = hypothesis.fault
+        key = (None if fault is None else fault.kind, hypothesis.path.kv_cache)
+        if key not in self._found:
+            taken = faulty_scales(self._scales, self._recipe, hypothesis)
+            self._found[key] = DeviceScales(taken, self._device)
+        return self._found[key]
 
 
 def changes_weights(hypothesis: Hypothesis, layer: int) -> bool:

@@ -11,7 +11,7 @@ what the honest path gave before that layer, to the bit, and runs the layers fro
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,9 @@ from calibrate.simulate import (
 )
 from calibrate.simulate_cache import round_attention
 from calibrate.simulate_faults import (
+    TakenScales,
     cache_rounding,
     changes_weights,
-    faulty_scales,
     faulty_weights,
 )
 from calibrate.simulate_scales import DeviceScales, Scales
@@ -138,7 +138,8 @@ class _Bench:
         device: torch.device,
     ) -> None:
         self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
-        self._scales, self._given, self._device = scales, weights, device
+        self._given, self._device = weights, device
+        self._taken = TakenScales(scales, recipe, device)
         self._honest = DeviceScales(scales, device)
         self._schemes = module_schemes(self._spec, recipe)
         self._models: dict[ComputeDtype, LayeredModel] = {}
@@ -238,9 +239,11 @@ class _Bench:
                 hypothesis = group[0].hypothesis
                 weights = faulty_weights(decoded, mine, self._honest, self._spec, hypothesis)
             layer = layers[dtype]
+            model = self._model(dtype)
             with replace_weights(layer, prefix, self._spec, weights):
                 for run in group:
-                    self._through(layer, index, mine, run)
+                    with self._rounding(layer, index, mine, run.hypothesis):
+                        run.states = [model.forward(states, None) for states in run.states]
 
     def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
         """float32, of the quantized linears of a layer, decoded."""
@@ -255,23 +258,17 @@ class _Bench:
             found |= decoded_weights({name: own.float()}, left, self._honest)
         return found
 
-    def _through(self, layer: Any, index: int, schemes: Schemes, run: _Run) -> None:
-        model = self._model(run.hypothesis.path.compute)
-        with self._rounding(layer, index, schemes, run.hypothesis):
-            run.states = [model.forward(states, None) for states in run.states]
-
     @contextmanager
     def _rounding(
         self, layer: Any, index: int, schemes: Schemes, hypothesis: Hypothesis
     ) -> Iterator[None]:
-        found = faulty_scales(self._scales, self._recipe, hypothesis)
-        scales = DeviceScales(found, self._device)
+        prefix, scales = self._spec.layer(index), self._taken.of(hypothesis)
         rounded = schemes if hypothesis.path.activations else {}
-        rounding = cache_rounding(hypothesis, self._recipe)
-        with ExitStack() as stack:
-            stack.enter_context(round_inputs(layer, index, self._spec, rounded, scales))
-            prefix = self._spec.layer(index)
-            stack.enter_context(round_attention(layer, prefix, rounding, scales))
+        cache = cache_rounding(hypothesis, self._recipe)
+        with (
+            round_inputs(layer, index, self._spec, rounded, scales),
+            round_attention(layer, prefix, cache, scales),
+        ):
             yield
 
     def _model(self, dtype: ComputeDtype) -> LayeredModel:

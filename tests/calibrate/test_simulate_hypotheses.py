@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from calibrate import simulate_faults
 from calibrate import simulate_hypotheses as module
 from calibrate.golden import golden_set
 from calibrate.predict import hypotheses
@@ -221,6 +222,26 @@ def test_a_fault_of_one_layer_is_the_same_from_the_start(
         np.testing.assert_array_equal(together[hypothesis], whole[hypothesis])
     found = [x[0].tobytes() for x in together.values()]
     assert len(set(found)) == len(found)
+
+
+def test_scales_are_made_once_for_all_layers(
+    bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the whole model: of experts, many thousands."""
+    made: list[Hypothesis] = []
+    faulty_scales = simulate_faults.faulty_scales
+
+    def counting(scales: Any, recipe: Recipe, hypothesis: Hypothesis) -> Any:
+        made.append(hypothesis)
+        return faulty_scales(scales, recipe, hypothesis)
+
+    monkeypatch.setattr(simulate_faults, "faulty_scales", counting)
+    recipe = recipe_with("fp8", kv_cache="e5m2")
+    path = ServingPath(kv_cache="e5m2")
+    faults: list[FaultKind] = ["k_scale_dropped", "v_scale_dropped"]
+    chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=Fault(kind=x)) for x in faults)]
+    hypotheses(bench.checkpoint, recipe, bench.scales(recipe), golden, chosen)
+    assert made == chosen
 
 
 def test_faults_run_on_some_records(

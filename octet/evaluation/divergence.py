@@ -8,6 +8,7 @@ from octet.evaluation.answers import Answer
 __all__ = ["divergences"]
 
 _NOISE = 1e-6  # of a sum of probabilities, where nothing is left: as in octet.golden
+_AT_ONCE = 2**22  # pairs of tokens, 32 MB of float64
 _LEAST = 1e-7  # that float32 log-probabilities can leave for the rest; less would be their rounding
 
 
@@ -17,6 +18,18 @@ def divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
     A lower bound of the full divergence, see `octet.golden.top_k_divergence`; but never infinite:
     what is left of the served probabilities is at least what their rounding would hide.
     """
+    positions, k = reference.top_ids.shape
+    step = max(_AT_ONCE // (k * served.top_ids.shape[1]), 1)
+    parts = [slice(start, start + step) for start in range(0, positions, step)]
+    found = [_divergences(_part(reference, part), _part(served, part)) for part in parts]
+    return np.concatenate(found)
+
+
+def _part(answer: Answer, part: slice) -> Answer:
+    return Answer(answer.logprobs[part], answer.top_ids[part], answer.top_logprobs[part])
+
+
+def _divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
     same = reference.top_ids[:, :, None] == served.top_ids[:, None, :]  # [P, k, k]
     shared = same.any(axis=2)
     log_p = reference.top_logprobs.astype(np.float64)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octet.evaluation import divergence
 from octet.evaluation.answers import Answer, top_k
 from octet.evaluation.divergence import divergences
 from octet.golden import top_k_divergence
@@ -63,3 +64,13 @@ def test_the_most_likely_come_first() -> None:
     ids, values = top_k(np.array([[0.1, 0.5, 0.3, 0.4], [4.0, 1.0, 3.0, 2.0]]), 3)
     assert ids.tolist() == [[1, 3, 2], [0, 2, 3]]
     assert values == pytest.approx(np.array([[0.5, 0.4, 0.3], [4.0, 3.0, 2.0]]))
+
+
+def test_many_tokens_are_compared_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    logits = generator.normal(size=(7, 12))
+    p, q = answer(logits, 5), answer(logits + 0.1 * generator.normal(size=logits.shape), 5)
+    whole = divergences(p, q)
+    for pairs in (1, 50, 60):  # one position, two, two and a rest
+        monkeypatch.setattr(divergence, "_AT_ONCE", pairs)
+        assert np.array_equal(divergences(p, q), whole)

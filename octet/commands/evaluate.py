@@ -1,6 +1,8 @@
 """`octet evaluate`: how well artifacts answer text that they have not seen."""
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +28,7 @@ from octet.intervals import Interval
 
 __all__ = ["evaluate"]
 
+_PIPE = 200  # columns
 TOP_K = 20  # what vLLM returns at most unless told otherwise
 
 
@@ -148,7 +151,7 @@ def _show(evaluation: Evaluation, html: Path | None, as_json: bool) -> None:
     if html is not None:
         _write_page(html, evaluation, result)
     if not as_json:
-        Console(highlight=False, markup=False).print(render(result))
+        _standard_output().print(render(result))
 
 
 def _report(
@@ -173,7 +176,7 @@ def _report(
     if as_json:
         print(json.dumps(data))
     elif any(figures):
-        console = Console(highlight=False, markup=False)
+        console = _standard_output()
         for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
             console.print(line, soft_wrap=True)
         console.print(*render_tasks(figures))
@@ -183,6 +186,12 @@ def _write_page(html: Path, evaluation: Evaluation, result: Comparison) -> None:
     from octet.evaluation.page import write_page
 
     write_page(html, evaluation, result)
+
+
+def _standard_output() -> Console:
+    """In a pipe as wide as names need it: nobody's window folds them."""
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, markup=False, width=_PIPE if free else None)
 
 
 def _note(line: str) -> None:

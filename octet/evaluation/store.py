@@ -6,6 +6,7 @@ anew. Answers are read back as they were written, so a resumed evaluation gives 
 """
 
 import base64
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.errors import ArtifactError
+from octet.errors import ArtifactError, ConfigError
 from octet.evaluation.answers import Answer
 
 __all__ = ["AnswerStore"]
@@ -31,7 +32,8 @@ class AnswerStore:
     def __init__(
         self, directory: Path | None, name: str, identity: Mapping[str, str], k: int
     ) -> None:
-        """Reads what is there. ArtifactError for a file that is damaged before its last line."""
+        """Reads what is there. ArtifactError for a file that is damaged before its last line,
+        ConfigError for one that another process is writing."""
         self.name, self.k = name, k
         self._head: dict[str, Any] = {
             "schema_version": _SCHEMA,
@@ -51,13 +53,27 @@ class AnswerStore:
         line = json.dumps(self._head, sort_keys=True)
         slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-60:]
         self.path = directory / f"{slug}-{hashlib.sha256(line.encode()).hexdigest()[:12]}.jsonl"
-        if self.path.exists():
-            self._read(self.path)
-        else:
+        if not self.path.exists():
             self.changed = _change(directory, self._head)
         self._file = self.path.open("ab")
-        if self._file.tell() == 0:
-            self._append(line)
+        try:
+            self._lock()
+            if self._file.tell() == 0:
+                self._append(line)
+            else:
+                self._read(self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Until it is closed, whatever ends this process."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path}: another evaluation is writing it; wait for it, or give another --out"
+            ) from None
 
     def get(self, digest: str) -> Answer | None:
         return self._answers.get(digest)

@@ -26,7 +26,7 @@ def render(comparison: Comparison) -> RenderableType:
         table.add_column("KL, mnat", justify="right", no_wrap=True)
         table.add_column("p90", justify="right", no_wrap=True)
     if with_kl and several:
-        table.add_column("KL - 1st", justify="right", no_wrap=True)
+        table.add_column("KL, more\nthan 1st", justify="right", no_wrap=True)
     for row in comparison.rows:
         table.add_row(*_cells(row, comparison, several))
     return Group(
@@ -54,8 +54,6 @@ def _cell(interval: Interval | None, factor: float, sign: str) -> str:
     mean, low, high = (factor * x for x in (interval.mean, interval.low, interval.high))
     if math.isnan(low):  # there is none
         return _figure(mean, mean, sign)
-    if low == high:
-        return _figure(mean, mean, sign)
     return f"{_figure(mean, mean, sign)}\n{_figure(low, mean, sign)}..{_figure(high, mean, sign)}"
 
 
@@ -68,9 +66,11 @@ def _figure(value: float, beside: float, sign: str = "") -> str:
 
 
 def _caption(comparison: Comparison) -> str:
+    several = comparison.samples > 1
+    below = "; below each figure its 95 % interval, over samples" if several else ""
     lines = [
-        f"{comparison.samples:,} samples of {comparison.samples_path}, {comparison.tokens:,}"
-        f" predicted tokens; below each figure its 95 % interval, over samples."
+        f"{comparison.samples:,} sample{'s' if several else ''} of {comparison.samples_path},"
+        f" {comparison.tokens:,} predicted tokens{below}."
     ]
     if comparison.reference is not None:
         perplexity = comparison.reference_perplexity

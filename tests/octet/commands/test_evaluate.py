@@ -51,6 +51,36 @@ def test_servers_alone_are_compared_by_their_own_tokens(samples: Path, tmp_path:
     assert done["rows"][1]["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
+def test_the_table_is_readable_in_a_pipe(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with running(as_vllm, [{"id": "a-name/as-long-as-they-are-on-the-hub-fp8-dynamic"}]) as fake:
+        name = f"{fake.url}/a-name/as-long-as-they-are-on-the-hub-fp8-dynamic"
+        shown = invoke(name, name, "--samples", samples, "--top-k", 5).stdout
+        one = invoke(name, "--samples", samples, "--top-k", 5, "--count", 1).stdout
+    first, *_ = (line for line in shown.splitlines() if name in line)
+    assert name in first and "10 samples of" in shown and "+" not in shown
+    assert shown.count(" 0.00..0.00") == 2  # both are the first
+    assert "1 sample of" in one and "interval, over" not in one and ".." not in one
+
+
+def test_a_directory_that_another_run_is_writing_is_refused(samples: Path, tmp_path: Path) -> None:
+    meanwhile = []
+
+    def answering(body: dict[str, Any]) -> tuple[int, Any]:
+        if not meanwhile:
+            meanwhile.append(None)
+            meanwhile[0] = refused(*options)
+        return as_vllm(body)
+
+    with running(answering) as fake:
+        options = (fake.url, "--samples", samples, "--top-k", 5, "--out", tmp_path / "out")
+        done = answered(*options)
+    assert isinstance(meanwhile[0], ConfigError) and "another evaluation" in str(meanwhile[0])
+    assert done["tokens"] == sum(i + 2 for i in range(10))
+
+
 def test_a_server_that_dies_is_gone_on_with(samples: Path, tmp_path: Path) -> None:
     def dying(body: dict[str, Any]) -> tuple[int, Any]:
         return as_vllm(body) if len(fake.asked) <= 4 else (0, {})

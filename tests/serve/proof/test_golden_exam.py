@@ -1,0 +1,40 @@
+"""Golden records of an export, as what backends of a pool are held against."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.config.proof import Proof
+from serve.proof import golden_exam
+from serve.proof.golden_exam import GoldenExam
+from tests.serve.proof.exams import verdict
+
+
+async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
+    proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, on_loop = 0, 0, 0
+    go_on = threading.Event()
+    loop_thread = threading.get_ident()
+
+    def judge(*_arguments: Any, **_options: Any) -> Any:
+        nonlocal running, most, on_loop
+        running += 1
+        most = max(most, running)
+        on_loop += threading.get_ident() == loop_thread
+        go_on.wait(20)
+        running -= 1
+        return verdict("as_expected")
+
+    monkeypatch.setattr(golden_exam, "judge", judge)
+    exams = [GoldenExam.load(proofs, Proof()) for _ in range(3)]
+    judging = [asyncio.create_task(exam.judge([], 1)) for exam in exams]
+    while not running:
+        await asyncio.sleep(0)  # the event loop turns meanwhile
+    go_on.set()
+    found = await asyncio.gather(*judging)
+    assert [v.outcome for v in found] == ["as_expected"] * 3
+    assert most == 1 and on_loop == 0

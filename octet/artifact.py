@@ -39,6 +39,15 @@ MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "model.plan"  # of an engine: what TensorRT built
 SCHEMA_VERSION = 1
 Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
+_COMMANDS: Mapping[Kind, str] = {  # that write them
+    "calibration": "octet calibrate",
+    "checkpoint": "octet export checkpoint",
+    "onnx": "octet export onnx",
+    "engine": "octet build-engine",
+    "triton": "octet export triton",
+}
+_WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
+_AGAIN = "copy it again from where it was made, or make it again"
 
 
 class ModelIdentity(BaseModel):
@@ -136,6 +145,11 @@ class Manifest(BaseModel):
         """A hash of the whole content: manifest fields and, through `files`, every byte."""
         return self.recorded_identity or _hash(self.model_dump(mode="json"))
 
+    @property
+    def remedy(self) -> str:
+        """What to do about an artifact of which a file is missing or altered."""
+        return f"{_AGAIN} with {_COMMANDS[self.kind]}"
+
     @classmethod
     def load(cls, directory: Path, kind: Kind | None = None, *, verify: bool = True) -> Self:
         """Reads and checks `directory`; with `verify`, every file's hash.
@@ -145,21 +159,22 @@ class Manifest(BaseModel):
         """
         path = directory / MANIFEST_FILE
         if not directory.is_dir():
-            raise ArtifactError(f"{directory}: no such directory")
+            raise ArtifactError(f"{directory}: no such directory; {_WRITERS}")
         try:
             data = json.loads(path.read_text())
         except FileNotFoundError:
             raise ArtifactError(
-                f"{directory}: not an Octet artifact (no {MANIFEST_FILE})"
+                f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
             ) from None
         except (OSError, ValueError) as error:
             raise ArtifactError(
-                f"{path}: altered since it was written (not valid JSON: {error})"
+                f"{path}: altered since it was written (not valid JSON: {error}); {_AGAIN}"
             ) from None
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}"
+                f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}: use the"
+                " release that wrote it, or make it again with this one"
             )
         identity = data.pop("identity", None)
         try:
@@ -167,12 +182,17 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise ArtifactError(f"{path}: {where}: {first['msg']}") from None
+            raise ArtifactError(f"{path}: {where}: {first['msg']}; {_AGAIN}") from None
         if identity != _hash(data):
-            raise ArtifactError(f"{path}: altered since it was written (its own hash differs)")
+            raise ArtifactError(
+                f"{path}: altered since it was written (its own hash differs); {manifest.remedy}"
+            )
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
-            raise ArtifactError(f"{directory}: is a {manifest.kind}, not a {kind}")
+            raise ArtifactError(
+                f"{directory}: is a {manifest.kind}, not a {kind};"
+                f" give what {_COMMANDS[kind]} wrote"
+            )
         if verify:
             manifest.verify(directory)
         return manifest
@@ -182,9 +202,11 @@ class Manifest(BaseModel):
         for name, digest in self.files.items():
             path = directory / name
             if not path.is_file():
-                raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it")
+                raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {self.remedy}")
             if sha256_file(path) != digest:
-                raise ArtifactError(f"{path}: altered since it was written (SHA-256 differs)")
+                raise ArtifactError(
+                    f"{path}: altered since it was written (SHA-256 differs); {self.remedy}"
+                )
 
 
 def software(*packages: str) -> dict[str, str]:

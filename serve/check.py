@@ -136,7 +136,8 @@ def _wrong_with(backend: BackendConfig, model: str) -> str | None:
                 Manifest.load(backend.path, "onnx", verify=False)
             for file in manifest.files:
                 if not (backend.path / file).is_file():
-                    return f"{backend.path / file}: missing; its manifest lists it"
+                    said = f"{backend.path / file}: missing; its manifest lists it"
+                    return f"{said}; {manifest.remedy}"
             Tokenizer.load(backend.path)
     except OctetError as error:
         return str(error)

@@ -43,7 +43,7 @@ def load_proofs(directory: Path) -> Proofs:
         try:
             hypotheses = HypothesisSet.load(directory, golden)
         except CheckpointError as error:
-            raise ArtifactError(f"{error}; export again") from None
+            raise ArtifactError(f"{error}; {manifest.remedy}") from None
     recipe = manifest.recipe
     kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
     if isinstance(kv_cache, dict):  # of an engine: with its shape
@@ -73,9 +73,10 @@ def _listed(directory: Path, name: str, manifest: Manifest) -> bool:
     if digest is None:
         return False
     if not path.is_file():
-        raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it")
+        raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {manifest.remedy}")
     if sha256_file(path) != digest:
         raise ArtifactError(
-            f"{path}: truncated or altered since it was written (SHA-256 differs); export again"
+            f"{path}: truncated or altered since it was written (SHA-256 differs);"
+            f" {manifest.remedy}"
         )
     return True

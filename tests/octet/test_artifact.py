@@ -102,10 +102,25 @@ def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manife
     with pytest.raises(ArtifactError, match="colour"):
         Manifest.load(tmp_path / "a")
     path.write_text(json.dumps(data | {"details": {"kv_cache": "float16"}}))
-    with pytest.raises(ArtifactError, match=r"manifest.json: altered since it was written"):
+    again = "copy it again from where it was made, or make it again"
+    said = rf"manifest.json: altered since it was written .*; {again} with octet calibrate$"
+    with pytest.raises(ArtifactError, match=said):
         Manifest.load(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="not an Octet artifact"):
-        Manifest.load(tmp_path)
+    path.write_text("{")
+    with pytest.raises(ArtifactError, match=rf"not valid JSON: .*; {again}$"):
+        Manifest.load(tmp_path / "a")
+    for absent in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ArtifactError, match=r"; give what octet calibrate, .* wrote$"):
+            Manifest.load(absent)
+
+
+def test_a_missing_file_is_named_with_what_writes_it_again(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    written = write(tmp_path / "a", manifest.model_copy(update={"kind": "engine"}))
+    (tmp_path / "a" / next(iter(written.files))).unlink()
+    with pytest.raises(ArtifactError, match=r"missing; .*, or make it again with octet build-en"):
+        Manifest.load(tmp_path / "a")
 
 
 def test_a_destination_that_cannot_be_written_is_refused_before_the_work(

@@ -45,7 +45,7 @@ def check(path: Path, *, proof: bool = True) -> list[str]:
         lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
         exams = Exams(pool.config.proof)
         labels = [exams.load(*key).label for key in _golden(pool.config)]
-        lines += [f"pool {name}: proven by {label}" for label in labels]
+        lines += [f"pool {name}: to be proven by {label}" for label in labels]
     keys = len(config.access.keys)
     lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
     return lines

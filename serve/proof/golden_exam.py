@@ -36,6 +36,11 @@ class GoldenExam:
         self.declared = declared
         self.identity = proofs.identity
         self.label = f"{len(proofs.golden.records)} golden records: {declared.label}"
+        if not declared.paths:
+            self.label += (
+                f"; no simulation of it: only the mean is judged, against {bound:g} nats, and no"
+                " cause is named"
+            )
         self.key = (proofs.identity, declared, bound)
         self._bound = bound
         self._directory = directory

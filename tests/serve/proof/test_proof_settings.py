@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,8 @@ def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
     )
     given = ["serve", "--config", str(path), "--check"]
     lines = CliRunner().invoke(app, given).stdout.splitlines()
-    (proven,) = [line for line in lines if "proven by" in line]
-    assert proven.startswith("pool p: proven by 64 golden records: fp8 weights, e5m2 cache")
+    (proven,) = [line for line in lines if "to be proven by" in line]
+    assert proven == "pool p: to be proven by 64 golden records: fp8 weights, e5m2 cache"
     (warned,) = [line for line in lines if "UNPROVEN" in line]
     assert warned.startswith("warning: pool b: SERVES UNPROVEN") and "proof.golden" in warned
     lines = CliRunner().invoke(app, [*given, "--no-proof"]).stdout.splitlines()
@@ -173,6 +174,15 @@ def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
     path.write_text(path.read_text().replace(str(golden), str(tmp_path)))
     refused = CliRunner().invoke(app, given)
     assert refused.exit_code == 2 and "pools.p.proof.golden: " in refused.stderr
+
+
+def test_check_says_where_only_the_mean_is_judged(tmp_path: Path) -> None:
+    bare, path = write_proofs(tmp_path / "bare", hypotheses=False), tmp_path / "octet.yaml"
+    backends = "backends: [{type: vllm, url: 'http://h:2'}]"
+    path.write_text(f"models: {{a: {{pool: {{{backends}, proof: {{golden: {bare}}}}}}}}}")
+    said = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"]).stdout
+    found = re.search(r"only the mean is judged, against ([\d.]+) nats, and no cause is", said)
+    assert found is not None and 0 < float(found[1]) < 1
 
 
 def test_without_proof_means_every_pool() -> None:

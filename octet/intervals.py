@@ -16,8 +16,8 @@ that was seen says, and never further in than if none had been. That converges t
 does; what is covered, beside other methods, is measured by benchmarks/evaluate_coverage.py.
 
 An `upper_bound`, which gates and budgets hold against a limit, is the upper end alone, with 5 %
-beyond it. Measured (benchmarks/bound_coverage.py), the truth was beyond it in at most 6.7 % of draws
-of 16 samples or more and 8.0 % of 8; beyond Student's in 8.6 % and 10.0 %.
+beyond it. Measured (benchmarks/bound_coverage.py), the truth was beyond it in at most 6.7 % of
+draws of 16 samples or more and 8.0 % of 8; beyond Student's in 8.6 % and 10.0 %.
 """
 
 import math

@@ -13,6 +13,7 @@ from rich.console import Console
 from calibrate import measure, run
 from calibrate.evidence import refused_directory
 from calibrate.gate import Gate, Judged, Outcome, Part
+from calibrate.gate_prompts import PromptCost
 from calibrate.journal import Journal
 from calibrate.limit import Limit
 from calibrate.rescale import rescale
@@ -302,6 +303,22 @@ class TestRescale:
         judged = found.manifest.details["gate"]
         assert [one["met"] for one in judged] == [True, True]
         assert judged[0]["on"] == "golden prompts" and judged[0]["samples"] > 8
+
+    def test_it_is_measured_where_a_gpu_is(
+        self, origin: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        places: list[str] = []
+
+        def measured_on(*args: Any, device: str = "cpu") -> Any:
+            places.append(device)
+            return PromptCost(*args)
+
+        monkeypatch.setattr("calibrate.rescale.PromptCost", measured_on)
+        for there in (True, False):
+            monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+            with pytest.raises(GateError):
+                rescale(origin.path, tmp_path / "out", recipe=STATIC, gate=gate("1e-5"))
+        assert places == ["cuda", "cpu"]
 
     def test_a_gate_is_of_its_own_recipe_alone(self, origin: Calibration, tmp_path: Path) -> None:
         assert origin.manifest.details["gate"][0]["met"]

@@ -243,7 +243,7 @@ async def test_it_listens_and_says_whom_it_asks_before_they_have_answered(
     config = GatewayConfig.model_validate({"models": {"m": {"pool": "p"}}, "pools": {"p": {}}})
     async with serving_gateway(Gateway(config, {"p": pool}), patience_s=0.0) as running:
         said = capfd.readouterr().err
-        assert "pool p: asking p-1, p-2 a fake exam; /ready is 503 until" in said
+        assert "pool p: proving p-1, p-2 by a fake exam; none serves before" in said
         assert "serves yet" not in said
         async with running.session.get("/health") as response:
             assert response.status == 200

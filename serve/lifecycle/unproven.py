@@ -47,8 +47,8 @@ def asked(pools: Iterable[Pool]) -> list[str]:
             if member.standing == "unproven" and member.proof is not None:
                 by_label.setdefault(member.proof.label, []).append(member.name)
         found += [
-            f"pool {pool.name}: proving {', '.join(names)} by {label}; none serves before its answers"
-            " are right"
+            f"pool {pool.name}: proving {', '.join(names)} by {label}; none serves before its"
+            " answers are right"
             for label, names in by_label.items()
         ]
     return found

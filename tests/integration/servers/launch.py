@@ -7,8 +7,10 @@ Leaving the block ends every process of the server; one that does not become rea
 `ServerFailed` with the end of its log.
 """
 
+import json
 import os
 import sys
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -145,6 +147,14 @@ class GatewayServer(Server):
     @property
     def ready_url(self) -> str:
         return f"{self.url}/ready"
+
+    def ready(self) -> bool:
+        """Not before all that can be reached are judged: one backend alone makes /ready 200."""
+        if not super().ready():
+            return False
+        with urllib.request.urlopen(self.ready_url, timeout=5) as answer:
+            models = json.load(answer)["models"].values()
+        return all(entry["standing"] != "unproven" for entries in models for entry in entries)
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "octet", "serve", "--config", str(self.config)]

@@ -46,6 +46,9 @@ class Server:
     def ready_url(self) -> str:
         raise NotImplementedError
 
+    def ready(self) -> bool:
+        return answers(self.ready_url)
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -79,7 +82,7 @@ class Server:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self.ready_seconds
-        while not answers(self.ready_url):
+        while not self.ready():
             assert self.process is not None
             if (code := self.process.poll()) is not None:
                 raise ServerFailed(f"{self._name} ended with code {code}\n{self.log_tail()}")

@@ -158,7 +158,7 @@ class _Judgement:
         if doubt is not None:
             outcome = "inconclusive"
         told = f"where {range_text(expected)} is expected of {self._declared.label}"
-        reason = sentence(outcome, self._measured, told, cause)
+        reason = sentence(outcome, self._measured, told, cause, expected)
         if doubt is not None:
             reason += f"; {doubt}"
         return Verdict(

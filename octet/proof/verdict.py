@@ -66,10 +66,19 @@ _OUTCOMES = {
 }
 
 
-def sentence(outcome: Outcome, measured: Measure, told: str, cause: Cause | None) -> str:
-    """One line for people; `told` is what was expected, or against what it is held."""
+def sentence(
+    outcome: Outcome,
+    measured: Measure,
+    told: str,
+    cause: Cause | None,
+    expected: Range | None = None,
+) -> str:
+    """One line for people; `told` is what was `expected`, or against what it is held."""
     kl = range_text(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
-    text = f"{_OUTCOMES[outcome]}: {kl} nats over {measured.prompts} prompts {told}"
+    word = _OUTCOMES[outcome]
+    if outcome == "worse" and expected is not None and measured.kl_mean <= expected.high:
+        word = "other than expected"  # no farther from the reference, but elsewhere
+    text = f"{word}: {kl} nats over {measured.prompts} prompts {told}"
     return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
 
 

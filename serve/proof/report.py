@@ -14,7 +14,7 @@ from octet.proof.verdict import Verdict
 from serve.proof.probe import Probed
 from serve.proof.structure import EngineReport
 
-__all__ = ["ServerReport", "show"]
+__all__ = ["ServerReport", "in_words", "show"]
 
 _NEAREST = 5  # hypotheses that are shown without --all
 _STYLES = {"as_expected": "green", "inconclusive": "yellow"}
@@ -139,7 +139,9 @@ def _facts(found: ServerReport) -> Table:
             )
             rows.append(("perplexity", change))
         if path is not None:
-            rows.append(("compared with", f"{path.label}: the nearest honest way to compute"))
+            rows.append(
+                ("compared with", f"{in_words(path.label)}: the nearest honest way to compute")
+            )
     for name, value in rows:
         table.add_row(f"  {name}", Text(value))
     return table
@@ -188,17 +190,26 @@ def _ranking(verdict: Verdict, most: int) -> Table:
     for score in shown:
         hidden = " (decides nothing)" if score.label in verdict.hidden else ""
         z = "honest" if score.label == base else f"{score.z:+.1f}"
-        table.add_row(Text(score.label + hidden), f"{score.log_likelihood:.3f}", z)
+        table.add_row(Text(in_words(score.label) + hidden), f"{score.log_likelihood:.3f}", z)
     return table
+
+
+def in_words(label: str) -> str:
+    """A hypothesis' label as people would say it; --json has the label itself."""
+    path, semicolon, fault = label.partition("; ")
+    if path.startswith("nothing, "):
+        path = path.replace("nothing", "unquantized", 1)
+    fault = fault.replace("_", " ").replace("k scale", "k_scale").replace("v scale", "v_scale")
+    return path + semicolon + fault
 
 
 def _unchecked(found: ServerReport, show_all: bool) -> list[str]:
     hidden = found.verdict.hidden if found.verdict else ()
     if not hidden:
         return found.unchecked
-    names = "; ".join(hidden)
+    names = "; ".join(f"({in_words(label)})" for label in hidden)
     if not show_all and len(hidden) > 1:
-        names = f"{hidden[0]} and {len(hidden) - 1} more (--all)"
+        names = f"({in_words(hidden[0])}) and {len(hidden) - 1} more (--all)"
     return [*found.unchecked, f"too near to honesty to decide: {names}"]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from octet.cli import main
 from octet.errors import RequestError
+from serve.proof.report import in_words
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.serve.openai_clients import dead_url
 from tests.serve.proof.fake_proofs import HONEST, UNQUANTIZED, WORSE, served, write_proofs
@@ -295,3 +296,21 @@ def test_mistakes_are_one_line(
     given = [str(proofs) if argument == "GOLDEN" else argument for argument in arguments]
     code, out, err = verify(*given)
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("nothing, e5m2 (nearest), float32", "unquantized, e5m2 (nearest), float32"),
+        (
+            "weights, float16, float32; k_scale_dropped",
+            "weights, float16, float32; k_scale dropped",
+        ),
+        (
+            "weights+activations, e4m3 (nearest), bfloat16; weight_scales_scaled, layer 3, x0.5",
+            "weights+activations, e4m3 (nearest), bfloat16; weight scales scaled, layer 3, x0.5",
+        ),
+    ],
+)
+def test_hypotheses_have_names_for_people(label: str, said: str) -> None:
+    assert in_words(label) == said

@@ -47,7 +47,7 @@ def expectations(found: Mapping[ServingPath, NDArray[np.float64]]) -> Iterator[E
         yield Expectation(
             path=path,
             mean=mean,
-            low=mean * math.exp(-spread),
+            low=min(mean * math.exp(-spread), max(mean - _LEAST, 0.0)),
             high=max(mean * math.exp(spread), mean + _LEAST),
             prompts=prompts,
         )

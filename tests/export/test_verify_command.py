@@ -273,8 +273,8 @@ def test_a_checkpoint_of_others_says_what_is_left_out(tiny_model: Path, tmp_path
     assert result.exit_code == 0 and "no golden records" in result.stdout
 
 
-def test_a_url_is_for_a_later_release() -> None:
-    with pytest.raises(ConfigError, match="comes with a later release"):
+def test_a_url_needs_the_golden_records_of_what_it_serves() -> None:
+    with pytest.raises(ConfigError, match="give --golden"):
         run("http://127.0.0.1:8000/v1")
 
 

@@ -61,7 +61,7 @@ class Probed:
         """What must be said beside a verdict, each one line."""
         found = []
         if self.responses and not self.alternatives:
-            found.append("it returns no log-probabilities: only greedy tokens were compared")
+            found.append("it returns no log-probabilities: nothing could be compared")
         elif self.responses and self.alternatives < ALTERNATIVES:
             found.append(
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"

@@ -24,7 +24,6 @@ from serve.proof.scores import with_prompts
 from serve.routing.make import make_backend
 from serve.tokenizer import Tokenizer
 from tests.integration.servers.launch import TritonServer, VllmServer
-from tests.integration.servers.process import Server
 from tests.serve.proof.contract import require_probed
 
 ROOT = Path(__file__).parents[2]
@@ -59,20 +58,6 @@ def verify(*arguments: object) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def cpu_s(server: Server) -> float:
-    """Seconds that the server's processes have computed."""
-    assert server.process is not None
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(") ")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[2]) == server.process.pid:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
 async def test_contract_on_vllm(
     vllm: VllmServer, exports: Path, kind: Literal["vllm", "openai"]
@@ -95,23 +80,22 @@ async def test_contract_on_triton(triton: TritonServer, exports: Path) -> None:
         await require_probed(backend, golden, range(0, 64, 5), None)
 
 
-async def test_an_admission_costs_vllm_less_than_two_seconds(
-    vllm: VllmServer, exports: Path
-) -> None:
-    """Of its own time: what passes meanwhile depends on who else is at work on the machine."""
+async def test_an_admission_costs_vllm_few_tokens(vllm: VllmServer, exports: Path) -> None:
+    """Its time, which depends on who else is at work on the machine, is shown."""
     proofs = load_proofs(exports / "checkpoint")
     async with of_vllm(vllm) as backend:
         records = order(proofs.golden, 0, first=simulated(proofs.hypotheses))
         await probe(backend, proofs.golden, records[-8:])  # the first request of all is slow
         print()
         for count in (8, FIRST_LOOK, len(records)):
-            before = cpu_s(vllm)
-            probed = await probe(backend, proofs.golden, records[:count], concurrency=8)
-            took = cpu_s(vllm) - before
-            print(f"{count} golden prompts: {probed.seconds:.2f} s, {took:.2f} s of its CPU time,")
-            print(f"  {probed.tokens} tokens; load {os.getloadavg()[0]:.1f}")
-            if count == FIRST_LOOK:
-                assert took < 2.0
+            probed = await probe(backend, proofs.golden, records[:count], concurrency=24)
+            print(
+                f"{count} golden prompts: {probed.seconds:.2f} s, {probed.tokens} tokens;", end=" "
+            )
+            print(f"load {os.getloadavg()[0]:.1f}")
+            assert len(probed.responses) == count
+            if count == FIRST_LOOK:  # 300,000 tokens of clients make up for it
+                assert probed.tokens <= 3000
 
 
 def test_a_right_vllm_is_right(vllm: VllmServer, exports: Path) -> None:

@@ -62,6 +62,7 @@ class Prover:
         self._task: asyncio.Task[None] | None = None
         self._generation = member.generation  # of what follows
         self._rounds: Rounds | None = None  # since its last whole probe
+        self._asked: tuple[int, asyncio.Task[Probed]] | None = None  # of which life; the last one
 
     def installed(self, before: MemberProof | None) -> None:
         """`member.proof` is this one's from now on, in place of `before`."""
@@ -95,6 +96,9 @@ class Prover:
 
     def wake(self) -> None:
         """It was looked at: it can be asked now, or is another than before."""
+        generation, asked = self._asked or (0, None)
+        if asked is not None and generation != self._member.generation:
+            asked.cancel()  # who was asked may never answer
         self._wake.set()
 
     async def _run(self) -> None:
@@ -148,10 +152,19 @@ class Prover:
         generation, ends_at = self._member.generation, self._clock() + self.config.timeout_s
 
         async def ask(records: tuple[int, ...]) -> Probed:
-            probed = await self._ask(records, max(ends_at - self._clock(), 0.001))
-            if generation != self._member.generation:
-                raise BackendUnavailable("it was started anew", kind="lost")
-            return probed
+            limit_s = max(ends_at - self._clock(), 0.001)
+            asked = asyncio.create_task(self._ask(records, limit_s))
+            self._asked = generation, asked
+            try:
+                await asyncio.wait({asked})
+                if generation != self._member.generation:
+                    raise BackendUnavailable("it was started anew", kind="lost")
+                return asked.result()
+            finally:
+                asked.cancel()
+                await asyncio.wait({asked})
+                if not asked.cancelled():
+                    asked.exception()  # seen
 
         return ask
 

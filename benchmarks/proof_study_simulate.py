@@ -108,7 +108,7 @@ def pack(out: Path, name: str, golden: GoldenSet, found: HypothesisSet) -> None:
         known = np.where(np.isnan(steps), UNKNOWN, np.clip(steps, -32000, 32000))
         files[-1][hypothesis.model_dump_json()] = known.astype(np.int16)
     for number, arrays in enumerate(files):
-        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)
 
 
 def unpack(directory: Path, name: str, golden: GoldenSet) -> HypothesisSet:

@@ -1,6 +1,8 @@
 """Answers of exports: the reference's definition, through the served cache."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,8 +48,8 @@ def test_a_quantized_export_diverges_and_both_tokenizers_are_one(
 def test_nan_in_the_logits_is_one_clear_error(
     exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(*arguments: object) -> object:
-        for logits in original(*arguments):  # type: ignore[arg-type]
+    def spoiled(*arguments: Any) -> Iterator[np.ndarray]:
+        for logits in original(*arguments):
             logits = np.array(logits)
             logits[1, 2] = np.nan
             yield logits

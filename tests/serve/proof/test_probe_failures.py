@@ -106,12 +106,14 @@ async def test_a_server_that_is_not_there_is_gone() -> None:
     assert probed.state == "gone" and "cannot be reached" in probed.notes[0]
 
 
-async def test_one_that_neither_answers_nor_says_that_it_is_ready_is_gone() -> None:
+async def test_one_that_neither_answers_nor_says_that_it_is_ready_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with scripted(forever(STREAM_HEAD)) as upstream, started(upstream.url) as backend:
 
         async def not_ready() -> bool:
             return False
 
-        backend.ready = not_ready  # type: ignore[method-assign]  # as of a host that hangs
+        monkeypatch.setattr(backend, "ready", not_ready)  # as of a host that hangs
         probed = await asked(backend, timeout_s=0.1)
     assert probed.state == "gone"

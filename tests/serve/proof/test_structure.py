@@ -83,12 +83,14 @@ async def test_other_servers_say_little_and_some_nothing() -> None:
 @pytest.mark.parametrize(
     "answer", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3]}', b"[" * 9999]
 )
-async def test_a_report_that_is_none_is_no_error(answer: bytes) -> None:
+async def test_a_report_that_is_none_is_no_error(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def get(path: str) -> tuple[int, bytes]:
         return 200, answer
 
     async with started(dead_url()) as backend:
-        backend.get = get  # type: ignore[method-assign]  # of a server that answers nonsense
+        monkeypatch.setattr(backend, "get", get)  # of a server that answers nonsense
         assert await engine_report(backend) == EngineReport("openai", local=True)
 
 

@@ -31,11 +31,12 @@ from card import conditions, report
 from streaming_memory import CONFIG, write_checkpoint
 
 from calibrate.weights import weight_scales
-from octet.artifact import Manifest, ModelIdentity, software
+from octet.artifact import Manifest, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.checksum import Digest, xxh3
 from octet.golden import GoldenRecord, GoldenSet, Top
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 
 SPEED = 0.8  # of copying

@@ -11,8 +11,8 @@ from calibrate.plan import LongPolicy, SamplePlan, plan_batches
 from calibrate.samples import load_samples
 from calibrate.split import CALIBRATION, Split, split_samples
 from calibrate.tokens import tokenize
-from octet.artifact import SampleSet
 from octet.checkpoint import Checkpoint
+from octet.provenance import SampleSet
 
 __all__ = ["Inputs", "read_inputs"]
 

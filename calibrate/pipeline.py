@@ -26,10 +26,11 @@ from calibrate.reporting import PAGE, keep_evidence, report_files, report_on
 from calibrate.scales import check_finite, check_quantizes, check_recipe
 from calibrate.solve import solve
 from calibrate.streaming import observe_checkpoint
-from octet.artifact import Manifest, ModelIdentity, check_destination, software
+from octet.artifact import Manifest, check_destination, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError, UnsupportedError
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 
 __all__ = ["progress_directory", "run"]

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from octet.artifact import Manifest, ModelIdentity, software
+from octet.artifact import Manifest, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.golden import GoldenRecord, GoldenSet, Top
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 
 

@@ -13,13 +13,14 @@ import torch
 
 from calibrate.golden import golden_set
 from export import engine
-from octet.artifact import Manifest, ModelIdentity, software
+from octet.artifact import Manifest, software
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.cli import main
 from octet.commands import export as commands
 from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
 from octet.golden import GoldenSet
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 from serve.runner import StepBatch, load_runner
 from tests.calibrations import save_calibration

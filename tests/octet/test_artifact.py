@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from octet.artifact import (
-    Manifest,
-    ModelIdentity,
-    check_destination,
-    software,
-    write_artifact,
-)
+from octet.artifact import Manifest, check_destination, software, write_artifact
 from octet.checkpoint import Checkpoint
 from octet.checksum import XXH3
 from octet.errors import ArtifactError
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octet.artifact import Manifest, ModelIdentity
+from octet.artifact import Manifest
 from octet.calibration import BINS, Calibration, Observation
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError
 from octet.golden import GoldenSet
+from octet.provenance import ModelIdentity
 from octet.recipe import Recipe
 from octet.tensors import Tensor, TensorFile, write_tensors
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from octet.artifact import Manifest, ModelIdentity, software, write_artifact
+from octet.artifact import Manifest, software, write_artifact
 from octet.errors import ArtifactError
 from octet.golden import GOLDEN_FILE, GoldenSet
 from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.model import ModelSpec
 from octet.proof.artifact import load_proofs
+from octet.provenance import ModelIdentity
 from octet.recipe import PRESETS
 from tests.octet.proof.worlds import make_world
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifact import Manifest, ModelIdentity, software, write_artifact
+from octet.artifact import Manifest, software, write_artifact
 from octet.expected import ServingPath
 from octet.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 from octet.hypotheses import Fault, Hypothesis, HypothesisSet
+from octet.provenance import ModelIdentity
 from octet.recipe import PRESETS
 from serve.sampler import log_softmax
 from tests.fake_servers import FakeOpenAI

@@ -1,9 +1,10 @@
 """One request over the backends that may answer it, until one does.
 
 Nothing has reached the client yet, so another member may be asked, and then another pool. A
-connection that was refused or lost is worth one more try at once. What else goes wrong may be the
-load, or the request: it is tried again only as far as the pool's retry budget goes. A request that
-a backend refuses is not.
+connection that was refused or lost is worth one more try at once, and so is a model whose process
+died: all of its requests fail together, more than a budget for retries would let through. What else
+goes wrong may be the load, or the request: it is tried again only as far as the pool's retry budget
+goes. A request that a backend refuses is not.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ __all__ = ["Attempts"]
 # After these the same member may be asked once more if there is no other: it may have been the
 # connection, or the moment.
 _AGAIN = ("lost", "failed", "garbled")
+# Facts about the backend and no sign of load: one re-dispatch a request, outside the budget.
+_GONE = ("refused", "lost", "dead")
 _log = logging.getLogger(__name__)
 
 
@@ -210,7 +213,7 @@ class Attempts:
                 member = self._next(pool, tried, unfit, failure)
             if member is None:
                 break
-            if failure.kind in ("refused", "lost") and not self._redispatched:
+            if failure.kind in _GONE and not self._redispatched:
                 self._redispatched = True
             else:
                 await self._may_retry(pool, failure)

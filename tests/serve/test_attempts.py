@@ -23,6 +23,10 @@ def lost() -> BackendError:
     return BackendError("vllm http://10.0.0.1:80: closed the connection", kind="lost")
 
 
+def dead() -> BackendError:
+    return BackendError("triton 10.0.0.1:80: its model died", kind="dead")
+
+
 def failed() -> BackendUnavailable:
     return BackendUnavailable("vllm http://10.0.0.1:80: CUDA error", kind="failed")
 
@@ -43,7 +47,7 @@ async def ask(served: Client, stream: bool = False) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("failure", [refused, lost])
+@pytest.mark.parametrize("failure", [refused, lost, dead])
 async def test_a_lost_connection_costs_neither_the_client_nor_the_budget(
     failure: Any, stream: bool
 ) -> None:
@@ -57,6 +61,20 @@ async def test_a_lost_connection_costs_neither_the_client_nor_the_budget(
         reason = failure().kind
         retried = served.metric("octet_retries_total", pool="fake", reason=reason)
         assert retried == broken.asked
+
+
+async def test_all_requests_of_a_model_that_dies_are_answered_elsewhere() -> None:
+    """They fail at one moment: many more than the budget lets through at a time."""
+    dying, sound = Dying(dead()), Scripted(whole())
+    settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
+    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+        asking = [asyncio.create_task(ask(served)) for _ in range(40)]
+        while dying.asked < 20:
+            await asyncio.sleep(0)
+        dying.died.set()
+        answers = await asyncio.gather(*asking)
+        assert {status for status, _ in answers} == {200}
+        assert (dying.asked, sound.asked) == (20, 40)
 
 
 async def test_the_only_backend_is_asked_again_over_a_new_connection() -> None:
@@ -125,6 +143,19 @@ async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
         for asked in (1, 2, 3):
             assert (await ask(served))[0] == 502
             assert unfit.asked == asked
+
+
+class Dying(Scripted):
+    """Answers nobody, and then all at once with its first outcome."""
+
+    def __init__(self, *outcomes: Exception):
+        super().__init__(*outcomes)
+        self.died = asyncio.Event()
+
+    async def relay(self, *_arguments: Any) -> Any:
+        self.asked += 1
+        await self.died.wait()
+        raise self.outcomes[0]
 
 
 class Converting(Scripted):

@@ -2,7 +2,8 @@
 
 JSON lines: first what was asked, then one line a sample, found again by the hash of its tokens.
 Every line is on the disk before the next is begun; one cut off at the end is dropped, and asked
-anew. Answers are read back as they were written, so a resumed evaluation gives the same figures.
+anew. Each has a checksum: answers are read back as they were written, or not at all, so a resumed
+evaluation gives the same figures.
 """
 
 import base64
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from octet.evaluation.answers import Answer
 
 __all__ = ["AnswerStore"]
 
-_SCHEMA = 1
+_SCHEMA = 2  # the first had no checksums
 
 
 class AnswerStore:
@@ -32,8 +34,8 @@ class AnswerStore:
     def __init__(
         self, directory: Path | None, name: str, identity: Mapping[str, str], k: int
     ) -> None:
-        """Reads what is there. ArtifactError for a file that is damaged before its last line,
-        ConfigError for one that another process is writing."""
+        """Reads what is there. ArtifactError for a file that is damaged otherwise than cut off at its
+        end, ConfigError for one that another process is writing."""
         self.name, self.k = name, k
         self._head: dict[str, Any] = {
             "schema_version": _SCHEMA,
@@ -58,10 +60,8 @@ class AnswerStore:
         self._file = self.path.open("ab")
         try:
             self._lock()
-            if self._file.tell() == 0:
+            if not self._read(self.path, line):
                 self._append(line)
-            else:
-                self._read(self.path)
         except BaseException:
             self._file.close()
             raise
@@ -85,7 +85,7 @@ class AnswerStore:
             return None
         self._samples[path] = sha256
         if self.path is not None:
-            self._append(json.dumps({"samples": path, "sha256": sha256}))
+            self._append(_sealed({"samples": path, "sha256": sha256}))
         return before
 
     def add(self, digest: str, answer: Answer) -> None:
@@ -100,7 +100,7 @@ class AnswerStore:
             "top_ids": _text(answer.top_ids),
             "top_logprobs": _text(answer.top_logprobs),
         }
-        self._append(json.dumps(fields))
+        self._append(_sealed(fields))
 
     def close(self) -> None:
         if self.path is not None:
@@ -111,23 +111,28 @@ class AnswerStore:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, head: str) -> bool:
+        """Whether anything is there; a line that was cut off at the end is not any more."""
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.truncate(path, whole)
-        for number, line in enumerate(content[:whole].splitlines()[1:], start=2):
+        first, *lines = content[:whole].split(b"\n")
+        if whole and first != head.encode():
+            raise ArtifactError(f"{path}, line 1: damaged since it was written; delete the file")
+        for number, line in enumerate(lines[:-1], start=2):
             try:
-                fields = json.loads(line)
+                fields = _unsealed(line)
                 if "samples" in fields:
                     self._samples[fields["samples"]] = fields["sha256"]
                     continue
                 self._answers[fields["sample"]] = _answer(fields, self.k)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ArtifactError(
                     f"{path}, line {number}: damaged since it was written; delete the line, and its"
                     " sample is asked again"
                 ) from None
+        return whole > 0
 
 
 def _change(directory: Path, head: Mapping[str, Any]) -> str | None:
@@ -149,6 +154,20 @@ def _change(directory: Path, head: Mapping[str, Any]) -> str | None:
 
 def _short(value: str | None) -> str:
     return "absent" if value is None else value if len(value) <= 40 else f"{value[:12]}..."
+
+
+def _sealed(fields: Mapping[str, Any]) -> str:
+    """A line that tells whether it is as it was written."""
+    return json.dumps({**fields, "crc32": zlib.crc32(json.dumps(fields).encode())})
+
+
+def _unsealed(line: bytes) -> dict[str, Any]:
+    """ValueError, KeyError or AttributeError for a line that is not."""
+    fields: dict[str, Any] = json.loads(line)
+    crc32 = fields.pop("crc32")
+    if zlib.crc32(json.dumps(fields).encode()) != crc32:
+        raise ValueError("its checksum differs")
+    return fields
 
 
 def _text(array: NDArray[Any]) -> str:

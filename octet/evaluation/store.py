@@ -34,8 +34,8 @@ class AnswerStore:
     def __init__(
         self, directory: Path | None, name: str, identity: Mapping[str, str], k: int
     ) -> None:
-        """Reads what is there. ArtifactError for a file that is damaged otherwise than cut off at its
-        end, ConfigError for one that another process is writing."""
+        """Reads what is there. ArtifactError for a file that is damaged before its end,
+        ConfigError for one that another process is writing."""
         self.name, self.k = name, k
         self._head: dict[str, Any] = {
             "schema_version": _SCHEMA,

@@ -21,7 +21,7 @@ from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.deadlines import Deadlines
 from serve.api.disowned import Disowned, require_same
-from serve.api.failures import fault_of, too_late, unavailable, without_address
+from serve.api.failures import fault_of, nobody_left, too_late, without_address
 from serve.api.fields import UnsupportedField
 from serve.api.operation import Operation
 from serve.routing.budget import RetryBudget
@@ -221,7 +221,7 @@ class Attempts:
                     member = self._next(pool, tried, unfit, failure)
             if member is not None:
                 self.observation.retried(failure.kind)
-        raise failure or refusal or unavailable(pool)
+        raise failure or nobody_left(pool, refusal, unfit)
 
     def _next(
         self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None

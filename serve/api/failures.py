@@ -13,11 +13,12 @@ from octet.errors import (
     RequestError,
 )
 from serve.api.deadlines import Deadlines
+from serve.api.fields import UnsupportedField
 from serve.api.relay import AnsweredFailure
 from serve.routing.member import Member
 from serve.routing.pool import Pool
 
-__all__ = ["fault_of", "too_late", "unavailable", "without_address"]
+__all__ = ["fault_of", "nobody_left", "too_late", "without_address"]
 
 
 def fault_of(
@@ -61,15 +62,29 @@ def too_late(
     )
 
 
-def unavailable(pool: Pool) -> BackendUnavailable:
-    """That nobody can be asked; and that proof is why, if all that can be reached lack it."""
-    standings = Counter(member.standing for member in pool.members)
+def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
+    """Why nobody is left to ask: `refusal`, if those of `unfit` cannot take what is asked for.
+
+    Not while one is out that takes any field: a client would never ask again.
+    """
+    able = [member for member in pool.members if member.backend.accepts_extra]
+    if refusal is None:
+        return _unavailable(pool, pool.members)
+    if able and not any(member in able for member in unfit):
+        return _unavailable(pool, able)
+    return refusal
+
+
+def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
+    """That none of `members` can be asked; and that proof is why, if all in reach lack it."""
+    standings = Counter(member.standing for member in members)
     counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
-    said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s()
+    said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
     if counts and standings.keys() <= {"refused", "unproven", "unreachable", "not_ready"}:
         said += f" has proven that its numbers are right ({', '.join(counts)})"
         return BackendUnproven(said, retry_after_s=retry_after_s)
-    return BackendUnavailable(f"{said} is available now", retry_after_s=retry_after_s)
+    able = "" if len(members) == len(pool.members) else " that can take this request"
+    return BackendUnavailable(f"{said}{able} is available now", retry_after_s=retry_after_s)
 
 
 def without_address(error: OctetError, member: Member) -> OctetError:

@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+from serve.api.fields import UnsupportedField
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.backends.held import hold_open
 from serve.backends.triton_errors import error_of
@@ -148,11 +149,12 @@ class TritonBackend:
         self._give_up("its host is gone", "lost")  # if it vanished, they would wait for ever
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
-        if self.tokenizer is None:
-            raise RequestError(
+        if self.tokenizer is None:  # another backend of the pool may have one
+            raise UnsupportedField(
                 f"{self.name} has no chat template: give the backend a tokenizer, "
                 "or send the prompt to /v1/completions",
                 param="messages",
+                code="unsupported_operation",
             )
         return self.tokenizer.chat_prompt(messages)
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octet.errors import RequestError
 from serve.api.fields import UnsupportedField
 from serve.tokenizer import Tokenizer
 
@@ -15,40 +14,33 @@ Prompt = str | tuple[int, ...]
 
 
 def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
-    """A text that the model's tokenizer turns into exactly `prompt`. Raises RequestError.
+    """A text that the model's tokenizer turns into exactly `prompt`. Raises UnsupportedField.
 
     The tokenizer at the other end may put a BOS in front, so one in `prompt` is left out.
     """
     if isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise RequestError(
-            f"{name} takes text, not token ids: give the backend a tokenizer", param="prompt"
-        )
+        raise _unfit("prompt", f"{name} takes text, not token ids: give the backend a tokenizer")
     for start in (0, 1):
         text = str(tokenizer.inner.decode(list(prompt[start:]), skip_special_tokens=False))
         if tuple(tokenizer.encode(text)) == prompt:
             return text
-    raise RequestError(
-        f"{name} takes text, and no text has exactly these token ids", param="prompt"
-    )
+    raise _unfit("prompt", f"{name} takes text, and no text has exactly these token ids")
 
 
 def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequence[int]:
-    """Token ids. Raises RequestError for a text that nobody here can tokenize."""
+    """Token ids. Raises UnsupportedField for a text that nobody here can tokenize."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise RequestError(
-            f"{name} takes token ids, not text: give the backend a tokenizer", param="prompt"
-        )
+        raise _unfit("prompt", f"{name} takes token ids, not text: give the backend a tokenizer")
     return tokenizer.encode(prompt)
 
 
 def unsupported(name: str, field: str, reason: str) -> UnsupportedField:
     """The refusal of a field that another backend of the pool may take."""
-    message = f"'{field}' is not supported by {name}: {reason}"
-    return UnsupportedField(message, param=field, code="unsupported_field")
+    return _unfit(field, f"'{field}' is not supported by {name}: {reason}")
 
 
 def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -71,3 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _unfit(field: str, message: str) -> UnsupportedField:
+    return UnsupportedField(message, param=field, code="unsupported_field")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from octet.errors import RequestError
+from serve.api.fields import UnsupportedField
 
 __all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
 
@@ -63,7 +63,7 @@ class Inputs:
     def add(self, name: str, *values: Any, shape: Sequence[int] = ()) -> None:
         """Writes `values`; `shape` is that of the last dimensions, by default so many in one.
 
-        Raises RequestError for a number that the model's datatype cannot hold.
+        Raises UnsupportedField for a number that the model's datatype cannot hold.
         """
         datatype, rank = self._signature.inputs[name]
         shape = shape or (len(values),)
@@ -73,8 +73,10 @@ class Inputs:
         try:
             getattr(tensor.contents, _CONTENTS[datatype]).extend(encoded)
         except ValueError:
-            raise RequestError(
-                f"'{name}' is out of range: the model takes {datatype}", param=name
+            raise UnsupportedField(
+                f"'{name}' is out of range: the model takes {datatype}",
+                param=name,
+                code="unsupported_field",
             ) from None
 
     def add_if_known(self, name: str, value: Any) -> bool:

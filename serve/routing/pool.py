@@ -121,10 +121,10 @@ class Pool:
                     task.cancel()
         return bool(looks)
 
-    def retry_after_s(self) -> float:
-        """When somebody may be available again; at least a moment, at most a minute."""
+    def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
+        """When one of these, or of all, may be available again: a moment to a minute."""
         health, now = self.config.health, self._clock()
-        waits = [wait_s(member, health, now) for member in self.members if not member.leaving]
+        waits = [wait_s(member, health, now) for member in of or self.members if not member.leaving]
         return min(waits, default=LONGEST_WAIT_S)
 
     @property

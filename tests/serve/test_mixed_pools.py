@@ -1,0 +1,55 @@
+"""Pools whose backends can do different things: a request goes to one that can do what it asks."""
+
+from typing import Any
+
+import pytest
+
+from serve.backends.triton_grpc import TritonBackend
+from serve.config import TritonConfig
+from tests.fake_servers import FakeTriton, running
+from tests.fakes import fake_backend
+from tests.serve.in_process import in_process
+from tests.serve.test_attempts import BODY, pools
+from tests.serve.upstreams import Scripted, whole
+
+TURNS = pools(routing={"policy": "round_robin"})
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", BODY | {"prompt": [104, 105]})],
+    ids=["a conversation", "token ids"],
+)
+async def test_what_wants_a_tokenizer_goes_to_who_has_one(path: str, body: dict[str, Any]) -> None:
+    able = Scripted(whole())
+    async with running(FakeTriton(token_ids=False)) as triton:
+        bare = TritonBackend("fake", TritonConfig(type="triton", url=triton.url))
+        async with in_process(("fake", [bare, able]), pools=TURNS) as served:
+            for _ in range(4):  # whoever is asked first
+                assert (await served.post(path, body))[0] == 200
+        assert able.asked == 4
+
+
+@pytest.mark.parametrize("out", ["unreachable", "ejected"])
+async def test_while_the_one_that_can_is_out_nobody_is_told_that_it_cannot_be_done(
+    out: str,
+) -> None:
+    """A 400 would tell clients never to ask again."""
+    able = Scripted(whole())
+    wanted = BODY | {"min_p": 0.5}  # which the embedded engine refuses
+    async with in_process(("fake", [fake_backend(), able]), pools=TURNS) as served:
+        member = served.gateway.pools["fake"].members[1]
+        if out == "unreachable":
+            member.go_out("away", reachable=False)
+        else:
+            member.breaker.trip()
+        reply = await served.request("/v1/completions", wanted)
+        assert reply.status == 503 and int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["code"] == "backend_unavailable"
+        member.come_in()
+        member.breaker.reset()
+        assert (await served.post("/v1/completions", wanted))[0] == 200
+    async with in_process(("fake", [fake_backend()])) as served:
+        status, answer = await served.post("/v1/completions", wanted)
+        assert (status, answer["error"]["param"]) == (400, "min_p")

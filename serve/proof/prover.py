@@ -36,6 +36,10 @@ __all__ = ["Prover"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
+_OVER = (
+    "not all golden prompts were answered when the {:g} s of its probe were over: if it is so slow"
+    " always, raise proof.timeout_s"
+)
 
 
 class Prover:
@@ -152,13 +156,17 @@ class Prover:
         generation, ends_at = self._member.generation, self._clock() + self.config.timeout_s
 
         async def ask(records: tuple[int, ...]) -> Probed:
-            limit_s = max(ends_at - self._clock(), 0.001)
+            limit_s = ends_at - self._clock()
+            if limit_s <= 0:
+                raise BackendUnavailable(_OVER.format(self.config.timeout_s), kind="timeout")
             asked = asyncio.create_task(self._ask(records, limit_s))
             self._asked = generation, asked
             try:
                 await asyncio.wait({asked})
                 if generation != self._member.generation:
                     raise BackendUnavailable("it was started anew", kind="lost")
+                if asked.cancelled():  # by a library, and not for our end: nobody has told us
+                    raise BackendUnavailable("its probe was given up", kind="lost")
                 return asked.result()
             finally:
                 asked.cancel()

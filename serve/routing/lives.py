@@ -64,10 +64,21 @@ class Lives:
         if held.done():
             return
         if life is not None and before is not None and not life.follows(before):
-            self._member.forget("it was started anew, or loaded its model anew")
+            self._another()
         elif uncertain and not (life is not None and before is not None and life.tells):
             self._unrecognized(told=before is not None and before.tells)
         self._last = life or before
+
+    def _another(self) -> None:
+        """By what it says of itself; the end of its connection, if it ended, was in order."""
+        member = self._member
+        _log.warning(
+            "%s/%s is another than before, by its own word: it is proven anew. If it was not"
+            " restarted, and loaded no model anew, its address leads to several servers, of"
+            " which each proof shows one: give each of them a backend of its own",
+            *(member.pool, member.name),
+        )
+        member.forget("it was started anew, or loaded its model anew")
 
     def _unrecognized(self, *, told: bool) -> None:
         """It closed a connection in order, and does not say since when it runs (`told`: now)."""

@@ -41,7 +41,7 @@ class FakeExam:
     label: str = "a fake exam"
     identity: str = "a" * 64
     says: dict[str, Outcome] = field(default_factory=dict)
-    errors: dict[str, Exception] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     found: dict[str, list[str]] = field(default_factory=dict)
     alternatives: int = 20

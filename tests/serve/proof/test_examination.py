@@ -85,6 +85,34 @@ def test_one_whose_answers_do_not_tell_is_asked_ever_later() -> None:
     play(act, FakeExam(says={ADDRESS: "inconclusive"}))
 
 
+class Slow(FakeExam):
+    """Has answered ten prompts when the time is over."""
+
+    async def ask(
+        self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
+    ) -> Probed:
+        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        await asyncio.sleep(timeout_s - self.seconds)
+        probed.responses = probed.responses[:10]
+        late = f"none came in {timeout_s:g} s"
+        probed.failures = [Failure(n, "busy", late) for n in records[10:]]
+        return probed
+
+
+def test_one_too_slow_for_its_time_is_asked_no_more_and_it_is_said_what_helps() -> None:
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(90)
+        assert scene.member.standing == "unproven"
+        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 24]
+        assert scene.proof.notes == (
+            "14 of 24 golden prompts were not answered in time: none came in 60 s",
+        )
+        said = "the 60 s of its probe were over: if it is so slow always, raise proof.timeout_s"
+        assert said in scene.proof.reason
+
+    play(act, Slow())
+
+
 class Defective(FakeExam):
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         raise ZeroDivisionError("a defect")

@@ -196,6 +196,17 @@ def test_a_defect_in_a_probe_neither_proves_nor_refuses() -> None:
     play(act, FakeExam(errors={ADDRESS: ZeroDivisionError("a defect")}))
 
 
+def test_one_whose_library_gives_a_call_up_is_asked_again() -> None:
+    """As gRPC does when its channel is closed: nobody has cancelled the prover."""
+
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"inconclusive": 1}
+        scene.exam.errors.clear()
+        await scene.until("in", 3)
+
+    play(act, FakeExam(errors={ADDRESS: asyncio.CancelledError()}))
+
+
 def test_probes_never_take_more_than_their_share() -> None:
     """The admission is counted in: later probes wait until it is made up for."""
 

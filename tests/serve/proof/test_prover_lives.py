@@ -137,6 +137,26 @@ def test_a_model_that_was_loaded_again_under_the_same_connection_is_proven_anew(
     play(act, server=server)
 
 
+def test_two_servers_behind_one_address_are_told_to_be_two(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of a load balancer: which of them was proven is not known."""
+
+    class Balanced(Server):
+        async def incarnation(self) -> Incarnation | None:
+            self.life = Incarnation(("m",), started=5.0 if self.life is None else 9.0)
+            return self.life
+
+    async def act(scene: Scene) -> None:
+        await scene.until("unproven", 7)
+        await scene.until("in", 2)
+
+    play(act, server=Balanced(ADDRESS))
+    (line,) = [r.getMessage() for r in caplog.records if "is another than before" in r.getMessage()]
+    assert line.startswith("p/p-1 is another than before, by its own word")
+    assert "give each of them a backend of its own" in line and ADDRESS not in line
+
+
 def test_a_lost_request_has_its_backend_looked_at_and_nobody_is_sent_there_meanwhile() -> None:
     async def act(scene: Scene) -> None:
         lost, other = scene.member.lease(1), scene.member.lease(1)

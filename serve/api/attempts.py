@@ -121,7 +121,7 @@ class Attempts:
 
     def succeeded(self) -> None:
         """The answer is complete."""
-        if self.lease is not None:
+        if self.lease is not None and self.operation.runs_model:
             self.lease.succeeded()
 
     def failed(self, error: BackendError) -> None:

@@ -57,6 +57,7 @@ class Embeddings:
 
     name = "embeddings"
     path = "/v1/embeddings"
+    runs_model = True
     schema: type[BaseModel] = EmbeddingRequest
 
     def cost(self, body: EmbeddingRequest, unlimited: int) -> tuple[int, int]:

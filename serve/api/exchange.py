@@ -192,8 +192,7 @@ class Exchange:
         """Notes what the answer came to; `error` is what cut it short."""
         attempts, tally = self.attempts, answer.tally
         assert attempts is not None
-        if answer.status != 200:  # the request was refused, by a backend that works
-            attempts.succeeded()
+        if answer.status != 200:  # which says nothing of the model: it may hang behind it
             self.observation.refused("refused_by_backend")
             attempts.settle(0, 0)
             return

@@ -22,6 +22,10 @@ class Operation(Protocol):
     def path(self) -> str: ...
 
     @property
+    def runs_model(self) -> bool:
+        """Whether an answer shows that the model works: else a server gives it with a dead one."""
+
+    @property
     def schema(self) -> type[BaseModel]:
         """Of the body; its `model` names what is asked for."""
 

@@ -77,13 +77,11 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     body = await _read(name, relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
+    if relay.status == 501:  # vLLM, of what its model is not made for
+        raise _unfit(f"{name} cannot do this: {error}", 400)  # clients try a 5xx again
     if not _is_error_object(body):
         if relay.status in (404, 405):  # who has the path, and not the model, says so in OpenAI's
-            raise UnsupportedField(
-                f"{name} does not have {path} ({error})",
-                status=relay.status,
-                code="unsupported_operation",
-            )
+            raise _unfit(f"{name} does not have {path} ({error})", relay.status)
         # A framework's own words, a proxy's page, or none: only the status stays.
         body = error_bytes(error)
     headers["content-type"] = JSON
@@ -93,6 +91,10 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     if relay.status == 429 or relay.status >= 500:
         raise AnsweredFailure(error, answer)
     raise error
+
+
+def _unfit(message: str, status: int) -> UnsupportedField:
+    return UnsupportedField(message, status=status, code="unsupported_operation")
 
 
 def _is_error_object(body: bytes) -> bool:

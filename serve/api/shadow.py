@@ -73,8 +73,11 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
         lease.served = (answer.tally.prompt_tokens or 0) + (answer.tally.completion_tokens or 0)
         if answer.tally.failed is not None:
             raise answer.tally.failed
-        lease.succeeded()
-        return "ok" if answer.status == 200 else "refused"
+        if answer.status != 200:
+            return "refused"
+        if operation.runs_model:
+            lease.succeeded()
+        return "ok"
     except TimeoutError:
         if not began:  # else it is slow, or was asked for much
             lease.failed(BackendError(f"{member.name}: no answer in {total_s:g} s", kind="timeout"))

@@ -28,6 +28,7 @@ class Completions:
 
     name = "text_completion"
     path = "/v1/completions"
+    runs_model = True
     schema: type[BaseModel] = CompletionRequest
 
     def cost(self, body: CompletionRequest, unlimited: int) -> tuple[int, int]:
@@ -48,6 +49,7 @@ class Chats:
 
     name = "chat"
     path = "/v1/chat/completions"
+    runs_model = True
     schema: type[BaseModel] = ChatRequest
 
     def cost(self, body: ChatRequest, unlimited: int) -> tuple[int, int]:

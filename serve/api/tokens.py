@@ -56,6 +56,7 @@ class Tokenize:
 
     name = "tokenize"
     path = "/tokenize"
+    runs_model = False
     schema: type[BaseModel] = TokenizeRequest
 
     def cost(self, body: TokenizeRequest, unlimited: int) -> tuple[int, int]:
@@ -85,6 +86,7 @@ class Detokenize:
 
     name = "detokenize"
     path = "/detokenize"
+    runs_model = False
     schema: type[BaseModel] = DetokenizeRequest
 
     def cost(self, body: DetokenizeRequest, unlimited: int) -> tuple[int, int]:

@@ -44,7 +44,8 @@ def failure(
     """The error for an answer that is not a 200; of `body` its beginning is enough.
 
     A 429 or 503 is `overloaded`, other 5xx are `failed`, and so is a refusal of the gateway's own
-    key. What is left is the client's: a RequestError with the server's status, field and code.
+    key. What is left, a 501 too, is the client's: a RequestError with the server's status, field
+    and code.
     """
     message, param, code = _said(body)
     kind = kind_of(status, body)
@@ -66,6 +67,8 @@ def kind_of(status: int, body: bytes) -> FailureKind | None:
         return "dead"
     if status in (429, 503):
         return "overloaded"
+    if status == 501:  # it works, and does not do this
+        return None
     if status >= 500 or status in (401, 403, 407):
         return "failed"
     return None if status >= 400 else "garbled"

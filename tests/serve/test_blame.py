@@ -1,6 +1,7 @@
 """What counts against a backend, and what against nobody; and how one comes back."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from serve.api.errors import code_of, error_bytes
+from serve.backends.base import Relay
 from serve.backends.openai_errors import failure
 from serve.backends.triton_errors import error_of
 from tests.serve.in_process import Client, in_process
@@ -38,6 +40,72 @@ async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
         for _ in range(6):
             await ask(served, stream=True)
         assert dying.asked == 1
+
+
+class Frontend(Scripted):
+    """Its engine answers nobody; what is refused, or needs no engine, is answered before it."""
+
+    async def relay(self, path: str, body: bytes, headers: Any) -> Any:
+        if path == "/tokenize":
+            return Relay(200, {"content-type": "application/json"}, self._body([b'{"tokens":[1]}']))
+        if b"refused" in body:
+            error = b'{"error":{"message":"no","code":400}}'
+            return Relay(400, {"content-type": "application/json"}, self._body([error]))
+        return await super().relay(path, body, headers)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [("/v1/completions", {"prompt": "refused"}, 400), ("/tokenize", {}, 200)],
+    ids=["refusals", "tokens"],
+)
+async def test_what_needs_no_engine_hides_no_engine_that_fails(
+    path: str, fields: dict[str, str], status: int
+) -> None:
+    failing, sound = Frontend(failed()), Frontend(whole())
+    settings = pools(ejection={"failures": 3}, routing={"policy": "round_robin"})
+    async with in_process(("fake", [failing, sound]), pools=settings) as served:
+        member, other = served.gateway.pools["fake"].members
+        for _ in range(6):
+            assert [(await ask(served))[0] for _ in range(2)] == [200, 200]
+            for _ in range(2):
+                reply = await served.request(path, {"model": "fake", "prompt": "abc"} | fields)
+                assert reply.status == status
+        assert (member.standing, failing.asked) == ("ejected", 3)
+        assert member.last_success == -math.inf < other.last_success
+
+
+async def test_a_refusal_decides_no_trial() -> None:
+    async with on_trial(whole()) as (served, _):
+        (member,) = served.gateway.pools["fake"].members
+        member.backend = Frontend(whole())
+        refused = await served.post("/v1/completions", BODY | {"prompt": "refused"})
+        assert (refused[0], member.standing, member.available) == (400, "trial", True)
+        assert (await ask(served))[0] == 200 and member.standing == "in"
+
+
+NOT_THERE = b'{"error":{"message":"The model does not support Embeddings API","code":501}}'
+
+
+async def test_what_a_server_has_not_implemented_is_no_failure_of_it() -> None:
+    """vLLM, of embeddings of a model that generates."""
+    without, able = Without(whole()), Scripted(b'{"data":[{"embedding":[1]}]}')
+    settings = pools(ejection={"failures": 1}, routing={"policy": "round_robin"})
+    asked = {"model": "fake", "input": "abc"}
+    async with in_process(("fake", [without, able]), pools=settings) as served:
+        for _ in range(4):
+            assert (await served.post("/v1/embeddings", asked))[0] == 200
+        assert served.gateway.pools["fake"].members[0].standing == "in"
+    async with in_process(("fake", [without])) as served:
+        status, answer = await served.post("/v1/embeddings", asked)
+        assert (status, answer["error"]["code"]) == (400, "unsupported_operation")
+        assert "fake-1" in answer["error"]["message"]
+
+
+class Without(Scripted):
+    async def relay(self, path: str, _body: bytes, _headers: Any) -> Any:
+        self.asked += 1
+        return Relay(501, {"content-type": "application/json"}, self._body([NOT_THERE]))
 
 
 class Poisoned(Scripted):

@@ -268,14 +268,7 @@ async def test_why_a_server_cannot_be_reached_is_said_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [
-        (400, None),
-        (404, None),
-        (501, None),
-        (429, "overloaded"),
-        (503, "overloaded"),
-        (500, "failed"),
-    ],
+    [(400, None), (404, None), (429, "overloaded"), (503, "overloaded"), (500, "failed")],
 )
 def test_an_error_event_is_told_by_its_code_before_its_words(status: int, kind: str | None) -> None:
     error = from_event("vllm", {"message": "no", "code": status})

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from calibrate.compiled import compiled
+from octet.bits import float32_to_bf16
 from octet.calibration import BINS
-from octet.formats import float32_to_bf16
 
 __all__ = ["Counter", "CpuCounter", "count_reference", "make_counter"]
 

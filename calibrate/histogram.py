@@ -8,7 +8,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from octet import formats
+from octet.bits import bf16_to_float32
 from octet.calibration import BINS, Observation
 
 __all__ = ["SMALL", "CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
@@ -115,7 +115,7 @@ def magnitudes(code_dtype: CodeDtype) -> NDArray[np.float32]:
     """float32[32768]: the value of each magnitude code, Inf and NaN included; read-only."""
     codes = np.arange(BINS, dtype=np.uint16)
     if code_dtype == "bfloat16":
-        values = formats.bf16_to_float32(codes)
+        values = bf16_to_float32(codes)
     else:
         values = codes.view(np.float16).astype(np.float32)
     values.flags.writeable = False

@@ -33,9 +33,9 @@ from calibrate.modelopt_backend import BACKEND, attach_rounding, register_backen
 from calibrate.progress import progress_bar
 from calibrate.smoothing import fold, power_of_two, shared_vector, sites
 from calibrate.weights import weight_scales
+from octet.bits import float32_to_bf16
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError, UnsupportedError
-from octet.formats import float32_to_bf16
 from octet.recipe import Recipe, TensorScheme
 from octet.tensors import Tensor
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.bits import bf16_to_float32, float32_to_bf16
 from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
-from octet.formats import bf16_to_float32, float32_to_bf16
 from octet.model import ModelSpec
 from octet.tensors import Tensor
 

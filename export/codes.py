@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octet import formats, microscaling, scaling
+from octet.bits import pack_e2m1
 from octet.errors import NumericsError
 from octet.recipe import TensorScheme
 from octet.tensors import Tensor
@@ -43,7 +44,7 @@ def weight_codes(
     kernel = _kernel(fmt.name)
     if kernel is None:
         codes = scaling.quantize(weight.float32(), factor, fmt, granularity, name=name)
-        return codes if fmt.bits == 8 else formats.pack_e2m1(codes)
+        return codes if fmt.bits == 8 else pack_e2m1(codes)
     rows, columns = weight.shape
     expected = granularity.scale_shape((rows, columns))
     if factor.shape != expected and not (expected == () and factor.shape == (1,)):

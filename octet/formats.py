@@ -27,8 +27,8 @@ torch 2.13 do otherwise:
   torch drops their sign.
 - E8M0 does not saturate, here or there: 1.5·2^127 and above is NaN, because a clipped scale would
   be silently wrong for its whole block. Ties go up, and so does everything between 2^-127 and
-  2^-126, as in torch and ml_dtypes. MX scales are computed by `encode_e8m0_scale` instead, which
-  never rounds up.
+  2^-126, as in torch and ml_dtypes. The scales of MX blocks are not rounded so: OCP's rule is
+  `encode_e8m0_scale`, and what engines do is in `octet.microscaling`.
 
 How it is fast: no format here has more than 3 mantissa bits, so the upper 16 bits of a float32
 and one bit that says whether any lower bit was set ("round to odd") decide the result. A table of
@@ -42,6 +42,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.bits import bf16_to_float32
 from octet.errors import NumericsError, UnsupportedError, nearest
 
 __all__ = [
@@ -54,17 +55,12 @@ __all__ = [
     "FORMATS",
     "Format",
     "Rounding",
-    "bf16_to_float32",
     "decode",
-    "e5m2_to_float16",
     "encode",
     "encode_e8m0_scale",
-    "float32_to_bf16",
     "format_named",
     "grid",
-    "pack_e2m1",
     "round_to",
-    "unpack_e2m1",
 ]
 
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -168,34 +164,6 @@ def grid(fmt: Format) -> Float32Array:
     return values[np.isfinite(values)]
 
 
-def e5m2_to_float16(codes: Codes, out: NDArray[np.float16] | None = None) -> NDArray[np.float16]:
-    """E5M2 codes as float16, exact (an E5M2 is the top byte of a half), into `out` if given.
-
-    `codes` and `out` have one shape and any strides, so a slice of a cache will do.
-    """
-    if out is None:
-        out = np.empty(codes.shape, np.float16)
-    np.left_shift(codes, np.uint16(8), out=out.view(np.uint16), dtype=np.uint16)
-    return out
-
-
-def pack_e2m1(codes: Codes) -> Codes:
-    """Two E2M1 codes a byte along the last axis, the first in the low nibble: [..., K/2]."""
-    if codes.shape[-1] % 2:
-        raise ValueError(f"cannot pack {codes.shape[-1]} E2M1 codes two a byte: odd last axis")
-    packed: Codes = codes[..., 1::2] << np.uint8(4)
-    packed |= codes[..., 0::2]
-    return packed
-
-
-def unpack_e2m1(packed: Codes) -> Codes:
-    """The inverse of `pack_e2m1`: [..., K/2] bytes to [..., K] codes."""
-    codes: Codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
-    np.bitwise_and(packed, 0x0F, out=codes[..., 0::2])
-    np.right_shift(packed, 4, out=codes[..., 1::2])
-    return codes
-
-
 def encode_e8m0_scale(amax: NDArray[np.floating[Any]], element: Format) -> Codes:
     """E8M0 scales of MX blocks with largest magnitude `amax`, for elements of format `element`.
 
@@ -210,29 +178,6 @@ def encode_e8m0_scale(amax: NDArray[np.floating[Any]], element: Format) -> Codes
     codes = np.clip(exponent + E8M0.bias, 0, 254)
     codes = np.where(amax == 0, 0, codes)
     return np.where(np.isfinite(amax), codes, 0xFF).astype(np.uint8)
-
-
-def bf16_to_float32(bits: NDArray[np.uint16]) -> Float32Array:
-    """bfloat16 bit patterns (uint16, any shape) as float32, exact."""
-    return np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)
-
-
-def float32_to_bf16(x: Float32Array) -> NDArray[np.uint16]:
-    """bfloat16 bit patterns of `x`, to nearest even, beyond the largest to Inf as in IEEE 754.
-
-    A NaN keeps its sign and its upper bits and is made quiet.
-    """
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits  # a NaN may wrap around here; it is replaced below
-    rounded >>= 16
-    result = rounded.astype(np.uint16)
-    nan = np.isnan(x)
-    if nan.any():
-        result[nan] = (bits[nan] >> 16) | 0x0040
-    return result.reshape(np.shape(x))
 
 
 def _check(x: NDArray[np.floating[Any]], fmt: Format) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octet import formats
+from octet.bits import bf16_to_float32
 from octet.errors import CheckpointError
 
 __all__ = [
@@ -70,7 +71,7 @@ class Tensor:
         """The values, exactly (every floating tag but F64 fits in float32)."""
         match self.dtype:
             case "BF16":
-                return formats.bf16_to_float32(self.codes)
+                return bf16_to_float32(self.codes)
             case "F8_E4M3":
                 return formats.decode(self.codes, formats.E4M3)
             case "F8_E5M2":

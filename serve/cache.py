@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.bits import e5m2_to_float16
 from octet.errors import ConfigError
-from octet.formats import e5m2_to_float16
 from octet.model import ModelSpec
 from octet.recipe import KvCacheDtype
 

@@ -14,8 +14,9 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from octet.bits import unpack_e2m1
 from octet.errors import ArtifactError
-from octet.formats import E2M1, E4M3, decode, encode, unpack_e2m1
+from octet.formats import E2M1, E4M3, decode, encode
 
 __all__ = ["store_e2m1_as_e4m3"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from octet.bits import bf16_to_float32, float32_to_bf16
 from octet.checkpoint import Checkpoint
-from octet.formats import bf16_to_float32, float32_to_bf16
 from octet.tensors import Tensor, write_tensors
 
 NORMS = {

@@ -13,11 +13,12 @@ from rich.console import Console
 from calibrate import run
 from calibrate.rescale import rescale
 from octet import scaling
+from octet.bits import float32_to_bf16
 from octet.calibration import WEIGHTS_FILE, Calibration
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, ConfigError, OctetError
 from octet.expected import EXPECTED_FILE
-from octet.formats import E4M3, float32_to_bf16
+from octet.formats import E4M3
 from octet.hypotheses import HYPOTHESES_FILE
 from octet.recipe import PRESETS, Override, Recipe
 from octet.tensors import Tensor, write_tensors

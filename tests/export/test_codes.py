@@ -5,6 +5,7 @@ import pytest
 
 from export import codes
 from octet import formats, microscaling, scaling
+from octet.bits import pack_e2m1
 from octet.errors import NumericsError
 from octet.recipe import PRESETS, TensorScheme
 from octet.tensors import Tensor
@@ -41,7 +42,7 @@ def expected(
     granularity = scaling.Granularity.of(scheme.granularity, scheme.group_size)
     factor = microscaling.combined(scale, shared)
     found = scaling.quantize(weight.float32(), factor, fmt, granularity)
-    return found if fmt.bits == 8 else formats.pack_e2m1(found)
+    return found if fmt.bits == 8 else pack_e2m1(found)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from export.checkpoint import CheckpointFormat, export_checkpoint
 from export.source import Source
 from octet import formats, microscaling, scaling
+from octet.bits import unpack_e2m1
 from octet.model import Linear
 from octet.recipe import Override, Recipe
 from tests.export.conftest import make_calibration
@@ -248,7 +249,7 @@ def dequantized(source: Source, linear: Linear) -> np.ndarray:
     fmt = formats.format_named(schemes[0].format)
     granularity = scaling.Granularity.of(schemes[0].granularity, schemes[0].group_size)
     codes = source.weight_codes(linear)
-    codes = codes if fmt.bits == 8 else formats.unpack_e2m1(codes)
+    codes = codes if fmt.bits == 8 else unpack_e2m1(codes)
     scale = source.weight_scale(linear)
     factor = microscaling.combined(scale, source.weight_global_scale(linear))
     return scaling.dequantize(codes, factor, fmt, granularity)

@@ -18,9 +18,9 @@ from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
 from octet import formats, scaling
+from octet.bits import bf16_to_float32, float32_to_bf16
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
-from octet.formats import bf16_to_float32, float32_to_bf16
 from octet.microscaling import combined
 from octet.recipe import PRESETS, Recipe
 from octet.tensors import TensorFile

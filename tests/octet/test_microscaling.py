@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from octet import scaling
+from octet.bits import bf16_to_float32
 from octet.errors import NumericsError
-from octet.formats import E2M1, E4M3, Format, bf16_to_float32, encode_e8m0_scale, grid
+from octet.formats import E2M1, E4M3, Format, encode_e8m0_scale, grid
 from octet.microscaling import (
     combined,
     dynamic_scales,

@@ -10,8 +10,9 @@ from onnx.reference import ReferenceEvaluator
 from export.graph import Graph
 from export.onnx_inputs import round_dynamic
 from octet import formats, microscaling
+from octet.bits import bf16_to_float32
 from octet.errors import ArtifactError
-from octet.formats import E2M1, E4M3, bf16_to_float32, round_to
+from octet.formats import E2M1, E4M3, round_to
 from octet.recipe import Recipe
 from serve.onnx_rewrite import read_past_as_float16, round_in_float32
 

@@ -5,9 +5,7 @@ tensors travel here as a dtype tag and an array of codes: uint16 for BF16, uint8
 """
 
 import hashlib
-import json
 import mmap
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +19,7 @@ import numpy.typing as npt
 from octet import formats
 from octet.bits import bf16_to_float32
 from octet.errors import CheckpointError
+from octet.tensor_header import CONTAINERS, Entry, encode_header, nbytes_of, read_header
 
 __all__ = [
     "PendingTensor",
@@ -31,26 +30,6 @@ __all__ = [
     "write_tensors",
 ]
 
-# safetensors dtype tag -> the numpy dtype of the codes that carry it
-CONTAINERS: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-    "F8_E8M0": np.dtype("u1"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _PART = 8 << 20  # bytes written and hashed together
 _WAITING_PARTS = 8
 _RELEASE_EVERY = 64 << 20
@@ -104,15 +83,7 @@ class PendingTensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * CONTAINERS[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class _Entry:
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # byte offsets from the start of the file
-    stop: int
+        return nbytes_of(self.dtype, self.shape)
 
 
 class TensorFile:
@@ -121,7 +92,7 @@ class TensorFile:
     def __init__(
         self,
         path: Path,
-        entries: dict[str, _Entry],
+        entries: dict[str, Entry],
         buffer: mmap.mmap | bytes,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
@@ -135,22 +106,11 @@ class TensorFile:
         """Raises CheckpointError for a file that is truncated or whose header is not valid."""
         try:
             with path.open("rb") as file:
-                size = path.stat().st_size
-                if size < 8:
-                    raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > min(size - 8, _MAX_HEADER_BYTES):
-                    raise CheckpointError(
-                        f"{path}: its header claims {length} bytes in a file of {size}:"
-                        " truncated or not safetensors; copy it again"
-                    )
-                header = file.read(length)
+                entries, metadata = read_header(path, file)
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        entries = _parse_header(path, header, size)
-        metadata = json.loads(header).get("__metadata__")
-        return cls(path, entries, buffer, metadata if isinstance(metadata, dict) else None)
+        return cls(path, entries, buffer, metadata)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -189,35 +149,6 @@ class TensorFile:
         start -= start % mmap.PAGESIZE
         if isinstance(self._buffer, mmap.mmap) and code is not None and start < stop:
             self._buffer.madvise(code, start, stop - start)
-
-
-def _parse_header(path: Path, header: bytes, size: int) -> dict[str, _Entry]:
-    base = 8 + len(header)
-    entries: dict[str, _Entry] = {}
-    try:
-        parsed = json.loads(header)
-        for name, item in parsed.items():
-            if name == "__metadata__":
-                continue
-            start, stop = item["data_offsets"]
-            entries[name] = _Entry(
-                str(item["dtype"]), tuple(int(n) for n in item["shape"]), base + start, base + stop
-            )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: the safetensors header is damaged; copy it again") from None
-    for name, entry in entries.items():
-        if entry.dtype not in CONTAINERS:
-            raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {entry.dtype}")
-        expected = int(np.prod(entry.shape, dtype=np.int64)) * CONTAINERS[entry.dtype].itemsize
-        if entry.start < base or entry.stop - entry.start != expected:
-            raise CheckpointError(f"{path}: tensor {name} does not fit its shape {entry.shape}")
-    end = max((entry.stop for entry in entries.values()), default=base)
-    if end != size:
-        raise CheckpointError(
-            f"{path}: the header describes {end} bytes, the file has {size}:"
-            " truncated or altered; copy it again"
-        )
-    return entries
 
 
 def write_tensors(
@@ -271,6 +202,10 @@ def tensors_nbytes(
     return nbytes + (len(_header(planned, metadata)) if header else 0)
 
 
+def _header(planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:
+    return encode_header({name: (x.dtype, x.shape) for name, x in planned.items()}, metadata)
+
+
 def _contents(
     planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None
 ) -> Iterator[npt.NDArray[Any]]:
@@ -285,21 +220,6 @@ def _contents(
             yield codes
         if tensor.shape and rows != tensor.shape[0]:
             raise RuntimeError(f"{name}: {rows} rows are not those of {tensor.shape}")
-
-
-def _header(planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in planned.items():
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # so that the data begins at a multiple of 8
-    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def pending(tensor: Tensor | PendingTensor) -> PendingTensor:

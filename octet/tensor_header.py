@@ -1,0 +1,112 @@
+"""The header of a safetensors file, what lies where: its length in 8 bytes, then JSON."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from octet.errors import CheckpointError
+
+__all__ = ["CONTAINERS", "Entry", "encode_header", "nbytes_of", "read_header"]
+
+# safetensors dtype tag -> the numpy dtype of the codes that carry it
+CONTAINERS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its bytes are those from `start` to `stop` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """The bytes that a tensor takes in the file."""
+    return int(np.prod(shape, dtype=np.int64)) * CONTAINERS[dtype].itemsize
+
+
+def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str] | None]:
+    """The tensors of `file`, which is `path` just opened, and the texts that its writer added.
+
+    CheckpointError unless they are exactly what the rest of the file holds.
+    """
+    size = path.stat().st_size
+    if size < 8:
+        raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path}: its header claims {length} bytes in a file of {size}:"
+            " truncated or not safetensors; copy it again"
+        )
+    base = 8 + length
+    entries: dict[str, Entry] = {}
+    try:
+        parsed = json.loads(file.read(length))
+        for name, item in parsed.items():
+            if name == "__metadata__":
+                continue
+            start, stop = item["data_offsets"]
+            entries[name] = Entry(
+                str(item["dtype"]), tuple(int(n) for n in item["shape"]), base + start, base + stop
+            )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: the safetensors header is damaged; copy it again") from None
+    _check(path, entries, base, size)
+    metadata = parsed.get("__metadata__")
+    return entries, metadata if isinstance(metadata, dict) else None
+
+
+def _check(path: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    for name, entry in entries.items():
+        if entry.dtype not in CONTAINERS:
+            raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {entry.dtype}")
+        expected = nbytes_of(entry.dtype, entry.shape)
+        if entry.start < base or entry.stop - entry.start != expected:
+            raise CheckpointError(f"{path}: tensor {name} does not fit its shape {entry.shape}")
+    end = max((entry.stop for entry in entries.values()), default=base)
+    if end != size:
+        raise CheckpointError(
+            f"{path}: the header describes {end} bytes, the file has {size}:"
+            " truncated or altered; copy it again"
+        )
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> bytes:
+    """The header of a file with `tensors`, dtype and shape of each, one behind the other."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = offset + nbytes_of(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that the data begins at a multiple of 8
+    return struct.pack("<Q", len(encoded)) + encoded

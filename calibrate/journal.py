@@ -16,14 +16,11 @@ unfinished layer is removed. Several processes share one journal: rank 0 writes 
 own batches' activations.
 """
 
-import fcntl
 import hashlib
 import os
-import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -35,24 +32,29 @@ from calibrate.activations import ActivationFiles, disk_error, flush
 from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
 from calibrate.distributed import Group
+from calibrate.journal_files import (
+    HEAD,
+    KEPT,
+    clear_activations,
+    discard_contents,
+    flush_activations,
+    forget_activations,
+    lock_directory,
+    make_directory,
+    remove,
+    remove_remains,
+)
 from calibrate.layers import LayeredModel
 from calibrate.records import altered, read_json, unreadable, write_json
 from octet.calibration import StoredHistograms, pack_histogram
 from octet.checkpoint import sha256_file
-from octet.errors import ArtifactError, CheckpointError, OctetError
+from octet.errors import ArtifactError, CheckpointError
 from octet.tensors import TensorFile, write_tensors
 
 __all__ = ["Journal", "discard"]
 
 SCHEMA_VERSION = 2
 KEEP_EVERY_S = 30.0  # so much work may have to be done again
-
-_HEAD, _KEPT = "journal.json", "kept.json"
-
-# What may be found where a journal was to begin, or was being discarded, when the process died.
-_OWN = re.compile(
-    r"lock|((journal|kept|layer-\d+)\.json|layer-\d+\.safetensors)(\.partial)?|activations-\d+"
-)
 
 
 class Journal:
@@ -136,19 +138,19 @@ class Journal:
     def begin(self, index: int, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
         """Where to write what layer `index` gives, for `keep`."""
         directory = self._directory(index)
-        self._group.attempt(partial(_make, directory))
+        self._group.attempt(partial(make_directory, directory))
         return ActivationFiles(directory, model, batches, hashed=True)
 
     def keep(self, index: int, files: ActivationFiles) -> None:
         """Continuing begins behind layer `index`, of which `files`, from `begin`, are whole."""
-        self._group.attempt(partial(_flush_all, files.directory, files.hashes))
+        self._group.attempt(partial(flush_activations, files.directory, files.hashes))
         hashes: dict[str, str] = {}
         for part in self._group.gather(files.hashes):
             hashes |= {str(batch): digest for batch, digest in sorted(part.items())}
         # Relative within the journal, which may be moved.
         directory = files.directory.name if self.place == self.path else str(files.directory)
         record = {"layer": index, "directory": directory, "given": hashes}
-        self._group.on_first(partial(write_json, self.path / _KEPT, record))
+        self._group.on_first(partial(write_json, self.path / KEPT, record))
         before, self._kept = self._kept, record
         if before is not None and before["directory"] != record["directory"]:
             shutil.rmtree(self.path / before["directory"], ignore_errors=True)
@@ -157,21 +159,21 @@ class Journal:
     def forget(self) -> None:
         """Removes the activations: every layer is finished."""
         self._kept = None
-        self._group.on_first(partial(_forget, self.path))
+        self._group.on_first(partial(forget_activations, self.path))
 
     def _open(
         self, identity: Mapping[str, str], restart: bool
     ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """The records of the finished layers, and that of the activations."""
-        self._lock = _lock(self.path)
-        head = self.path / _HEAD
+        self._lock = lock_directory(self.path)
+        head = self.path / HEAD
         if restart:
-            _empty(self.path)
+            discard_contents(self.path)
         places = {"."} if self.place == self.path else {".", str(self.place)}
         content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
         if not head.exists():
-            _discard(x for x in self.path.iterdir() if _OWN.fullmatch(x.name))
-            _clear(self.place)
+            remove_remains(self.path)
+            clear_activations(self.place)
             write_json(head, content | {"activations": sorted(places)})
             return [], None
         found = read_json(head)
@@ -188,12 +190,13 @@ class Journal:
         records: list[dict[str, Any]] = []
         while (record := self.path / f"layer-{len(records):03d}.json").exists():
             records.append(read_json(record))
-        kept = read_json(self.path / _KEPT) if (self.path / _KEPT).exists() else None
+        kept = read_json(self.path / KEPT) if (self.path / KEPT).exists() else None
         if kept is not None and kept["layer"] >= len(records):  # counts before it were removed
             kept = None
-        _discard(self.path.glob("*.partial"))
+        remove(self.path.glob("*.partial"))
+        spared = None if kept is None else self.path / kept["directory"]
         for place in places:
-            _clear(self.path / place, None if kept is None else self.path / kept["directory"])
+            clear_activations(self.path / place, spared)
         return records, kept
 
     def _write(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
@@ -241,83 +244,11 @@ class Journal:
 
 def discard(progress: Path) -> None:
     """Removes the directory `progress`, the journals in it, and what they keep elsewhere."""
-    for head in progress.glob(f"*/{_HEAD}"):
-        _empty(head.parent)
+    for head in progress.glob(f"*/{HEAD}"):
+        discard_contents(head.parent)
     shutil.rmtree(progress, ignore_errors=True)
 
 
 def _name(path: Path) -> str:
     """The directory that the journal in `path` has below the one for spilling."""
     return f"octet-{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-
-
-def _empty(path: Path) -> None:
-    """Discards the journal in `path`; stopped at any moment, what is left can still be opened."""
-    _forget(path)
-    (path / _HEAD).unlink(missing_ok=True)  # what is left without it is nobody's
-    _discard(x for x in path.iterdir() if _OWN.fullmatch(x.name))
-
-
-def _clear(place: Path, kept: Path | None = None) -> None:
-    """Removes the activations in `place` but those in `kept`, and itself if it is empty."""
-    for directory in sorted(place.glob("activations-*")):
-        if directory != kept:
-            shutil.rmtree(directory, ignore_errors=True)
-    with suppress(OSError):
-        place.rmdir()
-
-
-def _lock(path: Path) -> IO[str]:
-    """The journal's directory, made if need be, for this process alone until the file is closed."""
-    begun = path.is_dir() and (
-        (path / _HEAD).exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
-    )
-    if path.exists() and not begun:
-        raise ArtifactError(f"{path}: exists and is not a journal; choose another")
-    _make(path)
-    try:
-        lock = (path / "lock").open("w")
-    except OSError as error:
-        raise disk_error(path / "lock", error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ArtifactError(f"{path}: another process is calibrating with this journal") from None
-    return lock
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(directory, error) from None
-
-
-def _flush_all(directory: Path, batches: Iterable[int]) -> None:
-    try:
-        for batch in batches:
-            flush(ActivationFiles.path(directory, batch))
-        flush(directory)
-        flush(directory.parent)
-    except OSError as error:
-        raise disk_error(directory, error) from None
-
-
-def _discard(paths: Iterable[Path]) -> None:
-    for path in list(paths):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != "lock":
-            path.unlink(missing_ok=True)
-
-
-def _forget(path: Path) -> None:
-    """Removes the activations of the journal in `path`, wherever they are."""
-    try:
-        places = read_json(path / _HEAD)["activations"]
-    except (OctetError, KeyError):
-        places = ["."]
-    (path / _KEPT).unlink(missing_ok=True)  # first: it names what goes next
-    for place in places:
-        _clear(path / place)

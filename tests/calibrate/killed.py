@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibrate import journal, records
+from calibrate import journal, journal_files, records
 from calibrate.activations import ActivationFiles
 from tests.calibrate.runs import batches_of, run, save_counts
 
@@ -148,6 +148,7 @@ def die_at(moment: int) -> None:
         (ActivationFiles, "write"),
         (journal, "write_tensors"),
         (journal, "flush"),
+        (journal_files, "flush"),
         (records, "flush"),
         (journal.os, "replace"),
         (journal.os, "unlink"),

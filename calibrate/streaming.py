@@ -37,9 +37,10 @@ from calibrate.counting import Counter, make_counter
 from calibrate.distributed import Group, require_agreement
 from calibrate.identity import device_name, run_identity
 from calibrate.journal import Journal
+from calibrate.layer_observer import LayerObserver
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
-from calibrate.observe import LayerObserver, check_totals, observations_of
+from calibrate.observe import check_totals, observations_of
 from calibrate.progress import Spread
 from calibrate.uncounted import Uncounted
 from octet.calibration import BINS, Observation
@@ -78,13 +79,12 @@ def observe_checkpoint(
 ) -> Observed:
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts what flows.
 
-    `chunks` is how many chunks of batches there are (by default those that the batches name).
-    `queries` are counted if asked for.
-    Activations wait in memory, or in files in a directory of the run's own below `spill`. The
-    `journal` is a directory that holds every finished layer's counts, and from which a run that was
-    killed continues; the caller discards it (`calibrate.journal.discard`) when its own work is
-    safe. One of another run raises ArtifactError, unless `restart` discards it. Each rank of
-    `group` runs its share of the batches, and has the sums of all. `threads` count on a CPU.
+    There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
+    asked for. Activations wait in memory, or in files in a directory of the run's own below
+    `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
+    run that was killed continues; the caller discards it (`calibrate.journal.discard`) when its own
+    work is safe. One of another run raises ArtifactError, unless `restart` discards it. Each rank
+    of `group` runs its share of the batches, and has the sums of all. `threads` count on a CPU.
     `advance` is told tokens as work is done, which add up to those of `batches`.
 
     NumericsError names tensor, channel and sample of the first NaN or Inf.

@@ -8,14 +8,11 @@ Hall's alone, and how far the bound lies above the truth.
     python benchmarks/bound_coverage.py [--recipes nvfp4 fp8] [--directory DIR]
 """
 
-import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from card import conditions, report
-from evaluate_coverage import SEED, Numbers, figures, scored
+from evaluate_coverage import SEED, Numbers, arguments, evaluated, figures, population_of
 
 from octet.intervals import CONFIDENCE, hall_ends, moments, student_ends, upper_bound
 
@@ -24,13 +21,8 @@ DRAWS = 20_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipes", nargs=2, default=["nvfp4", "fp8"])
-    parser.add_argument("--directory", type=Path, help="keep exports and answers here")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="octet-") as name:
-        evaluation = scored(options.directory or Path(name), options.recipes)
+    options = arguments(__doc__, recipes=["nvfp4", "fp8"])
+    evaluation = evaluated(options)
     tokens = np.array([len(nll) for nll in evaluation.targets[0].nll], np.float64)
     generator = np.random.default_rng(SEED)
     rows = [
@@ -40,9 +32,7 @@ def main() -> None:
         for n in SIZES
     ]
     card = conditions(
-        model="examples/python-lm, against its checkpoint with products in float32",
-        artifacts=f"ONNX exports of {' and '.join(options.recipes)}, in ONNX Runtime",
-        population=f"{len(tokens)} documents, {int(tokens.sum())} predicted tokens",
+        **population_of(options, tokens),
         resamples=f"{DRAWS} of n documents with replacement, seed {SEED}",
         beyond="% of draws whose bound lies below the truth; student_beyond, hall_beyond likewise",
         median="of the bound, as a multiple of the truth",

@@ -43,15 +43,8 @@ Numbers = NDArray[np.float64]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipes", nargs=2, default=["nvfp4", "fp8-static"])
-    parser.add_argument("--directory", type=Path, help="keep exports and answers here")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="octet-") as name:
-        directory = options.directory or Path(name)
-        directory.mkdir(parents=True, exist_ok=True)
-        evaluation = scored(directory, options.recipes)
+    options = arguments(__doc__, recipes=["nvfp4", "fp8-static"])
+    evaluation = evaluated(options)
     tokens = np.array([len(nll) for nll in evaluation.targets[0].nll], np.float64)
     generator = np.random.default_rng(SEED)
     rows = [
@@ -60,9 +53,7 @@ def main() -> None:
         for n in SIZES
     ]
     card = conditions(
-        model="examples/python-lm, against its checkpoint with products in float32",
-        artifacts=f"ONNX exports of {' and '.join(options.recipes)}, in ONNX Runtime",
-        population=f"{len(tokens)} documents, {int(tokens.sum())} predicted tokens",
+        **population_of(options, tokens),
         resamples=f"{BLOCK * BLOCKS} of n documents with replacement, seed {SEED}",
         percentages="of resamples whose interval holds the population's figure",
         above="% of resamples whose interval lies below the truth; student_above likewise",
@@ -73,8 +64,33 @@ def main() -> None:
         sys.exit(f"not in {RANGE[0]} to {RANGE[1]} %: {'; '.join(out)}")
 
 
-def scored(directory: Path, recipes: list[str]) -> Evaluation:
+def arguments(about: str, recipes: list[str]) -> argparse.Namespace:
+    """The options of a script with that docstring; `recipes` if none are given."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--recipes", nargs=2, default=recipes)
+    parser.add_argument("--directory", type=Path, help="keep exports and answers here")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def evaluated(options: argparse.Namespace) -> Evaluation:
     """Both exports and the checkpoint on the whole population."""
+    with tempfile.TemporaryDirectory(prefix="octet-") as name:
+        directory = options.directory or Path(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        return scored(directory, options.recipes)
+
+
+def population_of(options: argparse.Namespace, tokens: Numbers) -> dict[str, str]:
+    """For the card: what was evaluated, on documents of so many `tokens`."""
+    return {
+        "model": "examples/python-lm, against its checkpoint with products in float32",
+        "artifacts": f"ONNX exports of {' and '.join(options.recipes)}, in ONNX Runtime",
+        "population": f"{len(tokens)} documents, {int(tokens.sum())} predicted tokens",
+    }
+
+
+def scored(directory: Path, recipes: list[str]) -> Evaluation:
     import calibrate
     from calibrate.reference import CheckpointTarget
     from calibrate.rescale import rescale

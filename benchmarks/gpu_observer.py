@@ -90,10 +90,9 @@ def main() -> None:
 def measure(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     model, spec = build(shape)
     batches = random_batches(options)
-    peers = {"observed": observed(model, spec, batches), "absmax": absmax(model, spec, batches)}
+    runs = {"observed": observed(model, spec, batches), "absmax": absmax(model, spec, batches)}
     if options.modelopt:
-        peers["modelopt"] = modelopt(model, batches)
-    runs = {name: peer for name, peer in peers.items()}
+        runs["modelopt"] = modelopt(model, batches)
     times: dict[str, list[float]] = {"bare": [], **{name: [] for name in runs}}
     aside: dict[str, list[float]] = {name: [] for name in runs}
     over: dict[str, list[float]] = {name: [] for name in runs}

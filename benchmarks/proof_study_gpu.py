@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_offline import ENVIRONMENT, engine
+
 TOP, POSITIONS = 20, 8
 LAYER = 3
 MODEL = Path(__file__).parents[1] / "examples" / "python-lm" / "model"
@@ -33,8 +35,6 @@ SERVERS = {
     "plain-bf16-e5m2": (str(MODEL), "fp8_e5m2"),
     "plain-e4m3": ("plain", "fp8_e4m3"),
 }
-# DeepGEMM compiles its kernels from headers that not every installation of vLLM brings along.
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0"}
 
 
 def main() -> None:
@@ -81,18 +81,10 @@ def run(name: str, directory: Path, out: Path) -> "subprocess.Popen[bytes]":
 
 def serve(checkpoint: str, cache: str, prompts: str, answers: str) -> None:
     """In a process of its own: every prompt's greedy answer, with its likeliest tokens."""
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import SamplingParams, TokensPrompt
 
     started = time.perf_counter()
-    llm = LLM(
-        checkpoint,
-        kv_cache_dtype=cache,
-        max_model_len=1024,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.08,
-        seed=0,
-    )
+    llm = engine(checkpoint, cache, memory=0.08)
     sampling = SamplingParams(max_tokens=POSITIONS, temperature=0, logprobs=TOP, detokenize=False)
     pool = json.loads(Path(prompts).read_text())
     asked = [TokensPrompt(prompt_token_ids=ids) for draw in pool for _, ids in draw]

@@ -14,23 +14,21 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from card import conditions, report
+from vllm_cases import CASES, EXAMPLE, UNTIED, Case, prepare
+from vllm_offline import ENVIRONMENT, engine
 
-from octet.engines import Machine, vllm_path
-from octet.expected import Expectation, ServingPath
+from octet.engines import Machine
+from octet.expected import Expectation
 from octet.golden import GoldenSet, top_k_divergence
-from octet.recipe import PRESETS, KvCacheDtype, Recipe
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 TOKENS = 16
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
 # What vLLM's log says of itself.
@@ -40,68 +38,6 @@ SAID = {
     "cache": re.compile(r"kv_cache_dtype=(\w+)"),
 }
 FAILED = re.compile(r"^\(EngineCore.*?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
-UNTIED = "untied"  # a copy of the example whose head has a tensor of its own
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine: a checkpoint of `recipe` (None: the original) in `format`, and a cache."""
-
-    recipe: str | None
-    cache: KvCacheDtype
-    format: Literal["compressed-tensors", "modelopt", "fp8"] = "compressed-tensors"
-    attention: Literal["FLASHINFER", "FLASH_ATTN"] | None = None
-
-    @property
-    def name(self) -> str:
-        what = "bfloat16" if self.recipe is None else f"{self.recipe}, {self.format}"
-        return f"{what}, {self.cache}{f', {self.attention}' if self.attention else ''}"
-
-    @property
-    def untied(self) -> bool:
-        """vLLM does not tie the head of a ModelOpt checkpoint: NotImplementedError."""
-        return self.format == "modelopt"
-
-    @property
-    def directory(self) -> str:
-        return f"{self.recipe}-{self.format}-{self.cache}"
-
-    def path(self, machine: Machine) -> ServingPath:
-        recipe = None if self.recipe is None else PRESETS[self.recipe]
-        pair = None if recipe is None else (recipe.weights, recipe.activations)
-        return vllm_path(pair, self.cache, machine, attention=self.attention)
-
-
-CASES: dict[Machine, tuple[Case, ...]] = {
-    "sm90": (
-        Case("fp8", "e5m2"),
-        Case("fp8-static", "e5m2"),
-        Case("fp8", "e4m3"),
-        Case("fp8", "float16"),
-        Case("fp8", "e4m3", attention="FLASHINFER"),
-        Case("nvfp4", "e5m2"),
-        Case("mxfp4", "e5m2"),
-        Case("mxfp8", "e5m2"),
-        Case("fp8-block", "e5m2"),
-        Case(None, "float16"),
-        Case(None, "e5m2"),
-        Case("nvfp4", "float16"),
-        Case("fp8-static", "e4m3", "modelopt"),
-        Case("nvfp4", "e4m3", "modelopt"),
-        Case("fp8", "e4m3", "modelopt"),
-        Case("fp8-block", "e4m3", "fp8"),
-        Case("mxfp8", "e4m3"),
-        Case("mxfp4", "e4m3"),
-    ),
-    "cpu": (
-        Case("fp8", "e5m2"),
-        Case("fp8", "e4m3"),
-        Case("fp8", "float16"),
-        Case(None, "float16"),
-        Case(None, "e5m2"),
-        Case("fp8", "e4m3", "modelopt"),
-    ),
-}
 
 
 def main() -> None:
@@ -147,87 +83,6 @@ def main() -> None:
         sys.exit(f"not in the predicted range: {'; '.join(outside)}")
 
 
-def prepare(
-    cases: list[Case], machine: Machine, directory: Path, device: Any
-) -> dict[Case, Expectation]:
-    """Calibrates the example, exports every checkpoint and predicts every case."""
-    import torch
-
-    from calibrate.predict import predict
-    from export.checkpoint import export_checkpoint
-    from octet.checkpoint import Checkpoint
-
-    place = "cuda" if machine != "cpu" and torch.cuda.is_available() else "cpu"
-    found: dict[Case, Expectation] = {}
-    for name, untied in dict.fromkeys((case.recipe, case.untied) for case in cases):
-        mine = [case for case in cases if (case.recipe, case.untied) == (name, untied)]
-        recipe = PRESETS[name or "fp8"]
-        calibration = calibrated(recipe, directory, device, untied=untied)
-        model = Path(calibration.manifest.details["source"])
-        paths = tuple(dict.fromkeys(case.path(machine) for case in mine))
-        predicted = predict(
-            Checkpoint.open(model),
-            recipe,
-            calibration.scales,
-            calibration.golden,
-            paths,
-            device=place,
-        )
-        for case in mine:
-            expectation = predicted.find(case.path(machine))
-            assert expectation is not None
-            found[case] = expectation
-            if case.recipe is not None and not (directory / case.directory).exists():
-                export_checkpoint(
-                    calibration.path,
-                    directory / case.directory,
-                    format=case.format,
-                    kv_cache=case.cache,
-                )
-    return found
-
-
-def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) -> Any:
-    """The Calibration of the example for `recipe`: observed once, and derived."""
-    import calibrate
-    from calibrate.rescale import rescale
-    from octet.calibration import Calibration
-
-    model, suffix = EXAMPLE / "model", ""
-    if untied:
-        model, suffix = directory / UNTIED, f"-{UNTIED}"
-        if not model.exists():
-            untie(EXAMPLE / "model", model)
-    first, samples = directory / f"calibration{suffix}", EXAMPLE / "samples"
-    if not first.exists():  # with an E4M3 cache, so that queries are observed
-        calibrate.run(
-            model,
-            samples / "calibration.jsonl",
-            first,
-            recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
-            held_out=samples / "heldout.jsonl",
-            device=device,
-            predict=False,
-        )
-    derived = directory / f"calibration-{recipe.name}{suffix}"
-    if not derived.exists():
-        rescale(first, derived, recipe=recipe, predict=False)
-    return Calibration.load(derived)
-
-
-def untie(model: Path, out: Path) -> None:
-    """A copy of `model` whose head is a tensor of its own, equal to the embeddings."""
-    from octet.tensors import TensorFile, write_tensors
-
-    shutil.copytree(model, out)
-    file = TensorFile.open(model / "model.safetensors")
-    tensors = {name: file.read(name) for name in file.names}
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    write_tensors(out / "model.safetensors", tensors, {"format": "pt"})
-    config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 def measure(
     case: Case, expected: Expectation, directory: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -244,11 +99,8 @@ def measure(
     prompts.write_text(json.dumps([record.prompt_token_ids for record in golden.records]))
     serving = (checkpoint, CACHE_DTYPES[case.cache], case.attention or "", answer)
     command = [options.python, "-P", __file__, "--serve", *map(str, serving)]
-    # DeepGEMM compiles its kernels from headers that not every installation of vLLM brings along.
-    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_DEEP_GEMM": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(EXAMPLE.parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
+    path = [EXAMPLE.parents[1], Path(__file__).parent, os.environ.get("PYTHONPATH", "")]
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     started = time.perf_counter()
     with log.open("w") as out:
         subprocess.run(
@@ -299,19 +151,10 @@ def _last(pattern: re.Pattern[str], text: str) -> str:
 
 def serve(checkpoint: str, cache: str, attention: str, answer: str) -> None:
     """In a process of its own: the golden prompts through vLLM, log-probabilities to `answer`."""
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import SamplingParams, TokensPrompt
 
     more: dict[str, Any] = {"attention_backend": attention} if attention else {}
-    llm = LLM(
-        checkpoint,
-        kv_cache_dtype=cache,
-        max_model_len=1024,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.2,
-        seed=0,
-        **more,
-    )
+    llm = engine(checkpoint, cache, memory=0.2, **more)
     prompts = json.loads((Path(answer).parent / "prompts.json").read_text())
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=20, detokenize=False)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling)

@@ -20,15 +20,13 @@ import torch
 from calibrate.cuda_layout import MAX_BATCHES
 from octet.calibration import BINS
 from octet.errors import UnsupportedError
+from octet.nvrtc import CudaError, Target, architectures, checked, compile_source, load_nvrtc
 
 __all__ = ["THREADS", "Arguments", "Kernels", "compile_kernels", "kernels_of", "parts_for"]
 
 THREADS = 1024  # of a block; also in histogram.cu
+_NEEDS = ("counting on a GPU", "'octet[gpu]'")
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class CudaError(RuntimeError):
-    """A call of the driver or of NVRTC failed; `str()` is the name of its status."""
 
 
 class Arguments(ctypes.Structure):
@@ -101,7 +99,7 @@ class Kernels:
 @cache
 def kernels_of(index: int) -> Kernels:
     """Those of GPU `index`, loaded once a process."""
-    require_bindings()
+    load_nvrtc(*_NEEDS)
     return Kernels(index)
 
 
@@ -142,50 +140,26 @@ def compile_kernels(capability: tuple[int, int], parts: int, *, fresh: bool = Fa
     Kept in the user's cache directory, under the hash of all that it depends on; `fresh` compiles
     whatever is kept.
     """
-    require_bindings()
-    from cuda.bindings import nvrtc
-
+    nvrtc = load_nvrtc(*_NEEDS)
     source = (resources.files("calibrate") / "histogram.cu").read_bytes()
     version = checked(nvrtc.nvrtcVersion())
-    known = checked(nvrtc.nvrtcGetSupportedArchs())
-    wanted = 10 * capability[0] + capability[1]
-    nearest = max((arch for arch in known if arch <= wanted), default=None)
-    if nearest is None:
+    known = architectures(nvrtc)
+    target = Target.nearest(known, capability)
+    if target is None:
         raise UnsupportedError(
             f"CUDA {version[0]}.{version[1]} compiles for compute capability {min(known) / 10} and"
-            f" above, and this GPU has {wanted / 10}: install an older CUDA build of torch"
+            f" above, and this GPU has {capability[0]}.{capability[1]}: install an older CUDA build"
+            " of torch"
         )
-    native = nearest == wanted
-    options = [
-        f"--gpu-architecture={'sm' if native else 'compute'}_{nearest}",
-        "--std=c++17",
-        f"-DPARTS={parts}",
-    ]
-    key = hashlib.sha256(repr((source, version, options)).encode()).hexdigest()
-    path = _cache_directory() / f"histogram-{key[:32]}.{'cubin' if native else 'ptx'}"
+    options = ["--std=c++17", f"-DPARTS={parts}"]
+    key = hashlib.sha256(repr((source, version, [target.option, *options])).encode()).hexdigest()
+    path = _cache_directory() / f"histogram-{key[:32]}.{target.kind}"
     if not fresh and (kept := _read_kept(path)) is not None:
         return kept
-    code = _compile(nvrtc, source, options, native)
+    code = compile_source(nvrtc, "histogram.cu", source, target, options)
     with suppress(OSError):  # a cache that cannot be written costs half a second a process
         _keep(path, code)
     return code
-
-
-def _compile(nvrtc: Any, source: bytes, options: list[str], native: bool) -> bytes:
-    program = checked(nvrtc.nvrtcCreateProgram(source, b"histogram.cu", 0, [], []))
-    try:
-        encoded = [option.encode() for option in options]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-            checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"histogram.cu: {log.decode().strip()}")
-        kind = "CUBIN" if native else "PTX"
-        code: bytes = b" " * checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
-        checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, code))
-        return code
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
 
 
 def _cache_directory() -> Path:
@@ -219,24 +193,3 @@ def _keep(path: Path, code: bytes) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
-
-
-def require_bindings() -> None:
-    """UnsupportedError unless cuda-bindings and NVRTC are installed."""
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the library itself is not found
-        why = " ".join(str(error).split())
-        raise UnsupportedError(
-            f"counting on a GPU needs cuda-bindings and NVRTC ({why}): pip install 'octet[gpu]'"
-        ) from None
-
-
-def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned beside its status; CudaError if that is not 0."""
-    status, *values = result
-    if status.value != 0:
-        raise CudaError(f"CUDA: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)

@@ -2,9 +2,9 @@
 
 import ctypes
 from importlib import resources
-from typing import Any
 
 from octet.errors import UnsupportedError
+from octet.nvrtc import Target, architectures, compile_source, load_nvrtc
 from serve.tensorrt.gpu import Gpu, checked
 
 __all__ = ["Arguments", "Kernels", "compile_kernels"]
@@ -86,51 +86,15 @@ def compile_kernels(
     capability: tuple[int, int], cache_bytes: int, present_bytes: int, word: int
 ) -> bytes:
     """Machine code for a compute capability; PTX if NVRTC is older than the GPU. About 0.1 s."""
-    nvrtc = _nvrtc()
-    wanted = 10 * capability[0] + capability[1]
-    known = checked(nvrtc.nvrtcGetSupportedArchs())
-    nearest = max((arch for arch in known if arch <= wanted), default=None)
-    if nearest is None:
+    nvrtc = load_nvrtc("running an engine", "cuda-bindings nvidia-cuda-nvrtc")
+    known = architectures(nvrtc)
+    target = Target.nearest(known, capability)
+    if target is None:
         raise UnsupportedError(
-            f"NVRTC compiles for sm{min(known)} and above, and this GPU is sm{wanted}: install an"
-            " older nvidia-cuda-nvrtc"
+            f"NVRTC compiles for sm{min(known)} and above, and this GPU is"
+            f" sm{10 * capability[0] + capability[1]}: install an older nvidia-cuda-nvrtc"
         )
-    native = nearest == wanted
-    options = [
-        f"--gpu-architecture={'sm' if native else 'compute'}_{nearest}".encode(),
-        f"-DCACHE={_TYPES[cache_bytes]}".encode(),
-        f"-DPRESENT={_TYPES[present_bytes]}".encode(),
-        f"-DWORD={_TYPES[word]}".encode(),
-    ]
+    sizes = {"CACHE": cache_bytes, "PRESENT": present_bytes, "WORD": word}
+    options = [f"-D{name}={_TYPES[size]}" for name, size in sizes.items()]
     source = (resources.files("serve") / "tensorrt" / "cache.cu").read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source, b"cache.cu", 0, [], []))
-    try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-            checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"cache.cu: {log.decode().strip()}")
-        size, read = (
-            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-            if native
-            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        )
-        code: bytes = b" " * checked(size(program))
-        checked(read(program, code))
-        return code
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the library itself is not found
-        why = " ".join(str(error).split())
-        raise UnsupportedError(
-            f"running an engine needs cuda-bindings and NVRTC ({why}):"
-            " pip install cuda-bindings nvidia-cuda-nvrtc"
-        ) from None
-    return nvrtc
+    return compile_source(nvrtc, "cache.cu", source, target, options)

@@ -9,6 +9,7 @@ import pytest
 import calibrate.cuda_kernels as cuda_kernels
 from calibrate.cuda_kernels import compile_kernels, load_module, parts_for
 from octet.errors import UnsupportedError
+from octet.nvrtc import load_nvrtc
 
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 ELF = b"\x7fELF"
@@ -18,7 +19,7 @@ ELF = b"\x7fELF"
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled code is kept."""
     try:
-        cuda_kernels.require_bindings()
+        load_nvrtc("this", "it")
     except UnsupportedError:
         pytest.skip("needs no GPU but NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -29,13 +30,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What NVRTC compiled, in order."""
     results: list[bytes] = []
-    original = cuda_kernels._compile
+    original = cuda_kernels.compile_source
 
     def compile_(*arguments: Any) -> bytes:
         results.append(original(*arguments))
         return results[-1]
 
-    monkeypatch.setattr(cuda_kernels, "_compile", compile_)
+    monkeypatch.setattr(cuda_kernels, "compile_source", compile_)
     return results
 
 

@@ -46,8 +46,8 @@ factor of 4 in squared distance, half in distance; and so much nearer than to a 
 nothing in common with the reference. If only the tail says that the server is to be refused, it
 has to explain that, or the answers are wrong in part. Else it is another model.
 
-Each call that is not a look of a probe is one more at `ALPHA`: 288 a day of an honest server refuse
-it once in 350 days, if each were of other noise.
+Each probe of a server that serves is one more at `ALPHA`: 2,016 a week make an honest one suspected
+with 2 % at most, and it is refused only if a whole probe says so, at an `ALPHA` of its own.
 """
 
 import math

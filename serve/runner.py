@@ -34,6 +34,9 @@ class StepBatch:
 class RunnerLost(BackendError):
     """What the runner computes on has failed: no later step in this process can succeed."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="dead")
+
 
 class Runner(Protocol):
     """A model that attends over a cache, which it makes: in the memory where it computes.

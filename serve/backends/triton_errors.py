@@ -18,8 +18,11 @@ _Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
 
 # In the order in which they are tried.
 _KINDS: _Signs = (
-    # The Python backend of a process that is gone; the vLLM backend of an engine that is.
+    # The Python backend of a process that is gone; the vLLM backend of an engine that is; our own
+    # entry of its engine, or its GPU.
     ("dead", re.compile(r"Stub process .* is not healthy|due to unhealthy vLLM engine")),
+    ("dead", re.compile(r"^the embedded engine (is not running|failed;)|^the GPU failed \(")),
+    ("lost", re.compile(r"^the embedded engine was stopped")),
     ("refused", re.compile(r"Request for unknown model|is not ready|failed to connect to all")),
     # dynamic_batching's queue policy; our own entry's queue.
     ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),

@@ -298,8 +298,11 @@ class TestMemory:
         await generate(backend, (5, 6, 7), 3)
         assert await backend.ready()
         gpu.fails, gpu.first = cudaError_t.cudaErrorIllegalAddress, first
-        with pytest.raises(BackendError, match=r"cudaErrorIllegalAddress.*restart this process"):
+        with pytest.raises(
+            BackendError, match=r"cudaErrorIllegalAddress.*restart this process"
+        ) as failed:
             await generate(backend, (5, 6, 7), 3)
+        assert failed.value.kind == "dead"
         while await backend.ready():
             await asyncio.sleep(0.01)
         with pytest.raises(BackendUnavailable):

@@ -183,7 +183,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     with observe(model, checkpoint.spec) as observer:
         for batch in batches("calibration.jsonl", 32):
             observer.run(batch)
-    held_out = evaluation_batches(batches("heldout.jsonl", 128), 8192)
+    held_out = evaluation_batches(batches("heldout.jsonl", 128), 4096)
     reference = Reference(model, checkpoint.spec, held_out)
     recipe = recipe_with("fp8-static", kv_cache="float16")
     scales, _ = derive_scales(checkpoint, recipe, observer.histograms)

@@ -193,9 +193,7 @@ class Attempts:
         unfit: list[Member] = []  # for this request, however often they are asked
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
-        member = pool.choose(self._ask_of)
-        if member is None and await pool.looked_into():
-            member = pool.choose(self._ask_of)
+        member = pool.choose(self._ask_of) or await self._next(pool, tried, unfit, failure)
         while member is not None:
             again = member in tried
             tried.append(member)
@@ -204,13 +202,11 @@ class Attempts:
             except UnsupportedField as error:  # another backend of the pool may take the field
                 refusal = refusal or error
                 unfit.append(member)
-                member = self._next(pool, tried, unfit, failure)
+                member = await self._next(pool, tried, unfit, failure)
                 continue
             except BackendError as error:
                 failure = error
-            member = self._next(pool, tried, unfit, failure)
-            if member is None and failure.kind == "lost" and await pool.looked_into():
-                member = self._next(pool, tried, unfit, failure)
+            member = await self._next(pool, tried, unfit, failure)
             if member is None:
                 break
             if failure.kind in _GONE and not self._redispatched:
@@ -218,19 +214,23 @@ class Attempts:
             else:
                 await self._may_retry(pool, failure)
                 if not member.available:  # any more
-                    member = self._next(pool, tried, unfit, failure)
+                    member = await self._next(pool, tried, unfit, failure)
             if member is not None:
                 self.observation.retried(failure.kind)
         raise failure or nobody_left(pool, refusal, unfit)
 
-    def _next(
+    async def _next(
         self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
     ) -> Member | None:
         """Who is asked after `failure`: one that was not, or else who may do better now."""
-        member = pool.choose(self._ask_of, tried)
-        if member is None and failure is not None and failure.kind in _AGAIN:
-            member = pool.choose(self._ask_of, unfit)
-        return member
+        again = failure is not None and failure.kind in _AGAIN
+        for barred in (tried, unfit) if again else (tried,):
+            member = pool.choose(self._ask_of, barred)
+            if member is None and await pool.looked_into(barred):
+                member = pool.choose(self._ask_of, barred)
+            if member is not None:
+                return member
+        return None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
         """Returns when the request may be tried again; raises `failure` if it may not.

@@ -19,7 +19,7 @@ from serve.routing.make import make_backend
 from serve.routing.member import Member
 from serve.routing.policies import Policy, make_policy
 from serve.routing.proving import Proven, Provers, examined, make_provers, proven_by
-from serve.routing.waiting import LONGEST_WAIT_S, wait_s
+from serve.routing.waiting import LONGEST_WAIT_S, one_is_well, wait_s
 from serve.routing.watches import Watches
 
 __all__ = ["FIRST_PROOF_S", "Pool"]
@@ -105,21 +105,13 @@ class Pool:
                 return None
         return self._policy.pick(members, ask)
 
-    async def looked_into(self) -> bool:
+    async def looked_into(self, tried: Collection[Member] = ()) -> bool:
         """Waits for one whose connection is being looked into, and who has to be the one it was.
 
-        Whether there was any: the choice may be another now.
+        For none of `tried`. Whether there is one that may be chosen now.
         """
-        looks = [m.looked_into.wait() for m in self.members if m.doubtful and m.proof]
-        if looks:
-            tasks = {asyncio.ensure_future(look) for look in looks}
-            try:
-                timeout_s = self.config.health.timeout_s
-                await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return bool(looks)
+        doubtful = [m for m in self.members if m.doubtful and m.proof and m not in tried]
+        return bool(doubtful) and await one_is_well(doubtful, self.config.health.timeout_s)
 
     def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
         """When one of these, or of all, may be available again: a moment to a minute."""

@@ -1,9 +1,13 @@
-"""How long it may take until a backend can be asked: what clients are told to wait."""
+"""Until a backend can be asked: how long that may take, and those that are looked into."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
 
 from serve.config import Health
 from serve.routing.member import Member
 
-__all__ = ["LONGEST_WAIT_S", "wait_s"]
+__all__ = ["LONGEST_WAIT_S", "one_is_well", "wait_s"]
 
 LONGEST_WAIT_S = 60.0
 _PROOF_S = 2.0  # what a whole probe takes, about, where none has ended yet
@@ -25,3 +29,19 @@ def wait_s(member: Member, health: Health, now: float) -> float:
     elif standing in ("full", "trial") and member.mean_lease_s is not None:
         seconds = member.mean_lease_s / max(member.in_flight, 1)
     return min(max(seconds, 0.1), LONGEST_WAIT_S)
+
+
+async def one_is_well(doubtful: Sequence[Member], timeout_s: float) -> bool:
+    """Waits until one of these has been looked into and is available; False if none will be."""
+    looks = [asyncio.ensure_future(member.looked_into.wait()) for member in doubtful]
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for look in asyncio.as_completed(looks):
+                    await look
+                    if any(member.available for member in doubtful):
+                        return True
+    finally:
+        for each in looks:
+            each.cancel()
+    return False

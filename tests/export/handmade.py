@@ -27,6 +27,10 @@ FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 
 
+# compressed-tensors' and ModelOpt's words for an E4M3 cache.
+E4M3_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
 @dataclass(frozen=True)
 class Format:
     """`linear` gives the tensors of one; `config` the quantization_config."""

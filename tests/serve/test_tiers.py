@@ -1,151 +1,37 @@
 """Tiers as clients see them: who answers a request that names one, and what its headers say."""
 
 import asyncio
-import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
 
 from serve.api.openapi import document
 from serve.config import GatewayConfig, Proof
 from serve.lifecycle.reload import reload_from
 from tests.fake_servers import FakeOpenAI, running
-from tests.serve.conftest import Served, configured, serving_gateway
-from tests.serve.in_process import Reply
-from tests.serve.openai_clients import relay_to
+from tests.serve.conftest import configured, serving_gateway
 from tests.serve.test_attempts import STREAM, failed, refused
-from tests.serve.tiered import ARTIFACT, COSTS, TIERS, Figures, config, figures, in_tiers, tiered
+from tests.serve.tiered import (
+    ALIASES,
+    ARTIFACT,
+    BODY,
+    OURS,
+    PATH,
+    TIERS,
+    asked,
+    config,
+    error,
+    figures,
+    in_tiers,
+    said,
+    sound,
+    tier,
+    tiered,
+)
 from tests.serve.upstreams import Scripted, chunk, whole
-
-BODY = {"model": "m", "prompt": "abc", "max_tokens": 4}
-ALIASES = {"aliases": ["n"], "tier_aliases": {"m-exact": "exact", "m-cheap": "economy"}}
-PATH = "/v1/completions"
-OURS = ("tier", "precision", "artifact", "divergence")
-
-
-def said(headers: Any) -> tuple[str | None, ...]:
-    """Tier, precision, artifact and divergence."""
-    return tuple(headers.get(f"x-octet-{name}") for name in OURS)
-
-
-def tier(name: str) -> dict[str, str]:
-    return {"x-octet-tier": name}
-
-
-def sound(answer: Any = None) -> dict[str, list[Scripted]]:
-    """One backend a pool."""
-    return {name: [Scripted(whole() if answer is None else answer)] for name in COSTS}
-
-
-def asked(backends: dict[str, list[Scripted]]) -> dict[str, int]:
-    return {name: backend.asked for name, (backend,) in backends.items()}
-
-
-def error(reply: Reply, status: int, code: str) -> str:
-    """The message of a refusal that is as it should be."""
-    said = reply.json()["error"]
-    assert (reply.status, said["code"]) == (status, code), reply.body
-    assert "\n" not in said["message"]
-    message: str = said["message"]
-    return message
-
-
-class TestTheOfficialClient:
-    @pytest.fixture
-    async def served(self) -> AsyncIterator[tuple[Served, Figures]]:
-        async with AsyncExitStack() as stack:
-            enter = stack.enter_async_context
-            servers = {name: await enter(running(FakeOpenAI())) for name in COSTS}
-            backends = {name: [relay_to(server.url)] for name, server in servers.items()}
-            model = {**ALIASES, "tier": "standard"}
-            yield await enter(tiered(backends, model))
-
-    @pytest.fixture
-    async def client(self, served: tuple[Served, Figures]) -> AsyncIterator[AsyncOpenAI]:
-        url = f"{served[0].url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
-
-    async def test_every_kind_of_answer_says_what_served_it(self, client: AsyncOpenAI) -> None:
-        messages: Any = [{"role": "user", "content": "hello"}]
-        for name, pool, measured in (
-            ("exact", "bf16", "0.0004"),
-            ("standard", "fp8", "0.01235"),
-            ("economy", "fp4", "0.06"),
-        ):
-            asking: Any = {"model": "m", "extra_headers": {"X-Octet-Tier": name}}
-            expected = (name, pool, ARTIFACT[:12], measured)
-            for stream in (False, True):
-                completion = await client.completions.with_raw_response.create(
-                    **asking, prompt="abc", max_tokens=3, stream=stream
-                )
-                chat = await client.chat.completions.with_raw_response.create(
-                    **asking, messages=messages, max_tokens=3, stream=stream
-                )
-                assert said(completion.headers) == said(chat.headers) == expected
-                for parsed in (completion.parse(), chat.parse()):
-                    if stream:
-                        assert {event.model async for event in parsed} == {"m"}
-                    else:
-                        assert parsed.choices and parsed.model == "m"
-            vectors = await client.embeddings.with_raw_response.create(**asking, input=["ab"])
-            assert said(vectors.headers) == expected and vectors.parse().data
-
-    async def test_an_alias_names_a_tier_and_the_model_has_one_of_its_own(
-        self, client: AsyncOpenAI
-    ) -> None:
-        for model, name, pool in (
-            ("m", "standard", "fp8"),
-            ("n", "standard", "fp8"),
-            ("m-exact", "exact", "bf16"),
-            ("m-cheap", "economy", "fp4"),
-        ):
-            answer = await client.completions.with_raw_response.create(
-                model=model, prompt="abc", max_tokens=2
-            )
-            assert said(answer.headers)[:2] == (name, pool)
-            assert answer.parse().model == model
-        again: Any = {"X-Octet-Tier": "exact"}
-        answer = await client.completions.with_raw_response.create(
-            model="m-exact", prompt="abc", max_tokens=2, extra_headers=again
-        )
-        assert said(answer.headers)[1] == "bf16"
-        with pytest.raises(BadRequestError, match="'m-cheap' is of the tier 'economy'"):
-            await client.completions.create(model="m-cheap", prompt="abc", extra_headers=again)
-
-    async def test_models_lists_the_aliases_of_tiers(self, client: AsyncOpenAI) -> None:
-        listed = [model.id async for model in client.models.list()]
-        assert listed == ["m", "n", "m-exact", "m-cheap"]
-        assert (await client.models.retrieve("m-cheap")).id == "m-cheap"
-
-    async def test_the_status_says_who_fits_and_why_others_do_not(
-        self, served: tuple[Served, Figures]
-    ) -> None:
-        gateway, stated = served
-        del stated.kl["fp4"]
-        async with gateway.session.get("/status") as answer:
-            model = (await answer.json())["models"]["m"]
-        assert (model["tier"], model["tier_aliases"]) == ("standard", ALIASES["tier_aliases"])
-        assert list(model["tiers"]) == ["exact", "standard", "economy"]
-        assert model["tiers"]["exact"] == {
-            "max_kl": 0.001,
-            "allow_less_exact": False,
-            "order": ["bf16"],
-            "unfit": {
-                "fp4": "is not measured: it has no golden records",
-                "fp8": "measures 0.01235",
-            },
-        }
-        assert model["tiers"]["economy"]["order"] == ["fp8", "bf16"]
-        labels = {"model": "m", "tier": "exact"}
-        for pool, fits in (("bf16", 1.0), ("fp8", 0.0), ("fp4", 0.0)):
-            assert await gateway.metric("octet_tier_fits", **labels, pool=pool) == fits
 
 
 async def test_without_a_tier_the_order_is_the_models_whatever_is_measured() -> None:
@@ -360,47 +246,6 @@ class TestCanaries:
                 stated.kl["fp8"] = 0.3
             assert "fp8" not in served.gateway.admission.gates  # nor does anybody wait for it
             assert (await served.request(PATH, BODY)).headers["x-octet-precision"] == "fp8"
-
-
-KEY = {"authorization": "Bearer secret"}
-
-
-class TestKeys:
-    """A key may have the right to the model, or to tiers of it alone."""
-
-    @staticmethod
-    def access(*models: str) -> dict[str, Any]:
-        digest = hashlib.sha256(b"secret").hexdigest()
-        return {"keys": [{"name": "k", "sha256": digest, "models": models}]}
-
-    async def test_the_right_to_a_tiers_alias_is_the_right_to_that_tier(self) -> None:
-        async with in_tiers(sound(), ALIASES, access=self.access("m-cheap")) as (served, _):
-            for model, headers in (("m-cheap", {}), ("m", tier("economy")), ("n", tier("economy"))):
-                reply = await served.request(PATH, BODY | {"model": model}, KEY | headers)
-                assert reply.status == 200, reply.body
-            for model, headers, what in (
-                ("m", {}, "'m'; it may use: m-cheap"),
-                ("m", tier("exact"), "'m' in the tier 'exact'; it may use: m-cheap"),
-                ("m-exact", {}, "'m' in the tier 'exact'"),
-            ):
-                reply = await served.request(PATH, BODY | {"model": model}, KEY | headers)
-                assert what in error(reply, 403, "model_not_allowed")
-
-    @pytest.mark.parametrize("name", ["m", "n"])
-    async def test_the_right_to_the_model_is_the_right_to_its_tiers(self, name: str) -> None:
-        async with in_tiers(sound(), ALIASES, access=self.access(name)) as (served, _):
-            for model in ("m", "n", "m-exact", "m-cheap"):
-                reply = await served.request(PATH, BODY | {"model": model}, KEY)
-                assert reply.status == 200
-
-    async def test_only_what_may_be_used_is_listed(self) -> None:
-        async with tiered(sound(), ALIASES, access=self.access("m-cheap")) as (served, _):
-            async with served.session.get("/v1/models", headers=KEY) as answer:
-                assert [model["id"] for model in (await answer.json())["data"]] == ["m-cheap"]
-            for model, status in (("m-cheap", 200), ("m-exact", 403), ("m", 403)):
-                url = f"/v1/models/{model}"
-                async with served.session.get(url, headers=KEY) as answer:
-                    assert answer.status == status
 
 
 async def test_requests_of_a_tier_are_counted_and_logged(

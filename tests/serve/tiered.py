@@ -1,4 +1,4 @@
-"""Gateways whose pools have measured divergences, as if they had been probed."""
+"""Gateways whose pools have measured divergences, as if they had been probed; what clients see."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,14 +13,38 @@ from serve.proof.state import MemberProof
 from serve.routing import Pool
 from serve.routing.proving import Proven
 from tests.serve.conftest import Served, serving_gateway
-from tests.serve.in_process import Client, in_process
+from tests.serve.in_process import Client, Reply, in_process
+from tests.serve.upstreams import Scripted, whole
 
-__all__ = ["ARTIFACT", "COSTS", "KL", "TIERS", "Figures", "config", "figures", "in_tiers", "tiered"]
+__all__ = [
+    "ALIASES",
+    "ARTIFACT",
+    "BODY",
+    "COSTS",
+    "KL",
+    "OURS",
+    "PATH",
+    "TIERS",
+    "Figures",
+    "asked",
+    "config",
+    "error",
+    "figures",
+    "in_tiers",
+    "said",
+    "sound",
+    "tier",
+    "tiered",
+]
 
 ARTIFACT = "0123456789abcdef" * 4
 TIERS = {"exact": {"max_kl": 0.001}, "standard": {"max_kl": 0.02}, "economy": {"max_kl": 0.1}}
 KL = {"bf16": 0.0004, "fp8": 0.0123456, "fp4": 0.06}
 COSTS = {"bf16": 4.0, "fp8": 2.0, "fp4": 1.0}
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 4}
+ALIASES = {"aliases": ["n"], "tier_aliases": {"m-exact": "exact", "m-cheap": "economy"}}
+PATH = "/v1/completions"
+OURS = ("tier", "precision", "artifact", "divergence")
 MODEL = {"pool": "fp8", "fallback": ["bf16", "fp4"]}
 
 
@@ -81,3 +105,30 @@ async def in_tiers(
         async with in_process(*backends.items(), **config(model, **settings)) as served:
             _prove(served.gateway.pools)
             yield served, stated
+
+
+def said(headers: Any) -> tuple[str | None, ...]:
+    """Tier, precision, artifact and divergence."""
+    return tuple(headers.get(f"x-octet-{name}") for name in OURS)
+
+
+def tier(name: str) -> dict[str, str]:
+    return {"x-octet-tier": name}
+
+
+def sound(answer: Any = None) -> dict[str, list[Scripted]]:
+    """One backend a pool."""
+    return {name: [Scripted(whole() if answer is None else answer)] for name in COSTS}
+
+
+def asked(backends: dict[str, list[Scripted]]) -> dict[str, int]:
+    return {name: backend.asked for name, (backend,) in backends.items()}
+
+
+def error(reply: Reply, status: int, code: str) -> str:
+    """The message of a refusal that is as it should be."""
+    said = reply.json()["error"]
+    assert (reply.status, said["code"]) == (status, code), reply.body
+    assert "\n" not in said["message"]
+    message: str = said["message"]
+    return message

@@ -8,9 +8,6 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,69 +16,9 @@ from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestE
 from serve.backends.embedded import EmbeddedBackend
 from serve.cache import SlotCache
 from serve.runner import StepBatch
-from serve.sampler import Sampling, log_softmax, sample
-from serve.types import Delta, Event, Finished, GenerateRequest
-from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend, fake_logits
-
-
-def ask(prompt: str | tuple[int, ...], **fields: Any) -> GenerateRequest:
-    defaults: dict[str, Any] = {"request_id": "r", "model": "fake", "temperature": 0.0}
-    return GenerateRequest(prompt=prompt, **(defaults | fields))
-
-
-def expected(request: GenerateRequest, context: int = 512) -> list[int]:
-    """The token ids of the answer, the end token included; stop strings are left out."""
-    prompt = request.prompt
-    tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-    answer: list[int] = []
-    sampling = Sampling.of(request)
-    room = context - len(tokens)
-    while len(answer) < min(request.max_tokens or room, room):
-        token = int(sample(fake_logits(tokens + answer)[None], [sampling])[0])
-        answer.append(token)
-        if token in request.stop_token_ids or (token == END and not request.ignore_eos):
-            break
-    return answer
-
-
-def text_of(tokens: list[int]) -> str:
-    return bytes(token for token in tokens if token != END).decode(errors="replace")
-
-
-@asynccontextmanager
-async def running(
-    runner: FakeRunner | None = None, **options: int
-) -> AsyncIterator[EmbeddedBackend]:
-    """A started backend; at the end every slot must be free and its memory zero."""
-    backend = fake_backend(runner, **options)
-    await backend.start()
-    assert backend._started is not None
-    engine = backend._started.engine
-    try:
-        yield backend
-    finally:
-        await backend.close()
-    assert engine.cache.free_slots == engine.cache.slots
-    assert not engine.cache.codes.any() and not engine.cache.lengths.any()
-    assert not backend._streams
-
-
-async def collect(
-    backend: EmbeddedBackend, request: GenerateRequest
-) -> tuple[str, list[int], Finished]:
-    events: list[Event] = [event async for event in backend.generate(request)]
-    *deltas, last = events
-    assert isinstance(last, Finished)
-    assert all(isinstance(delta, Delta) for delta in deltas)
-    text = "".join(delta.text for delta in deltas if isinstance(delta, Delta))
-    ids = [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
-    return text, ids, last
-
-
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
+from serve.types import Delta
+from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
+from tests.serve.engine_requests import ask, collect, expected, running, text_of, until
 
 
 async def test_answers_are_those_of_the_model() -> None:
@@ -237,72 +174,6 @@ async def test_a_seed_makes_sampling_repeatable() -> None:
         ]
     assert first == second != other
     assert free != free_again
-
-
-async def test_logprobs_are_those_of_the_raw_logits() -> None:
-    request = ask(
-        "log", max_tokens=6, temperature=1.7, top_k=5, seed=1, logprobs=3, ignore_eos=True
-    )
-    async with running() as backend:
-        events = [event async for event in backend.generate(request)]
-    tokens = [*b"log"]
-    offset = 0
-    for delta in events[:-1]:
-        assert isinstance(delta, Delta) and delta.logprobs is not None
-        (position,) = delta.logprobs
-        logprobs = log_softmax(fake_logits(tokens))
-        chosen = position.chosen
-        assert (chosen.token_id,) == delta.token_ids
-        assert chosen.logprob == pytest.approx(logprobs[chosen.token_id], abs=1e-12)
-        assert [top.token_id for top in position.top] == np.argsort(-logprobs)[:3].tolist()
-        assert chosen.bytes == bytes([chosen.token_id])
-        assert position.text_offset == offset
-        offset += len(delta.text)
-        tokens.append(chosen.token_id)
-
-
-@pytest.mark.parametrize("length", [1, 5, 300])
-async def test_an_echoed_prompt_is_scored_at_every_token(length: int) -> None:
-    prompt = ("abcdé" * 100)[:length]
-    request = ask(prompt, max_tokens=3, echo=True, logprobs=2, ignore_eos=True)
-    async with running() as backend:
-        events = [event async for event in backend.generate(request)]
-    tokens = list(prompt.encode())
-    first = events[0]
-    assert isinstance(first, Delta) and first.logprobs is not None
-    assert first.text == prompt and list(first.token_ids) == tokens
-    assert len(first.logprobs) == len(tokens) and first.logprobs[0].chosen.logprob is None
-    for index, position in enumerate(first.logprobs[1:], start=1):
-        logprobs = log_softmax(fake_logits(tokens[:index]))
-        assert position.chosen.token_id == tokens[index]
-        assert position.chosen.logprob == pytest.approx(logprobs[tokens[index]], abs=1e-12)
-        assert position.text_offset == len(bytes(tokens[:index]).decode(errors="ignore"))
-    answer = events[1]
-    assert isinstance(answer, Delta) and answer.logprobs is not None
-    assert answer.logprobs[0].text_offset == length
-    last = events[-1]
-    assert isinstance(last, Finished) and last.usage.completion_tokens == 3
-
-
-async def test_an_echoed_prompt_with_a_special_token_has_the_offsets_of_its_text() -> None:
-    prompt = "a<|end|>bé"
-    request = ask(prompt, max_tokens=2, echo=True, logprobs=0, ignore_eos=True)
-    async with running() as backend:
-        first, answer, *_ = [event async for event in backend.generate(request)]
-    assert isinstance(first, Delta) and first.logprobs is not None
-    assert first.text == prompt and first.token_ids == (97, END, 98, 0xC3, 0xA9)
-    assert [position.text_offset for position in first.logprobs] == [0, 1, 8, 9, 9]
-    assert isinstance(answer, Delta) and answer.logprobs is not None
-    assert answer.logprobs[0].text_offset == len(prompt)
-
-
-async def test_an_echo_without_logprobs_is_the_prompt_as_sent() -> None:
-    async with running() as backend:
-        text, ids, _ = await collect(backend, ask("né", max_tokens=2, echo=True, ignore_eos=True))
-        again, _, _ = await collect(
-            backend, ask(tuple("né".encode()), max_tokens=2, echo=True, ignore_eos=True)
-        )
-    assert text == again and text.startswith("né") and ids[:3] == list("né".encode())
 
 
 async def test_an_error_in_a_step_fails_those_in_it_and_no_one_else() -> None:

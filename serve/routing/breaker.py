@@ -137,6 +137,10 @@ class Breaker:
         elif self._state == "half_open" and self.certain:
             self._become("closed")
 
+    def spare(self) -> None:
+        """Nobody else is left: what it was ejected for may have been the requests' fault."""
+        self._become("closed")
+
     def reset(self) -> None:
         """What is known is of a process that is no more."""
         if self._state == "closed":

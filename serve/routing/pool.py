@@ -137,6 +137,8 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether a request sent now would find a member that serves, be it full or not."""
+        if self._stale:
+            self._refresh()
         return any(member.up for member in self.members)
 
     @property
@@ -275,6 +277,10 @@ class Pool:
         self._stale = True
 
     def _refresh(self) -> None:
+        if not any(m.standing in ("in", "full") or m.doubtful for m in self.members):
+            for member in self.members:  # those that were not the last when they were ejected
+                if member.breaker.counted and member.reachable and member.ready:
+                    member.breaker.spare()
         self._available = [member for member in self.members if member.available]
         opened = (m.breaker.until for m in self.members if m.breaker.reopens_by_itself)
         self._reopens_at = min(opened, default=math.inf)
@@ -285,7 +291,8 @@ class Pool:
         return await make_provers(members, exams, self._clock, self._rng)
 
     def _may_eject(self, candidate: Member) -> bool:
-        """For failures that may be the requests' fault: never the last that serves."""
+        """For failures that may be the requests' fault: never the last that serves. `_refresh`
+        lets in again who has come to be that."""
         others = [m for m in self.members if m is not candidate and m.reachable and m.ready]
         ejected = sum(member.breaker.counted for member in others)
         allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))

@@ -170,7 +170,7 @@ STEPS = st.lists(
         st.tuples(st.sampled_from(("succeed", "abandon", *COUNTED, "overloaded", "dead")),
                   st.integers(0, 20)),
         st.tuples(st.just("wait"), st.integers(1, 30)),
-        st.tuples(st.sampled_from(("trip", "proved", "reset")), st.just(0)),
+        st.tuples(st.sampled_from(("trip", "proved", "reset", "spare")), st.just(0)),
     ),
     max_size=80,
 )  # fmt: skip
@@ -193,7 +193,7 @@ def test_whatever_happens_it_admits_no_more_than_its_trials(
                 running.append(it.begin())
         elif step == "wait":
             clock.now += argument
-        elif step in ("trip", "proved", "reset"):
+        elif step in ("trip", "proved", "reset", "spare"):
             getattr(it, step)()
         elif running:
             epoch = running.pop(argument % len(running))

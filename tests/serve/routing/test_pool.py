@@ -34,9 +34,10 @@ def test_nobody_is_chosen_who_cannot_serve() -> None:
     fail(ejected)
     leaving.leave()
     assert {it.choose(ASK) for _ in range(10)} == {well}
+    ejected.breaker.trip()
     well.go_out("x", reachable=False)
     assert it.choose(ASK) is None and not it.ready
-    clock.now = 5.0
+    clock.now = 10.0
     assert it.choose(ASK) is ejected and ejected.standing == "trial"
     ejected.lease(1)
     assert it.choose(ASK) is None and it.ready  # one trial at a time
@@ -72,18 +73,43 @@ def test_the_last_that_serves_is_not_ejected_for_what_requests_did_to_it(reachab
     assert it.choose(ASK) is None
 
 
-def test_a_trial_that_fails_does_not_eject_the_last_one_again() -> None:
+@pytest.mark.parametrize("ejected_s", [0, 5], ids=["ejected", "on trial"])
+@pytest.mark.parametrize("how", ["down", "dead", "removed"])
+def test_who_was_ejected_for_what_requests_did_to_it_is_back_when_it_is_the_last(
+    how: str, ejected_s: float
+) -> None:
     it, clock = pool_of(servers(2), ejection={"failures": 1, "duration_s": 5})
     last, other = it.members
     fail(last)
-    clock.now = 5
-    other.go_out("x", reachable=False)
-    for _ in range(3):
-        assert it.choose(ASK) is last and last.standing == "trial"
+    clock.now = ejected_s
+    assert it.choose(ASK, (other,)) is (last if ejected_s else None)
+    if how == "down":
+        other.go_out("x", reachable=False)
+    elif how == "dead":
+        other.breaker.trip()
+    else:
+        it._take([last])
+    assert it.ready and last.standing == "in"
+    leases = [last.lease(1) for _ in range(3)]
+    assert it.choose(ASK) is last  # with no trial to wait for
+    for lease in leases:
+        lease.failed(BackendError("x"))
+    assert it.choose(ASK) is last
+    if how == "down":
+        other.come_in()
         fail(last)
+        assert last.standing == "ejected"
+
+
+def test_who_was_ejected_stays_out_while_the_last_connection_is_looked_into() -> None:
+    it, _ = pool_of(servers(2), ejection={"failures": 1})
+    ejected, other = it.members
+    fail(ejected)
+    other.on_doubt = lambda: None
+    other.doubt("lost")
+    assert it.choose(ASK) is other and ejected.standing == "ejected"
     other.come_in()
-    fail(last)
-    assert last.standing == "ejected"
+    assert it.choose(ASK) is other and ejected.standing == "ejected"
 
 
 def test_a_request_that_fails_twice_at_one_member_counts_once() -> None:

@@ -72,7 +72,8 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
 async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     """What a backend refuses a request with, as an error object.
 
-    Raises BackendError if the backend is at fault, UnsupportedField if it does not have `path`.
+    Raises BackendError if the backend is at fault, UnsupportedField if it does not have `path`, or
+    the model: another one may.
     """
     body = await _read(name, relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
@@ -80,10 +81,12 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     if relay.status == 501:  # vLLM, of what its model is not made for
         raise _unfit(f"{name} cannot do this: {error}", 400)  # clients try a 5xx again
     if not _is_error_object(body):
-        if relay.status in (404, 405):  # who has the path, and not the model, says so in OpenAI's
+        if relay.status in (404, 405):
             raise _unfit(f"{name} does not have {path} ({error})", relay.status)
         # A framework's own words, a proxy's page, or none: only the status stays.
         body = error_bytes(error)
+    elif relay.status == 404:  # it is the gateway that says under which name it is to be there
+        raise UnsupportedField(str(error), status=404, param="model", code="model_not_found")
     headers["content-type"] = JSON
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):

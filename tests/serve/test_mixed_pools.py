@@ -1,5 +1,6 @@
 """Pools whose backends can do different things: a request goes to one that can do what it asks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,27 @@ async def test_what_wants_a_tokenizer_goes_to_who_has_one(path: str, body: dict[
             for _ in range(4):  # whoever is asked first
                 assert (await served.post(path, body))[0] == 200
         assert able.asked == 4
+
+
+class Without(Scripted):
+    """vLLM from which the model was taken, as an adapter may be."""
+
+    async def relay(self, path: str, body: bytes, headers: Any) -> Any:
+        error = b'{"error":{"message":"The model `fake` does not exist.","code":404}}'
+        self.outcomes = (error,)
+        return replace(await super().relay(path, body, headers), status=404)
+
+
+async def test_who_does_not_have_the_model_is_passed_over() -> None:
+    without, able = Without(), Scripted(whole())
+    async with in_process(("fake", [without, able]), pools=TURNS) as served:
+        for _ in range(4):
+            assert (await served.post("/v1/completions", BODY))[0] == 200
+        assert (without.asked, able.asked) == (2, 4)
+    async with in_process(("fake", [without, Without()]), pools=TURNS) as served:
+        status, answer = await served.post("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["message"] == "The model `fake` does not exist."
 
 
 @pytest.mark.parametrize("out", ["unreachable", "ejected"])

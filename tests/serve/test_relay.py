@@ -305,5 +305,6 @@ async def test_a_refusal_in_other_words_becomes_an_error_object(body: bytes, sai
 
 async def test_a_404_of_the_model_is_no_lack_of_the_path() -> None:
     body = b'{"error":{"message":"The model `x` does not exist.","code":404}}'
-    answer = await opened(Upstream([body], status=404, kind="application/json"))
-    assert (answer.status, answer.first) == (404, body)
+    with pytest.raises(UnsupportedField, match="The model `x` does not exist") as refused:
+        await opened(Upstream([body], status=404, kind="application/json"))
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")

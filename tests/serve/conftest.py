@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,12 +19,18 @@ from serve.gateway import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
 from serve.server import DrainingServer, bind, serve_gateway
+from tests.serve.patient_loop import PatientLoop
 
 if TYPE_CHECKING:
     from octet.golden import GoldenSet
     from serve.onnx_runner import OnnxRunner
     from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], PatientLoop]]:
+    """What runs the asynchronous tests below this directory."""
+    return {"patient": PatientLoop}
 
 
 class Served:
@@ -116,6 +123,15 @@ def configured(path: Path, text: str) -> Gateway:
     gateway = Gateway.from_config(GatewayConfig.load(path))
     gateway.path = path
     return gateway
+
+
+@pytest.fixture
+async def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What requests are told to have taken is of the event loop's clock, as deadlines are."""
+    now = asyncio.get_running_loop().time
+    clock = SimpleNamespace(monotonic=now, perf_counter=now)
+    for module in ("api.attempts", "api.exchange", "api.failures", "telemetry.observation"):
+        monkeypatch.setattr(f"serve.{module}.time", clock)
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ async def test_a_wait_counts_at_the_gate_that_it_was_at() -> None:
         assert served.metric("octet_queue_seconds_sum", pool="bf16") == 0
 
 
-async def test_who_waited_in_vain_at_one_gate_is_told_so_at_the_end() -> None:
+async def test_who_waited_in_vain_at_one_gate_is_told_so_at_the_end(one_clock: None) -> None:
     silent = Scripted([None])
     async with full(Scripted([chunk(), None]), silent, max_wait_s=0.2) as (served, _):
         reply = await served.request("/v1/completions", ASKED, {"x-request-timeout": "0.4"})

@@ -1,17 +1,30 @@
-"""One small run of calibration, the same in every process that a test starts."""
+"""Small runs of calibration, the same in every process that a test starts, and their batches."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from calibrate.batches import Batch
+from calibrate.batches import Batch, make_batches, tokenize
 from calibrate.loading import ComputeDtype
+from calibrate.observe import observe
+from calibrate.samples import load_samples
 from calibrate.streaming import Observed, observe_checkpoint
 from octet.checkpoint import Checkpoint
+from octet.model import ModelSpec
 from octet.tensors import Tensor, write_tensors
 
-__all__ = ["DTYPE", "assert_same_counts", "batches_of", "run", "save_counts"]
+__all__ = [
+    "DTYPE",
+    "assert_counts_of_the_whole",
+    "assert_same_counts",
+    "batches_from",
+    "batches_of",
+    "run",
+    "save_counts",
+]
 
 DTYPE: ComputeDtype = "bfloat16"
 
@@ -26,6 +39,13 @@ def batches_of(count: int, *, seed: int = 0) -> list[Batch]:
         origins = tuple(f"line {3 * index + row + 1}" for row in range(3))
         made.append(Batch(ids, lengths, origins, chunk=int(index >= count // 2)))
     return made
+
+
+def batches_from(samples: Path, count: int, tokenizer: Any) -> list[Batch]:
+    """The first `count` samples of a file, 8 a batch, cut at 512 tokens."""
+    found = load_samples(samples).samples[:count]
+    rows = tokenize(found, tokenizer, max_length=512, vocab_size=4096)
+    return make_batches(rows, [sample.origin for sample in found], batch_size=8)
 
 
 def run(
@@ -45,6 +65,21 @@ def run(
 
 def save_counts(path: Path, observed: Observed) -> None:
     write_tensors(path, {name: Tensor.of(x) for name, x in observed.histograms.items()})
+
+
+def assert_counts_of_the_whole(
+    streamed: Observed, model: Any, spec: ModelSpec, batches: Sequence[Batch], **settings: Any
+) -> None:
+    """Layer by layer, `batches` in two chunks gave what the whole model gives, bin for bin."""
+    for chunk in range(2):
+        with observe(model, spec, **settings) as observer:
+            for batch in batches:
+                if batch.chunk == chunk:
+                    observer.run(batch)
+        assert list(observer.histograms) == list(streamed.histograms)
+        for name, histogram in observer.histograms.items():
+            assert (streamed.histograms[name][chunk] == histogram.counts).all(), name
+        assert streamed.observations == observer.observations
 
 
 def assert_same_counts(one: Observed, other: Observed) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate.batches import Batch, make_batches, tokenize
+from calibrate.batches import Batch
 from calibrate.budget import Budget, Limit, check_reachable, choose
 from calibrate.divergence import Reference, evaluation_batches
 from calibrate.levels import build_recipe, levels_above, total_bytes, weight_bytes
 from calibrate.loading import load_model, load_tokenizer
 from calibrate.observe import observe
-from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.sensitivity import measure_sensitivity
 from calibrate.simulate import simulate, simulate_modules
@@ -21,6 +20,7 @@ from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError
 from octet.recipe import PRESETS, Recipe
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
+from tests.calibrate.runs import batches_from
 from tests.models import write_model
 from tests.outliers import write_outlier_checkpoint
 
@@ -174,16 +174,12 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint)
 
-    def batches(name: str, count: int) -> list[Batch]:
-        samples = load_samples(example_samples / name).samples[:count]
-        rows = tokenize(samples, tokenizer, max_length=512, vocab_size=4096)
-        return make_batches(rows, [sample.origin for sample in samples], batch_size=8)
-
     model = load_model(checkpoint, "float32")
     with observe(model, checkpoint.spec) as observer:
-        for batch in batches("calibration.jsonl", 32):
+        for batch in batches_from(example_samples / "calibration.jsonl", 32, tokenizer):
             observer.run(batch)
-    held_out = evaluation_batches(batches("heldout.jsonl", 128), 4096)
+    judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
+    held_out = evaluation_batches(judged, 4096)
     reference = Reference(model, checkpoint.spec, held_out)
     recipe = recipe_with("fp8-static", kv_cache="float16")
     scales, _ = derive_scales(checkpoint, recipe, observer.histograms)

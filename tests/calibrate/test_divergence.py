@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch, make_batches, tokenize
+from calibrate.batches import Batch, make_batches
 from calibrate.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
 from calibrate.loading import load_model, load_tokenizer
 from calibrate.observe import observe
-from calibrate.samples import load_samples
 from calibrate.scales import derive_scales
 from calibrate.simulate import simulate
 from octet.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from octet.intervals import upper_bound
 from octet.recipe import Recipe
 from octet.student import t_quantile
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
+from tests.calibrate.runs import batches_from
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy-epyc-2core.json"
 
@@ -156,16 +156,12 @@ def test_the_simulation_costs_what_the_embedded_engine_was_measured_to(
     checkpoint = Checkpoint.open(example_model)
     tokenizer = load_tokenizer(checkpoint)
 
-    def batches(name: str, count: int) -> list[Batch]:
-        samples = load_samples(example_samples / name).samples[:count]
-        rows = tokenize(samples, tokenizer, max_length=512, vocab_size=4096)
-        return make_batches(rows, [sample.origin for sample in samples], batch_size=8)
-
     model = load_model(checkpoint, "float32")
     with observe(model, checkpoint.spec) as observer:
-        for batch in batches("calibration.jsonl", 64):
+        for batch in batches_from(example_samples / "calibration.jsonl", 64, tokenizer):
             observer.run(batch)
-    reference = Reference(model, checkpoint.spec, batches("heldout.jsonl", 128))
+    judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
+    reference = Reference(model, checkpoint.spec, judged)
     plain = recorded["bfloat16", "none"]
     for kv_cache in ("float16", "e5m2"):
         recipe = Recipe.load("fp8").model_copy(update={"kv_cache": kv_cache})

@@ -13,12 +13,12 @@ import torch
 from calibrate.batches import Batch
 from calibrate.counting import count_reference
 from calibrate.loading import ComputeDtype, load_model
-from calibrate.observe import observe
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
 from octet.errors import NumericsError
 from octet.model import ModelSpec
 from octet.tensors import Tensor, write_tensors
+from tests.calibrate.runs import assert_counts_of_the_whole
 from tests.models import write_model
 
 # A dense layer, then a sparse one; and every layer sparse, under other names.
@@ -53,16 +53,7 @@ def test_layer_by_layer_as_in_the_whole_model(
     moe: Checkpoint, batches: list[Batch], dtype: ComputeDtype
 ) -> None:
     streamed = observe_checkpoint(moe, batches, dtype=dtype, threads=1)
-    model = load_model(moe, dtype)
-    for chunk in range(2):
-        with observe(model, moe.spec, threads=1) as observer:
-            for batch in batches:
-                if batch.chunk == chunk:
-                    observer.run(batch)
-        assert list(observer.histograms) == list(streamed.histograms)
-        for name, histogram in observer.histograms.items():
-            assert (streamed.histograms[name][chunk] == histogram.counts).all(), name
-    assert streamed.observations == observer.observations
+    assert_counts_of_the_whole(streamed, load_model(moe, dtype), moe.spec, batches, threads=1)
 
 
 def gathered(model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """What answers cost is their definition, at every token; decoding's is reading's and the rest."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from calibrate.gate import Gate
 from calibrate.gate_answers import judge_answers, measure_answers
 from calibrate.golden import golden_set
-from calibrate.loading import load_model
 from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError, NumericsError
 from octet.intervals import upper_bound
@@ -48,16 +46,6 @@ class Answering:
             self.logits(ids, self.factors[1])[len(ids) - tail :]
             for ids, tail in zip(prompts, tails, strict=True)
         ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_model: Path) -> Checkpoint:
-    return Checkpoint.open(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Checkpoint) -> Any:
-    return load_model(checkpoint, "float32")
 
 
 @pytest.fixture(scope="module")

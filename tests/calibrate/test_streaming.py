@@ -10,13 +10,12 @@ import torch
 
 from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype, load_model
-from calibrate.observe import observe
 from calibrate.stored import to_torch
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
 from octet.errors import ArtifactError, CheckpointError, NumericsError
 from octet.tensors import Tensor, write_tensors
-from tests.calibrate.runs import assert_same_counts, batches_of, run
+from tests.calibrate.runs import assert_counts_of_the_whole, assert_same_counts, batches_of, run
 from tests.models import write_model
 
 
@@ -47,15 +46,7 @@ def test_counts_are_those_of_the_whole_model(
     checkpoint, batches = Checkpoint.open(llama), batches_of(5)
     streamed = observe_checkpoint(checkpoint, batches, dtype=dtype, queries=queries)
     model = load_model(checkpoint, dtype)
-    for chunk in range(2):
-        with observe(model, checkpoint.spec, queries=queries) as observer:
-            for batch in batches:
-                if batch.chunk == chunk:
-                    observer.run(batch)
-        assert list(observer.histograms) == list(streamed.histograms)
-        for name, histogram in observer.histograms.items():
-            assert (streamed.histograms[name][chunk] == histogram.counts).all(), name
-    assert streamed.observations == observer.observations
+    assert_counts_of_the_whole(streamed, model, checkpoint.spec, batches, queries=queries)
 
 
 def test_spilled_activations_give_the_same_counts(llama: Path, tmp_path: Path) -> None:

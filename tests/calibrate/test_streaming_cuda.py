@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from calibrate.loading import ComputeDtype, load_model
-from calibrate.observe import observe
 from calibrate.streaming import observe_checkpoint
 from octet.checkpoint import Checkpoint
-from tests.calibrate.runs import batches_of
+from tests.calibrate.runs import assert_counts_of_the_whole, batches_of
 from tests.models import write_model
 
 pytestmark = [
@@ -35,14 +34,7 @@ def test_counts_are_those_of_the_whole_model(
     assert sum(told) == sum(batch.tokens for batch in batches)
     assert streamed.facts["device"] == torch.cuda.get_device_name()
     model = load_model(checkpoint, dtype).cuda()
-    for chunk in range(2):
-        with observe(model, checkpoint.spec) as observer:
-            for batch in batches:
-                if batch.chunk == chunk:
-                    observer.run(batch)
-        assert list(observer.histograms) == list(streamed.histograms)
-        for name, histogram in observer.histograms.items():
-            assert (streamed.histograms[name][chunk] == histogram.counts).all(), name
+    assert_counts_of_the_whole(streamed, model, checkpoint.spec, batches)
 
 
 def test_a_journal_continues_with_the_same_counts(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Calibrations of the tiny model, made without the calibrate stage, and what they export to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from export.onnx import export_onnx
 from octet import microscaling, scaling
@@ -18,6 +19,15 @@ from tests.calibrations import save_calibration
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
 GROUPED = ("mxfp8", "mxfp4", "nvfp4")
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """The references are small; threads that wait for each other on a busy machine cost more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_calibration(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -32,16 +31,9 @@ from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, r
 from tests.references import Reference, divergence
 from tests.serve.engines import rewritten
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """The references are small; threads that wait for each other on a busy machine cost more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settled(

@@ -4,14 +4,12 @@ ONNX Runtime runs what it has kernels for; onnx.reference, which reads codes wit
 evaluates all of them.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -28,6 +26,8 @@ from tests.export.conftest import GROUPED, RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, random_ids
 from tests.export.test_onnx import settled
 from tests.references import Reference
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 FP4 = ("mxfp4", "nvfp4")
@@ -50,15 +50,6 @@ MIXED = Recipe.load("nvfp4").model_copy(
         "exclude": ("lm_head", "*.0.mlp.up_proj"),
     }
 )
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """The references are small; threads that wait for each other on a busy machine cost more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

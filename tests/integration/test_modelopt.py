@@ -160,16 +160,22 @@ def logits(checkpoint: Checkpoint, tokens: Path) -> torch.Tensor:
     return found
 
 
+@pytest.fixture(scope="module")
+def outliers(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The example with outliers in the inputs of every layer."""
+    path = tmp_path_factory.mktemp("outliers") / "model"
+    write_outlier_checkpoint(example_model, path, layers=range(6))
+    return Checkpoint.open(path)
+
+
 def test_smoothquant_brings_a_model_with_outliers_back_to_one_percent(
     peer: Callable[..., str],
-    example_model: Path,
+    outliers: Checkpoint,
     example_samples: Path,
     tokens: Path,
     tmp_path: Path,
 ) -> None:
     recipe = Recipe.load("fp8-static")
-    write_outlier_checkpoint(example_model, tmp_path / "outliers", layers=range(6))
-    outliers = Checkpoint.open(tmp_path / "outliers")
     held_out = token_rows(outliers, example_samples / "heldout.jsonl", 48)
     scores = Scores(outliers, tokens, held_out)
     alone, _ = scores.served(outliers, recipe)
@@ -190,15 +196,13 @@ def test_smoothquant_brings_a_model_with_outliers_back_to_one_percent(
 
 def test_awq_finds_the_weights_that_matter(
     peer: Callable[..., str],
-    example_model: Path,
+    outliers: Checkpoint,
     example_samples: Path,
     tokens: Path,
     tmp_path: Path,
 ) -> None:
     """Behind an input's outliers are weights so small that 4 bits make zeros of them."""
     recipe = Recipe.load("mxfp4")
-    write_outlier_checkpoint(example_model, tmp_path / "outliers", layers=range(6))
-    outliers = Checkpoint.open(tmp_path / "outliers")
     scores = Scores(outliers, tokens, token_rows(outliers, example_samples / "heldout.jsonl", 48))
     _, alone = scores.served(outliers, recipe)
     peer("apply", outliers.path, tokens, "mxfp4", tmp_path, "awq")

@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ class Group:
 
         Errors are OctetErrors, and those of the system, as ArtifactErrors.
         """
-        result: T | None = None
         error: OctetError | None = None
         try:
             result = work()
@@ -55,11 +54,12 @@ class Group:
         except OSError as caught:
             error = ArtifactError(f"{caught.filename}: {caught.strerror}")
         self.agree(error)
-        return cast(T, result)
+        return result
 
     def on_first(self, work: Callable[[], T]) -> T:
         """What `work` gives rank 0, which alone does it, on every rank; its error likewise."""
-        return cast(T, self.gather(self.attempt(work if self.rank == 0 else lambda: None))[0])
+        result: T = self.gather(self.attempt(work if self.rank == 0 else lambda: None))[0]
+        return result
 
 
 class TorchGroup(Group):

@@ -193,6 +193,7 @@ def with_fallback(
             pooled = reduce(add, (histograms[f"{x}.{projection}.input"] for x in names))
             filled |= {f"{name}.{projection}.input": pooled for name, _ in few}
     facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
+    # A ChainMap writes to the first of its maps alone; typing wants all of them mutable.
     return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
 
 

@@ -91,7 +91,8 @@ class Report:
             "budget": None if self.budget is None else dict(self.budget),
             "experts": None if self.experts is None else dict(self.experts),
         }
-        return _finite(data)  # type: ignore[no-any-return]
+        finite: dict[str, Any] = _finite(data)
+        return finite
 
     def _convergence_json(self) -> dict[str, Any] | None:
         """Without experts that settled, if there are many: convergence.json has them all."""

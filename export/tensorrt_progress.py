@@ -20,7 +20,7 @@ def progress_monitor(trt: Any, console: Console | None, stop: threading.Event) -
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=console is None) as bars:
 
-        class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # tensorrt is untyped
             def __init__(self) -> None:
                 trt.IProgressMonitor.__init__(self)
                 self.tasks: dict[str, TaskID] = {}

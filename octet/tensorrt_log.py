@@ -18,7 +18,7 @@ _SCRATCH = re.compile(r"Total Activation Memory: (\d+) bytes")
 def logger(trt: Any) -> Any:
     """The one of the process; `clear` it before what it is to be asked about."""
 
-    class Log(trt.ILogger):  # type: ignore[misc]
+    class Log(trt.ILogger):  # type: ignore[misc]  # tensorrt is untyped
         """Keeps what was said; nothing is printed."""
 
         def __init__(self) -> None:

@@ -48,9 +48,7 @@ def batches_from(samples: Path, count: int, tokenizer: Any) -> list[Batch]:
     return make_batches(rows, [sample.origin for sample in found], batch_size=8)
 
 
-def run(
-    model: Path, journal: Path | None = None, *, count: int = 5, **settings: object
-) -> Observed:
+def run(model: Path, journal: Path | None = None, *, count: int = 5, **settings: Any) -> Observed:
     """The histograms of `batches_of(count)` with one thread."""
     torch.set_num_threads(1)
     return observe_checkpoint(
@@ -59,7 +57,7 @@ def run(
         dtype=DTYPE,
         threads=1,
         journal=journal,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
 
 

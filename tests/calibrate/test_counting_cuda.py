@@ -1,8 +1,9 @@
 """The kernel equals numpy's bincount, bin for bin; what surrounds it is tested without a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.calibrate.contents import contents
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [1, 7, 8, 9, 1023, 8192, 65_537, 1_000_003]
 
+Test = TypeVar("Test", bound=Callable[..., object])
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -33,9 +35,9 @@ gpu = [
 ]
 
 
-def on_gpu(function: object) -> object:
+def on_gpu(function: Test) -> Test:
     for mark in gpu:
-        function = mark(function)  # type: ignore[operator]
+        function = mark(function)
     return function
 
 

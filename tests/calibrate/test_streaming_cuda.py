@@ -1,12 +1,13 @@
 """On a GPU too, layer by layer is the whole model: the same counts, bin for bin."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from calibrate.loading import ComputeDtype, load_model
-from calibrate.streaming import observe_checkpoint
+from calibrate.streaming import Observed, observe_checkpoint
 from octet.checkpoint import Checkpoint
 from tests.calibrate.runs import assert_counts_of_the_whole, batches_of
 from tests.models import write_model
@@ -49,14 +50,14 @@ def test_a_journal_continues_with_the_same_counts(tmp_path: Path) -> None:
         if (journal / "layer-001.json").exists():
             raise Stopped
 
-    def again(advance: object) -> object:
+    def again(advance: Callable[[int], None]) -> Observed:
         return observe_checkpoint(
             checkpoint,
             batches,
             dtype="bfloat16",
             device="cuda",
             journal=journal,
-            advance=advance,  # type: ignore[arg-type]
+            advance=advance,
         )
 
     with pytest.raises(Stopped):
@@ -65,4 +66,4 @@ def test_a_journal_continues_with_the_same_counts(tmp_path: Path) -> None:
     assert kept == ["layer-000.json", "layer-001.json"]
     continued = again(lambda tokens: None)
     for name, counts in whole.histograms.items():
-        assert (continued.histograms[name] == counts).all(), name  # type: ignore[attr-defined]
+        assert (continued.histograms[name] == counts).all(), name

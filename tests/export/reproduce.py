@@ -6,39 +6,41 @@ python -m tests.export.reproduce CALIBRATIONS OUT
 import sys
 from pathlib import Path
 
-from export.checkpoint import export_checkpoint
-from export.onnx import export_onnx
-from export.triton import export_triton
+from export.checkpoint import CheckpointFormat, export_checkpoint
+from export.onnx import Target, export_onnx
+from export.triton import Backend, export_triton
+from octet.recipe import KvCacheDtype
 
-CHECKPOINTS = {
+CHECKPOINTS: dict[CheckpointFormat, tuple[str, ...]] = {
     "compressed-tensors": ("fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4"),
     "modelopt": ("fp8-static", "nvfp4"),
     "fp8": ("fp8-static", "fp8-block"),
 }
-GRAPHS = {
+GRAPHS: dict[Target, tuple[str, ...]] = {
     "onnxruntime": ("fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4"),
     "tensorrt": ("fp8", "fp8-static", "fp8-block", "mxfp8", "nvfp4"),
 }
-BACKENDS = {"python": "onnx", "vllm": "numba", "onnxruntime": "onnx"}  # what writes the model
+# By what writes the model.
+BACKENDS: dict[Backend, str] = {"python": "onnx", "vllm": "numba", "onnxruntime": "onnx"}
 
 
 def write_all(calibrations: Path, out: Path) -> None:
     for form, recipes in CHECKPOINTS.items():
         for recipe in recipes:
-            cache = "e5m2" if form == "compressed-tensors" else "e4m3"
+            cache: KvCacheDtype = "e5m2" if form == "compressed-tensors" else "e4m3"
             export_checkpoint(
                 calibrations / recipe,
                 out / f"checkpoint-{form}-{recipe}",
-                format=form,  # type: ignore[arg-type]
-                kv_cache=cache,  # type: ignore[arg-type]
+                format=form,
+                kv_cache=cache,
             )
     for target, recipes in GRAPHS.items():
         for recipe in recipes:
             name = out / f"onnx-{target}-{recipe}"
-            export_onnx(calibrations / recipe, name, target=target)  # type: ignore[arg-type]
+            export_onnx(calibrations / recipe, name, target=target)
     for backend in BACKENDS:
         entry = out / f"triton-{backend}"
-        export_triton(calibrations / "fp8", entry, backend=backend)  # type: ignore[arg-type]
+        export_triton(calibrations / "fp8", entry, backend=backend)
 
 
 if __name__ == "__main__":

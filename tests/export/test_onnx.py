@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto
 
 from export.engine_graph import build_engine_graph
-from export.onnx import export_onnx
+from export.onnx import Target, export_onnx
 from export.source import Source
 from export.verify import verify
 from octet import scaling
@@ -25,7 +25,7 @@ from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.formats import E4M3
 from octet.golden import GoldenSet
 from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
-from octet.recipe import Recipe
+from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, random_ids
 from tests.references import Reference, divergence
@@ -135,10 +135,14 @@ def test_the_reference_unquantized_is_transformers(tiny_model: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kv_cache", ["e5m2", "float16"])
 def test_the_graph_computes_the_reference_quantization(
-    recipe: str, kv_cache: str, tmp_path: Path, calibrations: dict[str, Path], tiny_model: Path
+    recipe: str,
+    kv_cache: KvCacheDtype,
+    tmp_path: Path,
+    calibrations: dict[str, Path],
+    tiny_model: Path,
 ) -> None:
     export_onnx(calibrations[recipe], tmp_path / "out", kv_cache=kv_cache)
-    reference = Reference(tiny_model, calibrations[recipe], kv_cache)  # type: ignore[arg-type]
+    reference = Reference(tiny_model, calibrations[recipe], kv_cache)
     model = OnnxModel(tmp_path / "out", observe=True)
     assert settled(model, reference, random_ids(8, 64)).mean() < 1e-8
     assert reference.differing < 1e-3 * reference.rounded
@@ -248,8 +252,8 @@ def test_both_forms_read_every_input_and_none_names_the_number_of_keys(
     tmp_path: Path, calibrations: dict[str, Path]
 ) -> None:
     """TensorRT drops Attention-24's nonpad_kv_seqlen in silence; here the mask is its 4th input."""
-    for target in ("onnxruntime", "tensorrt"):
-        export_onnx(calibrations["fp8-static"], tmp_path / target, target=target)  # type: ignore[arg-type]
+    for target in get_args(Target):
+        export_onnx(calibrations["fp8-static"], tmp_path / target, target=target)
         graph = onnx.load(tmp_path / target / "model.onnx").graph
         read = {name for node in graph.node for name in node.input}
         assert {item.name for item in graph.input} <= read

@@ -1,7 +1,7 @@
 """The ONNX decoder of each dense architecture: transformers' logits, with and without a cache."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from calibrate.simulate import simulate
 from export.graph import Graph
-from export.onnx import export_onnx
+from export.onnx import Target, export_onnx
 from export.onnx_attention import Concatenated
 from export.onnx_cache import _CastCache
 from export.onnx_decoder import build_decoder, check_architecture
@@ -146,9 +146,9 @@ def test_what_has_no_graph_is_refused_by_name(name: str, tmp_path: Path) -> None
     kind, settings = (KNOWN | GENERIC)[name]
     model = write_model(tmp_path / "model", kind, **settings)
     calibration = make_calibration(tmp_path / "calibration", model, Recipe.load("fp8"))
-    for target in ("onnxruntime", "tensorrt"):
+    for target in get_args(Target):
         with pytest.raises(UnsupportedError, match=r"^\w+ (is|has) .*`octet export checkpoint`"):
-            export_onnx(calibration, tmp_path / "out", target=target)  # type: ignore[arg-type]
+            export_onnx(calibration, tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()
 
 

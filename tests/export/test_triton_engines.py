@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.triton import export_all, export_triton
+from export.triton import Backend, export_all, export_triton
 from export.triton_entries import python_entry
 from export.triton_steps import plan_tensors, read_graph, tensorrt_entry
 from octet.artifact import Manifest, software, write_artifact
@@ -120,12 +120,13 @@ def test_a_small_plan_is_warmed_up_within_its_profiles(
 def test_an_engine_of_another_calibration_is_refused(
     tmp_path: Path, calibrations: dict[str, Path], engine: Path
 ) -> None:
-    for backend in ("python", "tensorrt"):
+    on_engines: tuple[Backend, ...] = ("python", "tensorrt")
+    for backend in on_engines:
         with pytest.raises(ArtifactError, match=r"was not built from .*fp8-block; build it with"):
             export_triton(
                 calibrations["fp8-block"],
                 tmp_path / "a",
-                backend=backend,  # type: ignore[arg-type]
+                backend=backend,
                 engine=engine,
             )
     (engine / "model.plan").write_bytes(b"another")
@@ -147,12 +148,13 @@ def test_an_engine_is_asked_for_where_it_is_needed_and_only_there(
 ) -> None:
     with pytest.raises(ConfigError, match="no engine was given: --engine ENGINE"):
         export_triton(calibrations["fp8"], tmp_path / "a", backend="tensorrt")
-    for backend in ("vllm", "onnxruntime"):
+    without: tuple[Backend, ...] = ("vllm", "onnxruntime")
+    for backend in without:
         with pytest.raises(ConfigError, match=f"for --backend python or tensorrt, not {backend}"):
             export_triton(
                 calibrations["fp8-static"],
                 tmp_path / "a",
-                backend=backend,  # type: ignore[arg-type]
+                backend=backend,
                 engine=engine,
             )
 

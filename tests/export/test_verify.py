@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -138,11 +139,11 @@ def test_modules_may_be_stored_in_different_formats(tiny_model: Path, tmp_path: 
     donor = load_file(eight / "model.safetensors")
     attention = FORMATS["ct-channel"].config["config_groups"]["group_0"]
 
-    def mix(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:
+    def mix(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         for name in [name for name in tensors if ".self_attn." in name]:
             del tensors[name]
         tensors |= {name: value for name, value in donor.items() if ".self_attn." in name}
-        groups = config["quantization_config"]["config_groups"]  # type: ignore[index]
+        groups = config["quantization_config"]["config_groups"]
         groups["group_1"] = attention | {"targets": ["re:.*self_attn.*"]}
 
     path = write_handmade(tmp_path / "b", tiny_model, "ct-nvfp4", manifest=False, damage=mix)

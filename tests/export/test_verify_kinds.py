@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from export.checkpoint import export_checkpoint
-from export.triton import export_triton
+from export.triton import Backend, export_triton
 from export.verify import verify
 from octet.artifact import MANIFEST_FILE, Manifest, software, write_artifact
 from octet.checkpoint import sha256_file
@@ -69,9 +70,9 @@ def test_a_sound_calibration(recipe: str, calibrations: dict[str, Path]) -> None
     ],
 )
 def test_a_calibration_without_a_sound_scale(
-    change: dict[str, object], where: str, what: str, tiny_model: Path, tmp_path: Path
+    change: dict[str, Any], where: str, what: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"), **change)  # type: ignore[arg-type]
+    make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"), **change)
     found = verify(tmp_path / "cal")
     assert found.exit_code == 1
     assert [problem.where for problem in found.problems] == [where]
@@ -138,10 +139,10 @@ def test_the_graph_of_an_engine_is_built_again_and_compared(
     ("backend", "held"), [("python", "1/onnx"), ("vllm", "1/checkpoint"), ("onnxruntime", "1")]
 )
 def test_a_triton_entry_is_as_sound_as_what_it_holds(
-    backend: str, held: str, calibrations: dict[str, Path], tmp_path: Path
+    backend: Backend, held: str, calibrations: dict[str, Path], tmp_path: Path
 ) -> None:
     entry = tmp_path / "models" / "tiny"
-    export_triton(calibrations["fp8"], entry, backend=backend)  # type: ignore[arg-type]
+    export_triton(calibrations["fp8"], entry, backend=backend)
     found = verify(entry, calibration=calibrations["fp8"])
     assert found.problems == [] and found.exit_code == 0
     assert len(found.rows) == 14 and found.copied == 6

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,11 @@ def start_vllm(
     running: dict[str, VllmServer] = {}
     with ExitStack() as stack:
 
-        def start(model: Path, **fields: object) -> VllmServer:
+        def start(model: Path, **fields: Any) -> VllmServer:
             key = f"{model.resolve()} {sorted(fields.items())}"
             if key not in running:
                 log = logs / f"{len(running)}.log"
-                server = VllmServer(model=model, log=log, **fields)  # type: ignore[arg-type]
+                server = VllmServer(model=model, log=log, **fields)
                 running[key] = stack.enter_context(server)
             return running[key]
 

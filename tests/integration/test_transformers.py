@@ -8,7 +8,9 @@ linears rounded by `calibrate.rounding`: the logits must be the same numbers.
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +97,7 @@ def test_the_logits_are_those_of_the_rounded_model(
     assert distance < 1e-3 < (expected - original).abs().max()
 
 
-def rounding(source: Source, name: str, scheme: TensorScheme):  # type: ignore[no-untyped-def]
+def rounding(source: Source, name: str, scheme: TensorScheme) -> Callable[..., Any]:
     """A hook that gives a linear its input as an engine rounds it."""
 
     def scale(kind: str) -> torch.Tensor:

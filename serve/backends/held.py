@@ -5,22 +5,33 @@ that vanishes closes nothing: the kernel's keepalive probes, one a second, find 
 """
 
 import asyncio
+import errno
 import functools
 import os
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Literal
 
 from octet.errors import BackendUnavailable
 
-__all__ = ["hold_open", "keep_alive", "reason_of"]
+__all__ = ["hold_open", "kept_alive", "reason_of"]
 
 GONE_AFTER_S = 3
 # A server that closes idle connections has let this one live for a while.
 IDLE_S = 1.0
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # nothing is acknowledged
 
 
-def keep_alive(connection: socket.socket) -> None:
+def kept_alive(address: tuple[int, int, int, str, object]) -> socket.socket:
+    """A socket that notices when the server's host is gone, however long a request has to wait."""
+    created = socket.socket(*address[:3])
+    created.setblocking(False)
+    _keep_alive(created)
+    return created
+
+
+def _keep_alive(connection: socket.socket) -> None:
     """Has the kernel notice, in GONE_AFTER_S, that the peer's host no longer answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -40,27 +51,28 @@ async def hold_open(
     tls: bool,
     timeout_s: float,
     reopened: Callable[[], None] = lambda: None,
-) -> None:
-    """Returns when the server is gone. Raises BackendUnavailable if it cannot be reached at all.
+) -> bool:
+    """Returns when the server is gone: whether its whole host is, and what was sent is lost.
 
-    Where it only closed a connection for being idle, the next one is opened at once. A server that
-    ends in order, and another one that is there already, look the same: `reopened` is told.
+    Raises BackendUnavailable if it cannot be reached at all. Where it only closed a connection for
+    being idle, the next one is opened at once. A server that ends in order, and another one that is
+    there already, look the same: `reopened` is told.
     """
     loop = asyncio.get_running_loop()
     reader, writer = await _open(name, host, port, tls, timeout_s)
     while True:
         opened = loop.time()
         try:
-            ended_in_order = await _until_its_end(reader)
+            end = await _until_its_end(reader)
         finally:
             writer.transport.abort()
-        if not ended_in_order or loop.time() - opened < IDLE_S:
-            return
+        if end != "in order" or loop.time() - opened < IDLE_S:
+            return end == "silent"
         reopened()
         try:
             reader, writer = await _open(name, host, port, tls, timeout_s)
         except BackendUnavailable:
-            return
+            return False  # it may finish what it has begun
 
 
 @functools.cache
@@ -77,7 +89,7 @@ async def _open(
             reader, writer = await asyncio.open_connection(host, port, ssl=_tls() if tls else None)
     except OSError as error:  # TimeoutError is one
         raise BackendUnavailable(f"{name}: cannot be reached ({reason_of(error)})") from error
-    keep_alive(writer.get_extra_info("socket"))
+    _keep_alive(writer.get_extra_info("socket"))
     return reader, writer
 
 
@@ -96,11 +108,11 @@ def reason_of(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else "the connection failed"
 
 
-async def _until_its_end(reader: asyncio.StreamReader) -> bool:
-    """Whether the peer closed the connection in order; what it sends is thrown away."""
+async def _until_its_end(reader: asyncio.StreamReader) -> Literal["in order", "reset", "silent"]:
+    """How the connection ended; what comes over it is thrown away."""
     try:
         while await reader.read(4096):
             pass
-    except OSError:  # reset, or the host is gone
-        return False
-    return True
+    except OSError as error:
+        return "silent" if error.errno in _SILENT else "reset"
+    return "in order"

@@ -4,18 +4,20 @@
 `Backend`, for those who want tokens and log-probabilities rather than bytes.
 """
 
+import contextlib
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self
+from weakref import WeakSet
 
 import aiohttp
 from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
-from serve.backends.held import hold_open, keep_alive
+from serve.backends.held import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
 from serve.backends.openai_reports import LOAD_SOURCES, context_length, incarnation
@@ -56,11 +58,12 @@ class OpenAiHttpBackend:
             self._headers["authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
         self._answering: set[aiohttp.ClientResponse] = set()
+        self._connections: WeakSet[socket.socket] = WeakSet()
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=self._connection
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s),
             headers=self._headers,
@@ -70,8 +73,7 @@ class OpenAiHttpBackend:
         )
 
     async def close(self) -> None:
-        for response in self._answering:  # aiohttp would leave who reads them waiting
-            response.content.set_exception(aiohttp.ClientConnectionError("closed by the gateway"))
+        self._end_answers("closed by the gateway")
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -138,7 +140,7 @@ class OpenAiHttpBackend:
     async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         url = self._url("/")
         assert url.host is not None and url.port is not None
-        await hold_open(
+        vanished = await hold_open(
             self.name,
             url.host,
             url.port,
@@ -146,6 +148,11 @@ class OpenAiHttpBackend:
             timeout_s=self._config.connect_timeout_s,
             reopened=reopened,
         )
+        if vanished:  # what it has not acknowledged, the kernel would send again for minutes
+            self._end_answers("its host is gone")
+            for connection in list(self._connections):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     async def incarnation(self) -> Incarnation | None:
         """By its list of models, and by its metrics' start time and counters, where it has them."""
@@ -198,6 +205,15 @@ class OpenAiHttpBackend:
                     yield event
             except BackendError as error:
                 raise sooner_or_later(error, started=started) from error
+
+    def _end_answers(self, reason: str) -> None:
+        for response in self._answering:  # aiohttp would leave who reads them waiting
+            response.content.set_exception(aiohttp.ClientConnectionError(reason))
+
+    def _connection(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        connection = kept_alive(address)
+        self._connections.add(connection)
+        return connection
 
     def _longest_answer(self, prompt: str | tuple[int, ...]) -> int | None:
         """Tokens that an answer may have where the request sets no limit; None: unknown.
@@ -278,12 +294,3 @@ _PROBES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBE}], **_ONE_TOKEN}),
     ("/v1/embeddings", {"input": PROBE}),
 )
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices when the server's host is gone, however long a request has to wait."""
-    family, kind, protocol, _, _ = address
-    created = socket.socket(family, kind, protocol)
-    created.setblocking(False)
-    keep_alive(created)
-    return created

@@ -3,10 +3,12 @@
 import asyncio
 import socket
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable
+from serve.api.events import close
 from serve.backends import held, openai_http
 from serve.backends.base import LoadReport
 from serve.backends.openai_reports import LOAD_SOURCES
@@ -14,6 +16,7 @@ from serve.config import Health, PoolConfig
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
 from tests.serve.in_process import in_process
 from tests.serve.openai_clients import asked, listening, relay_to, started
+from tests.serve.upstreams import STREAM_HEAD, chunk, forever, scripted
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -209,9 +212,51 @@ async def test_a_server_that_closes_every_connection_is_not_asked_in_a_loop() ->
         assert connections == 1
 
 
+@pytest.mark.parametrize("vanished", [True, False])
+async def test_requests_at_a_host_that_vanished_end_when_it_is_seen(
+    vanished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written to it after that is never acknowledged, nor is it given up for minutes.
+
+    The server is there all the time: only the held connection says that its host is gone.
+    """
+    seen = asyncio.Event()
+
+    async def hold_open(*_: Any, **__: Any) -> bool:
+        await seen.wait()
+        return vanished
+
+    monkeypatch.setattr(openai_http, "hold_open", hold_open)
+    hung, begun = forever(), forever(STREAM_HEAD, chunk())
+    async with scripted(hung, begun) as upstream, started(upstream.url) as backend:
+        waiting = asyncio.create_task(backend.relay("/v1/completions", b"{}", {}))
+        while not upstream.running:
+            await asyncio.sleep(0.01)
+        stream = (await backend.relay("/v1/completions", b"{}", {})).body
+        assert await anext(stream) == chunk()
+        holding = asyncio.create_task(backend.hold())
+        seen.set()
+        await holding
+        if vanished:
+            for asked in (waiting, anext(stream)):
+                with pytest.raises(BackendError) as failed:
+                    await asked
+                assert failed.value.kind == "lost"
+            await upstream.freed()
+            again = await backend.relay("/v1/completions", b"{}", {})  # it may come back
+            assert again.status == 200
+            await close(again.body)
+        else:  # it drains: what it has begun, it finishes
+            await asyncio.sleep(0.05)
+            assert upstream.running == 2 and not waiting.done()
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await close(stream)
+
+
 async def test_sockets_notice_a_host_that_vanishes() -> None:
     """That a probe is sent each second is seen here; that a host vanishes would take one."""
-    taken = openai_http._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1)))
+    taken = held.kept_alive((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1)))
     with taken:
         options = [taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
         for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):

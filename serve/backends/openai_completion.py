@@ -20,6 +20,7 @@ from serve.types import (
 __all__ = ["completion_body", "completion_events"]
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+_TOO_LARGE = (OverflowError, RecursionError)  # of a number, of what is nested
 
 
 def completion_body(request: GenerateRequest, model: str, limit: int | None) -> dict[str, Any]:
@@ -74,10 +75,11 @@ async def completion_events(
             if usage and reason:
                 if reason not in _REASONS:
                     raise BackendError(f"{name}: the answer ended with '{reason}'")
-                counts = Usage(usage["prompt_tokens"], usage.get("completion_tokens") or 0)
+                answered = _count(usage.get("completion_tokens") or 0)
+                counts = Usage(_count(usage["prompt_tokens"]), answered)
                 yield Finished(_REASONS[reason], counts, stop_reason)
                 return
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, *_TOO_LARGE) as error:
         raise BackendError(
             f"{name}: its stream is not one of completions ({error!r})", kind="garbled"
         ) from error
@@ -99,7 +101,9 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     Token ids are there only if the server sends them. vLLM lists the chosen token beside the
     `alternatives` most likely ones.
     """
-    text, token_ids = choice.get("text") or "", tuple(choice.get("token_ids") or ())
+    text, token_ids = choice.get("text") or "", tuple(map(_count, choice.get("token_ids") or ()))
+    if not isinstance(text, str):
+        raise TypeError(f"text is {type(text).__name__}")
     found = choice.get("logprobs")
     if not found:
         return Delta(text, token_ids)
@@ -114,12 +118,28 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     return Delta(text, token_ids, tuple(positions))
 
 
-def _token(name: str, logprob: float | None) -> TokenLogprob:
+def _token(name: str, logprob: Any) -> TokenLogprob:
     """A token by the name the server gives it: `token_id:N` from vLLM, else its text alone."""
     number = name.removeprefix("token_id:")
     if number != name and number.isdigit():
-        return TokenLogprob(int(number), "", b"", logprob)
-    return TokenLogprob(-1, name, name.encode(), logprob)
+        return TokenLogprob(int(number), "", b"", _nats(logprob))
+    return TokenLogprob(-1, name, name.encode(), _nats(logprob))
+
+
+def _count(value: Any) -> int:
+    """A number of tokens, or the id of one."""
+    if not isinstance(value, int) or value < 0:
+        raise TypeError(f"{str(value)[:80]!r} is no number of tokens, nor the id of one")
+    return value
+
+
+def _nats(value: Any) -> float | None:
+    """NaN and infinities are a matter for who judges them."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:80]!r} is no log-probability")
+    return float(value)
 
 
 async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from serve.proof.structure import EngineReport
 
 __all__ = ["ServerReport", "in_words", "show"]
 
+_NO_DATE = 2**37  # seconds since 1970: after the year 6000 something else is meant
 _NEAREST = 5  # hypotheses that are shown without --all
 _STYLES = {"as_expected": "green", "inconclusive": "yellow"}
 _ENGINES = {"vllm": "vLLM", "triton": "Triton", "embedded": "Octet", "openai": "an OpenAI server"}
@@ -152,7 +153,7 @@ def _said(engine: EngineReport) -> Iterator[str]:
         yield f"cache {engine.cache_dtype}"
     if engine.context:
         yield f"context {engine.context:,}"
-    if engine.started:
+    if engine.started and engine.started < _NO_DATE:
         yield f"since {datetime.fromtimestamp(engine.started, UTC):%Y-%m-%d %H:%M:%S} UTC"
     for name, value in engine.facts.items():
         yield f"{name} {value}"

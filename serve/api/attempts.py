@@ -230,6 +230,8 @@ class Attempts:
                 member = pool.choose(self._ask_of, barred)
             if member is not None:
                 return member
+        if failure is not None and failure.kind in _GONE and await pool.room(tried):
+            return pool.choose(self._ask_of, tried)
         return None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:

@@ -15,11 +15,12 @@ from serve.proof.exam import Exams, directory_of
 from serve.routing.ask import Ask
 from serve.routing.budget import RetryBudget
 from serve.routing.closing import Closing
+from serve.routing.last import may_eject, spare_the_last
 from serve.routing.make import make_backend
 from serve.routing.member import Member
 from serve.routing.policies import Policy, make_policy
 from serve.routing.proving import Proven, Provers, examined, make_provers, proven_by
-from serve.routing.waiting import LONGEST_WAIT_S, one_is_well, wait_s
+from serve.routing.waiting import LONGEST_WAIT_S, one_is_well, room, wait_s
 from serve.routing.watches import Watches
 
 __all__ = ["FIRST_PROOF_S", "Pool"]
@@ -58,6 +59,7 @@ class Pool:
         self._available: list[Member] = []
         self._proven = Proven()
         self._stale = True  # these two are to be made anew
+        self._moved = asyncio.Event()  # set at each change, for those who wait for one
         self._reopens_at = math.inf  # when a breaker's time passes, by the clock
         self._take(members)
 
@@ -112,6 +114,11 @@ class Pool:
         """
         doubtful = [m for m in self.members if m.doubtful and m.proof and m not in tried]
         return bool(doubtful) and await one_is_well(doubtful, self.config.health.timeout_s)
+
+    async def room(self, tried: Collection[Member]) -> bool:
+        """Waits for room at one that is full, and none of `tried`; whether there is some."""
+        wait_s = self.config.admission.max_wait_s
+        return await room(lambda: [m for m in self.members if m not in tried], self._moved, wait_s)
 
     def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
         """When one of these, or of all, may be available again: a moment to a minute."""
@@ -275,12 +282,10 @@ class Pool:
 
     def _changed(self) -> None:
         self._stale = True
+        self._moved.set()
 
     def _refresh(self) -> None:
-        if not any(m.standing in ("in", "full") or m.doubtful for m in self.members):
-            for member in self.members:  # those that were not the last when they were ejected
-                if member.breaker.counted and member.reachable and member.ready:
-                    member.breaker.spare()
+        spare_the_last(self.members)
         self._available = [member for member in self.members if member.available]
         opened = (m.breaker.until for m in self.members if m.breaker.reopens_by_itself)
         self._reopens_at = min(opened, default=math.inf)
@@ -291,9 +296,4 @@ class Pool:
         return await make_provers(members, exams, self._clock, self._rng)
 
     def _may_eject(self, candidate: Member) -> bool:
-        """For failures that may be the requests' fault: never the last that serves. `_refresh`
-        lets in again who has come to be that."""
-        others = [m for m in self.members if m is not candidate and m.reachable and m.ready]
-        ejected = sum(member.breaker.counted for member in others)
-        allowed = max(1, math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9))
-        return ejected < allowed and any(m.standing in ("in", "full") for m in others)
+        return may_eject(candidate, self.members, self.config.ejection.max_fraction)

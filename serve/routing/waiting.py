@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serve.config import Health
 from serve.routing.member import Member
 
-__all__ = ["LONGEST_WAIT_S", "one_is_well", "wait_s"]
+__all__ = ["LONGEST_WAIT_S", "one_is_well", "room", "wait_s"]
 
 LONGEST_WAIT_S = 60.0
 _PROOF_S = 2.0  # what a whole probe takes, about, where none has ended yet
@@ -44,4 +44,20 @@ async def one_is_well(doubtful: Sequence[Member], timeout_s: float) -> bool:
     finally:
         for each in looks:
             each.cancel()
+    return False
+
+
+async def room(members: Callable[[], list[Member]], moved: asyncio.Event, timeout_s: float) -> bool:
+    """Waits until one of `members` is available while some of them are full; whether one is.
+
+    `moved` is set whenever one may have come to be available.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not any(member.available for member in members()):
+                if not any(member.standing in ("full", "trial") for member in members()):
+                    return False
+                moved.clear()
+                await moved.wait()
+            return True
     return False

@@ -77,6 +77,48 @@ async def test_all_requests_of_a_model_that_dies_are_answered_elsewhere() -> Non
         assert (dying.asked, sound.asked) == (20, 40)
 
 
+class Slow(Scripted):
+    """Takes a moment for each of its requests."""
+
+    async def relay(self, *arguments: Any) -> Any:
+        await asyncio.sleep(0.002)
+        return await super().relay(*arguments)
+
+
+@pytest.mark.parametrize("failure", [refused, lost, dead])
+async def test_who_lost_its_backend_waits_for_room_at_one_that_is_full(failure: Any) -> None:
+    dying, sound = Dying(failure()), Slow(whole())
+    settings = pools(retries=NO_BUDGET)
+    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+        first, second = served.gateway.pools["fake"].members
+        second.max_in_flight = 1
+        asking = [asyncio.create_task(ask(served)) for _ in range(10)]
+        while dying.asked < 9:
+            await asyncio.sleep(0)
+        dying.died.set()
+        first.go_out("gone", reachable=False)
+        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+        assert (dying.asked, sound.asked) == (9, 10)
+        second.max_in_flight = 0  # nobody waits who has lost nothing, nor for ever
+        assert (await ask(served))[0] == 503
+
+
+async def test_the_wait_for_room_has_an_end() -> None:
+    dying, full = Dying(dead()), Scripted([chunk(), None])
+    settings = pools(retries=NO_BUDGET, admission={"max_wait_s": 0.05})
+    async with in_process(("fake", [full, dying]), pools=settings) as served:
+        served.gateway.pools["fake"].members[0].max_in_flight = 1
+        gone = asyncio.Event()
+        body = BODY | {"stream": True}
+        holding = asyncio.create_task(served.request("/v1/completions", body, gone=gone))
+        while not full.running:
+            await asyncio.sleep(0)
+        dying.died.set()
+        assert (await ask(served))[0] == 502 and dying.asked == 1
+        gone.set()
+        await holding
+
+
 async def test_the_only_backend_is_asked_again_over_a_new_connection() -> None:
     once = Scripted(lost(), whole())
     async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:

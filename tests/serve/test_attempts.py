@@ -77,17 +77,21 @@ async def test_all_requests_of_a_model_that_dies_are_answered_elsewhere() -> Non
         assert (dying.asked, sound.asked) == (20, 40)
 
 
-class Slow(Scripted):
-    """Takes a moment for each of its requests."""
+class Held(Scripted):
+    """Answers from when it may on, each request after a moment."""
+
+    may: asyncio.Event
 
     async def relay(self, *arguments: Any) -> Any:
+        await self.may.wait()
         await asyncio.sleep(0.002)
         return await super().relay(*arguments)
 
 
 @pytest.mark.parametrize("failure", [refused, lost, dead])
 async def test_who_lost_its_backend_waits_for_room_at_one_that_is_full(failure: Any) -> None:
-    dying, sound = Dying(failure()), Slow(whole())
+    dying, sound = Dying(failure()), Held(whole())
+    sound.may = dying.died
     settings = pools(retries=NO_BUDGET)
     async with in_process(("fake", [dying, sound]), pools=settings) as served:
         first, second = served.gateway.pools["fake"].members

@@ -272,8 +272,8 @@ class TritonBackend:
 
     def _error(self, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
         error = error_of(self.name, code, details)
-        if isinstance(error, BackendError) and error.kind in ("refused", "lost", "dead"):
-            self._spoken = None  # the model may come back as another
+        if isinstance(error, BackendError) and error.kind in ("refused", "lost", "dead", "failed"):
+            self._spoken = None  # the model may come back, or have been loaded, as another
             # Triton leaves the requests of a process that died without an answer. With several
             # instances it is unknown which of them were its own: the deadlines end those.
             if error.kind == "dead" and self._instances <= 1:

@@ -110,6 +110,17 @@ async def test_the_model_is_asked_only_for_what_it_lists(tokenizer: Path) -> Non
             await events_of(backend, asked((0xC3,)))
 
 
+async def test_a_model_that_was_replaced_by_another_is_asked_as_that_one_wants() -> None:
+    """Loaded again under the same name and connection, with other inputs."""
+    async with running(FakeTriton()) as triton, started(triton) as backend:
+        before = await events_of(backend, asked())
+        for flag in FakeTriton.FLAGS[:2]:
+            del triton.inputs[flag]
+        with pytest.raises(BackendUnavailable, match="unexpected inference input"):
+            await events_of(backend, asked())
+        assert await events_of(backend, asked()) == before
+
+
 async def test_without_a_tokenizer_chat_and_token_ids_are_refused() -> None:
     async with running(FakeTriton(token_ids=False)) as triton, started(triton) as backend:
         with pytest.raises(RequestError, match="chat template"):

@@ -25,7 +25,8 @@ from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.serve.fake_tensorrt import VERSION
 from tests.serve.test_tensorrt_runner import forward, generate, prompt_of
-from tests.serve.test_triton_entry import PbUtils, arguments, streamed
+from tests.serve.test_triton_entry import arguments, streamed
+from tests.serve.triton_python import PbUtils
 
 
 class TestRefusals:

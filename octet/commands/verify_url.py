@@ -92,9 +92,10 @@ async def _ask(
     looks = exam.looks(asked.seed, backend.context_length)
     if asked.every_prompt:
         looks = [tuple(record for look in looks for record in look)]
+    looks.append(())  # for those that are missing then
     responses: list[Response] = []
     missing: list[int] = []
-    for look in (*looks, ()):
+    for look in looks:
         records = (*look, *missing)
         if not records:
             break

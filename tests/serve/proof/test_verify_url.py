@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,21 @@ import pytest
 
 from octet.cli import main
 from octet.errors import RequestError
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.proof.golden_exam import GoldenExam
 from serve.proof.report import in_words
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.serve.openai_clients import dead_url
-from tests.serve.proof.fake_proofs import HONEST, UNQUANTIZED, WORSE, served, write_proofs
+from tests.serve.proof.exams import verdict
+from tests.serve.proof.fake_proofs import (
+    HONEST,
+    UNQUANTIZED,
+    WORSE,
+    fake_golden,
+    served,
+    write_proofs,
+)
 from tests.serve.proof.test_probe import Limited
 from tests.serve.proof.test_structure import KEY, checkpoint, drop_key, vllm
 
@@ -207,6 +218,38 @@ def test_prompts_that_failed_are_asked_again(verify: Verify, proofs: Path) -> No
     found = json.loads(out)
     assert (code, found["missing"], found["verdict"]["outcome"]) == (0, 0, "as_expected")
     assert found["verdict"]["measure"]["prompts"] == found["answered"] == found["asked"] - 20
+
+
+class Stubborn(FakeOpenAI):
+    """Fails at one prompt, so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
+        if body["prompt"] == fake_golden().records[0].prompt and self.times > 0:
+            self.times -= 1
+            raise RequestError("out of order", status=500)
+        return await super()._answer(request, body)
+
+
+@pytest.mark.parametrize("options", [["--all"], ["--seed", "3"]])
+def test_each_time_that_it_is_judged_counts_in_its_level(
+    options: list[str], verify: Verify, proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last one, on prompts that had failed before."""
+    looks: dict[int, int] = {}  # by the number of answers: the same ones are no new look
+
+    async def judge(_exam: GoldenExam, responses: Sequence[Response], among: int) -> Verdict:
+        looks.setdefault(len(responses), among)
+        return verdict("inconclusive")
+
+    monkeypatch.setattr(GoldenExam, "judge", judge)
+    with serving(served(HONEST, server=Stubborn(3 if "--seed" in options else 1))) as server:
+        verify(server.url, "--golden", proofs, *options)
+    assert max(looks) == 64 and len(looks) >= 2
+    assert all(among >= len(looks) for among in looks.values()), looks
 
 
 class Refusing(FakeOpenAI):

@@ -28,13 +28,16 @@ _SCALE = re.compile(r"scale(_inv|_2)?$")
 Scales = dict[str, NDArray[np.float32]]
 
 
-def differences(root: Path, directory: Path, proofs: Proofs, *, trusted: bool) -> list[str]:
+def differences(
+    root: Path, directory: Path, proofs: Proofs, *, trusted: bool, since: float | None = None
+) -> list[str]:
     """How the checkpoint at `root` differs from the artifact in `directory`, a line each.
 
     Without `trusted`, `root` may be a path of another machine, where something else lies here: then
-    only an artifact of the same origin is held to be the served one.
+    only an artifact of the same origin is held to be the served one. What was written after `since`
+    (seconds since 1970, when the server began) is not what it loaded: nothing is known of that.
     """
-    if not any(root.glob("*.safetensors")):
+    if not any(root.glob("*.safetensors")) or _written_after(root, since):
         return []
     try:
         manifest = Manifest.load(root, verify=False) if (root / MANIFEST_FILE).is_file() else None
@@ -55,6 +58,24 @@ def differences(root: Path, directory: Path, proofs: Proofs, *, trusted: bool) -
     except CheckpointError as error:
         line = str(error).replace(str(root), "its checkpoint")
         return [f"the checkpoint that it loaded cannot be read: {line}"]
+
+
+def _written_after(root: Path, since: float | None) -> bool:
+    if since is None:
+        return False
+    files = (*root.glob("*.safetensors"), root / "config.json", root / MANIFEST_FILE)
+    try:
+        return any(path.stat().st_mtime > since for path in files if path.exists())
+    except OSError:  # it is being exchanged
+        return True
+
+
+def _is_still(directory: Path, proofs: Proofs) -> bool:
+    """Whether the artifact that `proofs` are of has not given way to another."""
+    try:
+        return Manifest.load(directory, verify=False).identity == proofs.identity
+    except ArtifactError:
+        return False
 
 
 def _related(served: Manifest, manifest: Manifest, identity: str) -> bool:
@@ -79,6 +100,8 @@ def _scales(root: Path, served: Manifest | None, directory: Path, proofs: Proofs
     theirs = _read(root)
     if proofs.weights == "quantized" and not theirs:
         return ["the checkpoint that it loaded has no scales: its weights are not quantized"]
+    if not _is_still(directory, proofs):
+        return []
     if ours.kind == "calibration":
         return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
     formats = {str(m.details.get("format")) for m in (ours, served) if m is not None}

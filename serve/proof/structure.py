@@ -107,7 +107,9 @@ def structural_findings(
     if report.root and directory is not None and declared.weights == proofs.weights:
         root = Path(report.root)
         if root.is_absolute() and root.is_dir():
-            found += differences(root, directory, proofs, trusted=report.local)
+            found += differences(
+                root, directory, proofs, trusted=report.local, since=report.started
+            )
     return found
 
 

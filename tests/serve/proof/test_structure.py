@@ -183,8 +183,10 @@ def checkpoint(directory: Path, proofs: Path, change: Change = lambda tensors: N
     return directory
 
 
-def findings(root: Path, directory: Path, *, local: bool = True) -> list[str]:
-    report = EngineReport("vllm", cache_dtype="fp8_e5m2", root=str(root), local=local)
+def findings(
+    root: Path, directory: Path, *, local: bool = True, started: float | None = None
+) -> list[str]:
+    report = EngineReport("vllm", None, None, "fp8_e5m2", started, str(root), local=local)
     return structural_findings(report, load_proofs(directory), declared(), directory)
 
 
@@ -222,6 +224,42 @@ def test_scales_that_are_lost_are_found_without_a_number(
     served = checkpoint(tmp_path / "served", proofs, change)
     assert findings(served, right) == lines
     assert findings(served, served)[:1] == lines[:1]  # its own hashes tell
+
+
+@pytest.mark.parametrize("change", [drop_key, lambda tensors: None], ids=["altered", "another"])
+def test_what_was_written_after_the_server_began_is_not_what_it_loaded(
+    change: Change, proofs: Path, tmp_path: Path
+) -> None:
+    """A new export takes the place of the one that is served, until the server is restarted."""
+    right = checkpoint(tmp_path / "right", proofs)
+    served = checkpoint(tmp_path / "served", proofs, change)
+    if change is not drop_key:
+        manifest = Manifest.load(served)
+        (served / "manifest.json").unlink()
+        ArtifactWriter(served).finish(manifest.model_copy(update={"software": {"by": "another"}}))
+    written = max(path.stat().st_mtime for path in served.iterdir())
+    assert findings(served, right, started=written - 60) == []
+    assert findings(served, right, started=written + 1) != []
+
+
+def test_an_artifact_that_gave_way_to_another_has_no_scales_any_more(
+    proofs: Path, tmp_path: Path
+) -> None:
+    """The gateway goes on with the golden records that it has read."""
+    served = checkpoint(tmp_path / "served", proofs)
+    ours = checkpoint(tmp_path / "ours", proofs)
+    report = EngineReport("vllm", cache_dtype="fp8_e5m2", root=str(served), local=True)
+    loaded = load_proofs(ours)
+    assert structural_findings(report, loaded, declared(), ours) == []
+    shutil.rmtree(ours)
+    checkpoint(ours, proofs, halve_weight)
+    manifest = Manifest.load(ours, verify=False)
+    (ours / "manifest.json").unlink()
+    ArtifactWriter(ours).finish(manifest)
+    assert load_proofs(ours).identity != loaded.identity
+    assert structural_findings(report, loaded, declared(), ours) == []
+    shutil.rmtree(ours)
+    assert structural_findings(report, loaded, declared(), ours) == []
 
 
 def test_another_artifact_is_found_and_a_sibling_is_none(proofs: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from octet.errors import BackendError
 from serve.api.answer import Tally
 from serve.backends.openai_errors import from_event
 
-__all__ = ["EventReader", "close", "error_of", "read_usage"]
+__all__ = ["EventReader", "aborted_at", "close", "error_of", "lost_by_abort", "read_usage"]
 
 MAX_EVENT = 8 * 1024 * 1024  # bytes of one event; some log-probabilities of an echoed prompt are 1M
 END_S = 1.0  # after [DONE], for the end of the body
@@ -27,6 +27,7 @@ Rewrite = Callable[[bytes], bytes]
 _ENDS = (b"\n\n", b"\r\n\r\n")
 # What a line of a stream may begin with; an empty one may be left over from the event before.
 _BEGINNINGS = (b"data:", b":", b"event:", b"id:", b"retry:", b"\n", b"\r\n")
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _NO_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
 
 
@@ -50,21 +51,20 @@ class EventReader:
         self._rest = self._events()
 
     async def first(self) -> bytes:
-        """The first event with data, and the comments before it.
+        """The first event with a token, and what comes before it: comments, and a chat's roles.
 
         Raises BackendError if it is none, RequestError if it is an error of the client's making.
         """
         before = b""
         async for events in self._rest:
             data = _first_data(events)
-            if data is None:
-                before += events
-                if len(before) > MAX_EVENT:
-                    raise self._garbled("sent nothing but comments")
-                continue
-            if data != b"[DONE]":
+            if data is not None and data != b"[DONE]":
                 self._require_chunk(data)
-            return before + events
+            before += events
+            if data is not None and not _has_only_roles(events):
+                return before
+            if len(before) > MAX_EVENT:
+                raise self._garbled("sent nothing but comments")
         raise self._garbled("ended before its first event")
 
     def rest(self) -> AsyncGenerator[bytes, None]:
@@ -90,6 +90,9 @@ class EventReader:
                     del held[:end]
                 if not events.startswith(_BEGINNINGS):
                     raise self._garbled("sent something that is no event")
+                aborted = aborted_at(events)
+                if aborted >= 0:
+                    events = events[: _event_around(events, aborted)[0]]
                 if b"[DONE]" in events:
                     done = self.tally.ended = _is_done(events)
                 if b'"usage"' in events:
@@ -98,6 +101,8 @@ class EventReader:
                     self._note_error(events)
                 if events:
                     yield events if self._rewrite is None else self._rewrite(events)
+                if aborted >= 0:
+                    raise lost_by_abort(self._name)
                 if done:
                     await self._end()
                     return
@@ -152,6 +157,19 @@ class EventReader:
         return BackendError(f"{self._name}: {what}", kind="garbled")
 
 
+def aborted_at(answer: bytes) -> int:
+    """Where `answer` says that the server broke it off; -1: nowhere.
+
+    vLLM ends all of its requests so when it is stopped, with what there was of them, be it nothing.
+    """
+    found = _ABORTED.search(answer) if b'"abort"' in answer else None
+    return -1 if found is None else found.start()
+
+
+def lost_by_abort(name: str) -> BackendError:
+    return BackendError(f"{name}: aborted the request", kind="lost")
+
+
 def read_usage(answer: dict[str, Any], tally: Tally) -> bool:
     """Notes the usage that `answer` has; whether it has any."""
     try:
@@ -196,6 +214,27 @@ def _first_data(events: bytes) -> bytes | None:
         if lines := _data_lines(events[begin:end]):
             return b"\n".join(lines)
     return None
+
+
+def _has_only_roles(events: bytes) -> bool:
+    """Whether they only say who is going to speak, which some servers do before any token."""
+    if b'"role"' not in events:
+        return False
+    choices = [choice for line in _data_lines(events) for choice in _choices(_object(line))]
+    return bool(choices) and all(
+        choice.get("finish_reason") is None
+        and isinstance(delta := choice.get("delta"), dict)
+        and not any(value for name, value in delta.items() if name != "role")
+        for choice in choices
+    )
+
+
+def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    """An empty one for each that is no object, or if there are none."""
+    found = chunk.get("choices")
+    if not isinstance(found, list) or not found:
+        return [{}]
+    return [choice if isinstance(choice, dict) else {} for choice in found]
 
 
 def _event_around(events: bytes, at: int) -> tuple[int, int]:

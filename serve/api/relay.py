@@ -14,7 +14,14 @@ from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.api.answer import EVENT_STREAM, JSON, Answer, Tally
 from serve.api.call import Call
 from serve.api.errors import error_bytes
-from serve.api.events import EventReader, close, error_of, read_usage
+from serve.api.events import (
+    EventReader,
+    aborted_at,
+    close,
+    error_of,
+    lost_by_abort,
+    read_usage,
+)
 from serve.api.fields import UnsupportedField
 from serve.api.splice import outgoing
 from serve.backends.base import Backend, Relay, RelayingBackend
@@ -109,6 +116,8 @@ def _is_error_object(body: bytes) -> bool:
 
 async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
     body, tally = await _read(name, relay.body, MAX_WHOLE), Tally()
+    if aborted_at(body) >= 0:
+        raise lost_by_abort(name)
     if len(body) <= PARSED:
         try:
             content = json.loads(body)

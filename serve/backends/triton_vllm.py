@@ -93,6 +93,8 @@ class VllmAnswer:
 
     def finish(self) -> list[Event]:
         """The events that end the answer. Raises BackendError where its end was not seen."""
+        if self._reason == "abort":  # vLLM ends all of its requests so when it is stopped
+            raise BackendError(f"{self._name}: aborted the request", kind="lost")
         if self._reason not in _REASONS:
             said = f"with '{self._reason}'" if self._reason else "without a finish_reason"
             raise BackendError(

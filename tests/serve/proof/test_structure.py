@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from octet.artifact import ArtifactWriter, Manifest
 from octet.proof.artifact import load_proofs
@@ -16,7 +15,6 @@ from octet.proof.declared import Declared, Engine, declared_paths
 from octet.recipe import PRESETS, KvCacheDtype
 from octet.tensors import Tensor, write_tensors
 from serve.config import TritonConfig
-from serve.proof.report import ServerReport, show
 from serve.proof.structure import EngineReport, engine_report, structural_findings
 from serve.routing.make import make_backend
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
@@ -61,14 +59,6 @@ async def test_vllm_says_what_it_keeps_and_since_when() -> None:
         local=True,
         facts={"blocks": "of 128 tokens (as CPU builds choose)"},
     )
-
-
-def test_a_start_that_is_no_date_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """Milliseconds, from a server that says seconds."""
-    engine = EngineReport("openai", started=1.79527254546e12, context=512)
-    show(ServerReport("http://a", "m", "fp8", "0" * 64, engine), Console())
-    told = capsys.readouterr().out
-    assert "context 512" in told and "since" not in told
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from serve.proof.report import in_words
+from serve.proof.report import ServerReport, in_words, show
+from serve.proof.structure import EngineReport
 from tests.fake_servers import FakeOpenAI, FakeTriton
 from tests.serve.proof.fake_proofs import (
     HONEST,
@@ -144,3 +146,11 @@ def test_the_checkpoint_that_it_serves_is_verified_as_well(
 )
 def test_hypotheses_have_names_for_people(label: str, said: str) -> None:
     assert in_words(label) == said
+
+
+def test_a_start_that_is_no_date_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Milliseconds, from a server that says seconds."""
+    engine = EngineReport("openai", started=1.79527254546e12, context=512)
+    show(ServerReport("http://a", "m", "fp8", "0" * 64, engine), Console())
+    told = capsys.readouterr().out
+    assert "context 512" in told and "since" not in told

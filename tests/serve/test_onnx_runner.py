@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
 from serve.cache import SlotCache
 from serve.onnx_runner import OnnxRunner
-from serve.runner import StepBatch
 from serve.types import Delta, GenerateRequest
 from tests.export.conftest import make_calibration
+from tests.serve.runner_steps import forward, prompt_of
 
 QUANTIZED = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
 AS_EXPORTED = ("fp8", "fp8-static", "mxfp8")  # ONNX Runtime has no kernel for FP4
@@ -25,17 +24,6 @@ PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130, 300, 7)
 @pytest.fixture(scope="module")
 def runners(exports: dict[str, Path]) -> dict[str, OnnxRunner]:
     return {name: OnnxRunner(path, threads=2) for name, path in exports.items()}
-
-
-def prompt_of(length: int) -> np.ndarray:
-    return np.random.default_rng(length).integers(1, 4096, (1, length))
-
-
-def forward(
-    runner: OnnxRunner, cache: SlotCache, tokens: np.ndarray, slots: list[int], wanted: Any
-) -> np.ndarray:
-    step = StepBatch(tokens.astype(np.int64), slots, np.asarray(wanted, np.int64))
-    return runner.forward(step, cache).copy()
 
 
 def alone(runner: OnnxRunner, length: int, steps: int) -> np.ndarray:

@@ -14,7 +14,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,13 @@ from octet.errors import BackendError, BackendUnavailable, ConfigError, Unsuppor
 from octet.tensorrt_log import logger
 from serve.backends.embedded import EmbeddedBackend
 from serve.onnx_runner import OnnxRunner
-from serve.runner import Runner, StepBatch
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.runner import TensorRTRunner
 from serve.types import Delta, GenerateRequest
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu, cudaError_t
 from tests.serve.fake_tensorrt import IExecutionContext, ILogger
+from tests.serve.runner_steps import forward, prompt_of
 
 CACHES = ("e5m2", "e4m3", "float16")
 
@@ -64,17 +63,6 @@ def open_engine(
         yield lambda cache: TensorRTRunner(engines(cache))
     else:
         yield lambda cache: TensorRTRunner(real_engine(engine_calibration, cache))
-
-
-def prompt_of(length: int) -> np.ndarray:
-    return np.random.default_rng(length).integers(1, 4096, (1, length))
-
-
-def forward(
-    runner: Runner, cache: Any, tokens: np.ndarray, slots: list[int], wanted: Any
-) -> np.ndarray:
-    step = StepBatch(tokens.astype(np.int64), slots, np.asarray(wanted, np.int64))
-    return runner.forward(step, cache).copy()
 
 
 def close(found: np.ndarray, expected: np.ndarray) -> None:

@@ -65,7 +65,7 @@ class Served:
         value = self.gateway.metrics.registry.get_sample_value(name, labels)
         return value or 0.0
 
-    async def idle(self, timeout_s: float = 5.0) -> None:
+    async def idle(self, timeout_s: float = 60.0) -> None:
         """Waits until no request is in flight; fails if that takes too long."""
         async with asyncio.timeout(timeout_s):
             while self.gateway.running or self._in_flight():

@@ -65,7 +65,7 @@ async def test_a_long_prompt_lets_others_go_on() -> None:
         await anext(stream)
         runner.gate.clear()
         long = asyncio.create_task(collect(backend, ask("x" * 2000, max_tokens=1)))
-        await asyncio.sleep(0.05)
+        await until(lambda: backend.stats.waiting == 1)
         read_from = len(runner.lengths)
         runner.gate.set()
         await long
@@ -233,7 +233,7 @@ async def test_a_closed_iterator_frees_its_slot_at_the_next_step() -> None:
         stream = backend.generate(ask("a", max_tokens=400, ignore_eos=True))
         await anext(stream)
         await stream.aclose()
-        await until(lambda: backend.stats.running == 0, timeout_s=1)
+        await until(lambda: backend.stats.running == 0)
         assert backend.stats.generated_tokens < 400
         await collect(backend, ask("b", max_tokens=2))
 

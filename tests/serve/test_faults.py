@@ -256,7 +256,7 @@ async def test_a_slow_reader_holds_up_its_backend_and_nobody_else() -> None:
     ):
         client = await slow_reader(served)
         before = -1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while written > before or written == 0:  # until everything on the way is full
                 before = written
                 await asyncio.sleep(0.1)

@@ -170,10 +170,10 @@ async def test_a_long_event_in_small_pieces_takes_time_in_proportion() -> None:
     """Looked through from its beginning with every piece, 4 MB would take minutes."""
     event = b'data: {"choices":[{"text":"' + b"x" * (4 << 20) + b'"}]}\n\n'
     pieces = [event[i : i + 256] for i in range(0, len(event), 256)]
-    started = time.perf_counter()
+    started = time.process_time()
     found, _ = await relayed(Upstream([*pieces, DONE]))
     assert b"".join(found) == event + DONE
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 20
 
 
 async def test_an_event_without_an_end_is_not_kept_for_ever() -> None:

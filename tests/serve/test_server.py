@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,7 +26,7 @@ SLOW = FakeRunner(delay_s=0.01)  # 60 tokens take 0.6 s
 
 
 async def test_the_first_signal_drains() -> None:
-    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=10) as served:
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=60) as served:
         running_answer = asyncio.create_task(served.events("/v1/completions", BODY))
         while not served.gateway.running:
             await asyncio.sleep(0.01)
@@ -41,7 +40,7 @@ async def test_the_first_signal_drains() -> None:
             assert (await response.json())["error"]["code"] == "draining"
             # A client that keeps its connection would find a closed one at its next request.
             assert response.headers["connection"] == "close"
-            assert 1 <= int(response.headers["retry-after"]) <= 10
+            assert 1 <= int(response.headers["retry-after"]) <= 60
         events = await running_answer
         assert events[-1] == "[DONE]"
     assert not served.server.cut_short
@@ -58,7 +57,7 @@ async def test_a_drain_waits_for_a_body_that_is_still_arriving() -> None:
         await asyncio.sleep(0.5)
         yield body[10:]
 
-    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=10) as served:
+    async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=60) as served:
         headers = {"content-type": "application/json"}
         request = served.session.post("/v1/completions", data=in_two_parts(), headers=headers)
         async with request as response:
@@ -103,13 +102,14 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: st
         served.server.handle_exit(signal.SIGINT, None)
         if how == "second signal":
             served.server.handle_exit(signal.SIGTERM, None)
-        started = time.monotonic()
+        now = asyncio.get_running_loop().time
+        started = now()
         events = await answer
         assert len(events) > 1
         status, error = await whole
         assert status == 503 and error == json.loads(events[-1])
         assert error["error"]["code"] == "draining"
-        assert time.monotonic() - started < 3
+        assert now() - started < 3
         # That is nobody's failure: neither tried again nor held against the backend.
         (member,) = served.gateway.pools["fake"].members
         assert (member.standing, member.last_error) == ("in", "")
@@ -128,14 +128,14 @@ async def test_a_second_signal_waits_for_no_reader() -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
             connections = served.server.server_state.connections
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not any(c.transport.get_write_buffer_size() for c in connections):
                     await asyncio.sleep(0.01)
             served.server.handle_exit(signal.SIGTERM, None)
             await asyncio.sleep(0.3)
             assert connections
             served.server.handle_exit(signal.SIGTERM, None)
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(30):
                 while connections:
                     await asyncio.sleep(0.01)
     assert served.server.cut_short
@@ -175,7 +175,7 @@ async def test_clients_that_go_away_leave_nothing_in_the_engine() -> None:
         for start in range(0, 200, 50):  # test_streams.py has thousands, at a stand-in
             await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
         await served.idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (stats := backend.stats) is None or stats.running or stats.waiting:
                 await asyncio.sleep(0.01)
         endpoint = {"endpoint": "/v1/completions"}
@@ -229,7 +229,7 @@ def test_with_logs_as_json_every_line_is_json(tmp_path: Path) -> None:
             said.append(json.loads(next(lines)))
         process.send_signal(signal.SIGTERM)
         said += map(json.loads, lines)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     levels = {line["message"].partition(" ")[0]: line["level"] for line in said}
     assert levels.items() >= {"warning:": "warning", "serving": "info", "SIGTERM:": "info"}.items()
 
@@ -248,5 +248,5 @@ def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Si
         assert any("cannot be reached" in line for line in said)
         assert "warning: pool m: none of its 1 backends serves yet\n" in said
         process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

@@ -59,7 +59,7 @@ async def test_a_backend_that_measures_worse_after_a_restart_leaves_the_tier() -
 
     async def until(precision: str) -> str:
         """The divergence of its first answer; until then the others keep the budget, too."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 headers = {"x-octet-tier": "standard"}
                 reply = await served.request("/v1/completions", BODY, headers)
@@ -75,7 +75,7 @@ async def test_a_backend_that_measures_worse_after_a_restart_leaves_the_tier() -
         exams["fp8"].kl = 0.02
         backends["fp8"].restart()
         assert await until("bf16") == "0.0002"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while gateway.pools["fp8"].proven.kl is None:
                 await asyncio.sleep(0.005)
         assert gateway.pools["fp8"].proven.kl == 0.04

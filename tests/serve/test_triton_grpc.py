@@ -242,7 +242,7 @@ async def test_requests_on_a_dead_model_end_when_one_is_told(
             await asyncio.sleep(0.01)
         with pytest.raises(BackendUnavailable, match="Stub process"):
             await (backend.probe() if found_by == "the probe" else begin(backend, "!stub", begun))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             before, after = await waiting, await answering
         assert type(before) is BackendUnavailable and type(after) is BackendError
         assert before.kind == after.kind == "dead" and "its model died" in str(before)

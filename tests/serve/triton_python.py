@@ -82,7 +82,7 @@ class Request:
             self.final.set()
 
     def wait(self) -> "Request":
-        assert self.final.wait(10), "no final response"
+        assert self.final.wait(60), "no final response"
         return self
 
     @property

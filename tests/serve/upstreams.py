@@ -113,8 +113,8 @@ class Upstream:
         self.bodies: list[bytes] = []
 
     async def freed(self) -> None:
-        """Returns once the gateway has let go of every request; fails after a second."""
-        async with asyncio.timeout(1):
+        """Returns once the gateway has let go of every request; fails if that takes too long."""
+        async with asyncio.timeout(60):
             while self.running:
                 await asyncio.sleep(0.005)
 

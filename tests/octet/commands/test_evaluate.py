@@ -111,7 +111,7 @@ def test_an_interruption_leaves_what_was_answered(samples: Path, tmp_path: Path)
     def hanging(body: dict[str, Any]) -> tuple[int, Any]:
         if len(fake.asked) > 3:
             waiting.set()
-            release.wait(30)
+            release.wait(60)
         return as_vllm(body)
 
     with running(hanging) as fake:
@@ -120,7 +120,7 @@ def test_an_interruption_leaves_what_was_answered(samples: Path, tmp_path: Path)
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert waiting.wait(60)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
         release.set()
     assert process.returncode == 130 and "the same command goes on from there" in said
     (path,) = (tmp_path / "out").iterdir()

@@ -30,7 +30,7 @@ def budget(**admission: Any) -> dict[str, Any]:
 
 async def settled(served: Client, *, queued: int) -> None:
     """Waits until so many are in the queue."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while served.metric("octet_queue_requests", pool="fake") != queued:
             await asyncio.sleep(0)
 

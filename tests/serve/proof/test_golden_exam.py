@@ -25,7 +25,7 @@ async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
         running += 1
         most = max(most, running)
         on_loop += threading.get_ident() == loop_thread
-        go_on.wait(20)
+        go_on.wait(60)
         running -= 1
         return verdict("as_expected")
 

@@ -11,7 +11,7 @@ from tests.fake_servers import FakeOpenAI, FakeTriton
 
 
 async def until(standing: str, member: Member) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while member.standing != standing:
             await asyncio.sleep(0.002)
 

@@ -95,11 +95,12 @@ async def test_the_backend_continues_the_clients_trace(kind: str, collector: Col
 async def test_one_trace_shows_every_attempt(collector: Collector) -> None:
     refused = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url="http://127.0.0.1:9"))
     traces = {"endpoint": collector.endpoint}
-    pools = {"fake": {"routing": {"policy": "round_robin"}, "health": {"probe_after_s": None}}}
+    health = {"probe_after_s": None, "reconnect_s": 60}  # so that it is not looked at again
+    pools = {"fake": {"routing": {"policy": "round_robin"}, "health": health}}
     backends: list[Backend] = [refused, fake_backend(FakeRunner())]
     async with serving(("fake", backends), traces=traces, pools=pools) as served:
         for member in served.gateway.pools["fake"].members:
-            member.reachable = member.ready = True  # as before anybody has looked
+            member.come_in()  # as before anybody has looked
         path = "/v1/completions"
         for _ in range(2):  # one of them begins with each
             status, _ = await served.post(path, body_of(path))

@@ -224,7 +224,7 @@ async def test_a_collector_that_is_away_costs_a_moment(
     await ask(figures, tracing=tracing)
     started = time.perf_counter()
     tracing.close()
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 9  # the exporter by itself tries for 10 s
 
 
 def test_without_an_endpoint_nothing_is_imported() -> None:

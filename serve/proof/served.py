@@ -35,9 +35,10 @@ def differences(
 
     Without `trusted`, `root` may be a path of another machine, where something else lies here: then
     only an artifact of the same origin is held to be the served one. What was written after `since`
-    (seconds since 1970, when the server began) is not what it loaded: nothing is known of that.
+    (seconds since 1970, when the server began) is not what it loaded, and what another user may
+    read alone is not known: neither is a difference.
     """
-    if not any(root.glob("*.safetensors")) or _written_after(root, since):
+    if not _tells(root, since):
         return []
     try:
         manifest = Manifest.load(root, verify=False) if (root / MANIFEST_FILE).is_file() else None
@@ -60,14 +61,19 @@ def differences(
         return [f"the checkpoint that it loaded cannot be read: {line}"]
 
 
-def _written_after(root: Path, since: float | None) -> bool:
-    if since is None:
-        return False
-    files = (*root.glob("*.safetensors"), root / "config.json", root / MANIFEST_FILE)
+def _tells(root: Path, since: float | None) -> bool:
+    """Whether a checkpoint lies there that can be read, and was there when the server began."""
     try:
-        return any(path.stat().st_mtime > since for path in files if path.exists())
-    except OSError:  # it is being exchanged
-        return True
+        if not root.is_dir() or not any(root.glob("*.safetensors")):
+            return False
+        for path in (*root.glob("*.safetensors"), root / "config.json", root / MANIFEST_FILE):
+            if path.exists():
+                path.open("rb").close()
+                if since is not None and path.stat().st_mtime > since:
+                    return False
+    except OSError:
+        return False
+    return True
 
 
 def _is_still(directory: Path, proofs: Proofs) -> bool:

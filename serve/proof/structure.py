@@ -106,7 +106,7 @@ def structural_findings(
         )
     if report.root and directory is not None and declared.weights == proofs.weights:
         root = Path(report.root)
-        if root.is_absolute() and root.is_dir():
+        if root.is_absolute():
             found += differences(
                 root, directory, proofs, trusted=report.local, since=report.started
             )

@@ -17,7 +17,8 @@ from tests.serve.proof.fake_proofs import (
     write_proofs,
 )
 from tests.serve.proof.test_probe import Limited
-from tests.serve.proof.test_structure import KEY, checkpoint, drop_key, vllm
+from tests.serve.proof.test_served import KEY, checkpoint, drop_key
+from tests.serve.proof.test_structure import vllm
 from tests.serve.proof.verifying import Verify, serving, words
 
 

@@ -18,7 +18,15 @@ from octet.errors import BackendError
 from serve.api.answer import Tally
 from serve.backends.openai_errors import from_event
 
-__all__ = ["EventReader", "aborted_at", "close", "error_of", "lost_by_abort", "read_usage"]
+__all__ = [
+    "EventReader",
+    "aborted_at",
+    "close",
+    "decoded",
+    "error_of",
+    "lost_by_abort",
+    "read_usage",
+]
 
 MAX_EVENT = 8 * 1024 * 1024  # bytes of one event; some log-probabilities of an echoed prompt are 1M
 END_S = 1.0  # after [DONE], for the end of the body
@@ -121,7 +129,7 @@ class EventReader:
 
     def _require_chunk(self, data: bytes) -> None:
         try:
-            chunk = json.loads(data)
+            chunk = decoded(data)
         except ValueError:
             raise self._garbled("sent an event that is no JSON") from None
         if not isinstance(chunk, dict):
@@ -170,13 +178,21 @@ def lost_by_abort(name: str) -> BackendError:
     return BackendError(f"{name}: aborted the request", kind="lost")
 
 
+def decoded(data: bytes) -> Any:
+    """JSON. Raises ValueError for what is none, or nests deeper than anything that makes sense."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_usage(answer: dict[str, Any], tally: Tally) -> bool:
     """Notes the usage that `answer` has; whether it has any."""
     try:
         usage = answer["usage"]
         tally.prompt_tokens = int(usage["prompt_tokens"])
         tally.completion_tokens = int(usage.get("completion_tokens") or 0)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
         return False  # not ours to judge: the client gets the bytes all the same
     return True
 
@@ -248,7 +264,7 @@ def _event_around(events: bytes, at: int) -> tuple[int, int]:
 def _object(line: bytes) -> dict[str, Any]:
     """The JSON object of `line`; an empty one if it is none."""
     try:
-        found = json.loads(line)
+        found = decoded(line)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,6 +18,7 @@ from serve.api.events import (
     EventReader,
     aborted_at,
     close,
+    decoded,
     error_of,
     lost_by_abort,
     read_usage,
@@ -109,7 +110,7 @@ def _unfit(message: str, status: int) -> UnsupportedField:
 
 def _is_error_object(body: bytes) -> bool:
     try:
-        return isinstance(json.loads(body)["error"]["message"], str)
+        return isinstance(decoded(body)["error"]["message"], str)
     except (ValueError, LookupError, TypeError):
         return False
 
@@ -120,7 +121,7 @@ async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
         raise lost_by_abort(name)
     if len(body) <= PARSED:
         try:
-            content = json.loads(body)
+            content = decoded(body)
         except ValueError:
             raise BackendError(f"{name}: answered with no JSON", kind="garbled") from None
         if isinstance(content, dict):
@@ -140,7 +141,7 @@ async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
 
 def _read_large(usage: bytes, tally: Tally) -> None:
     try:
-        read_usage({"usage": json.loads(usage)}, tally)
+        read_usage({"usage": decoded(usage)}, tally)
     except ValueError:
         return
 

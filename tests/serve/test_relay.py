@@ -189,6 +189,7 @@ GARBAGE = {
     "html": [b"<html>\n\n</html>\n\n"],
     "no JSON": [b"data: {half\n\n"],
     "no object": [b"data: 17\n\n"],
+    "nested": [b"data: " + b"[" * 20_000 + b"]" * 20_000 + b"\n\n"],
     "comments": [b": ping\n\n"] * 3,
 }
 
@@ -233,6 +234,18 @@ async def test_an_event_goes_out_as_soon_as_it_is_whole(end: bytes) -> None:
         answer = await opened(Upstream([event[:at], event[at:], nothing_more]), **COUNTED)
         assert answer.first == event and answer.rest is not None
         await answer.rest.aclose()
+
+
+@pytest.mark.parametrize("count", [b"Infinity", b"[" * 20_000 + b"]" * 20_000, b"null"])
+async def test_usage_that_is_no_count_is_passed_on_and_not_counted(count: bytes) -> None:
+    usage = b'"usage":{"prompt_tokens":' + count + b',"completion_tokens":2}}'
+    whole = b'{"choices":[{"text":"a"}],' + usage
+    if b"[[" not in count:  # as a whole answer it is no JSON
+        answer = await opened(Upstream([whole], kind="application/json"))
+        assert answer.first == whole and answer.tally.prompt_tokens is None
+    told = b'data: {"choices":[],' + usage + b"\n\n"
+    pieces, tally = await relayed(Upstream([FIRST, told, DONE]))
+    assert b"".join(pieces) == FIRST + told + DONE and tally.prompt_tokens is None
 
 
 async def test_an_error_event_later_on_is_passed_on_and_noted() -> None:

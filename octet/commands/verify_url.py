@@ -89,7 +89,11 @@ async def _ask(
     console: Console | None,
 ) -> None:
     """Look after look, until the verdict is clear; prompts that failed once more with the next."""
+    from serve.proof.probed import Unprovable
+
     looks = exam.looks(asked.seed, backend.context_length)
+    if not looks:
+        raise Unprovable.in_context(backend.name, backend.context_length)
     if asked.every_prompt:
         looks = [tuple(record for look in looks for record in look)]
     looks.append(())  # for those that are missing then

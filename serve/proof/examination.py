@@ -16,7 +16,7 @@ from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.proof.exam import Exam
-from serve.proof.probed import Probed
+from serve.proof.probed import Probed, Unprovable
 from serve.proof.state import ProofState
 
 __all__ = ["WRONG", "Examined", "examine", "silent"]
@@ -56,6 +56,8 @@ async def examine(
     looks = exam.looks(seed, backend.context_length)
     if findings := await exam.findings(backend):
         return await _found(findings, exam, ask, looks)
+    if not looks:
+        raise Unprovable.in_context(backend.name, backend.context_length)
     responses: list[Response] = []
     missing: list[int] = []
     notes: list[str] = []
@@ -90,7 +92,7 @@ async def _found(
     said = "; ".join(findings)
     verdict: Verdict | None = None
     with contextlib.suppress(OctetError):  # it is refused, whatever it answers
-        probed = await ask(looks[0])
+        probed = await ask(looks[0] if looks else ())
         if probed.responses and probed.alternatives:
             verdict = await exam.judge(probed.responses, len(looks))
     if verdict is not None and verdict.outcome in WRONG:

@@ -1,7 +1,7 @@
 """What came of asking a backend golden prompts: its answers, and why others are missing."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from octet.errors import OctetError
 from octet.proof.responses import Response
@@ -26,6 +26,12 @@ class Unprovable(OctetError):
     def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message)
         self.kind = kind
+
+    @classmethod
+    def in_context(cls, backend: str, tokens: int | None) -> Self:
+        """No prompt fits into its context of so many tokens."""
+        line = f"was started for a context of {tokens} tokens, shorter than every golden prompt"
+        return cls(f"{backend}: {line}", "context")
 
 
 @dataclass(frozen=True, slots=True)

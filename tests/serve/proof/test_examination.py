@@ -14,6 +14,7 @@ from serve.backends.base import Backend
 from serve.proof.probed import Failure, FailureKind, Probed
 from tests.serve.proof.exams import FakeExam
 from tests.serve.proof.scene import ADDRESS, Scene, play
+from tests.serve.routing.stand_ins import Server
 
 
 @dataclass
@@ -66,6 +67,24 @@ def test_prompts_longer_than_its_context_are_left_out() -> None:
         assert "2 of 24 golden prompts are longer than its context" in scene.proof.notes[0]
 
     play(act, Failing(failing={3: 9, 7: 9}, kind="context"))
+
+
+@dataclass
+class Long(FakeExam):
+    """Of prompts that are longer than any context."""
+
+    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+        return []
+
+
+@pytest.mark.parametrize("found", [{}, {ADDRESS: ["E4M3 cache where E5M2 was declared"]}])
+def test_one_whose_context_no_prompt_fits_into_is_refused(found: dict[str, list[str]]) -> None:
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "refused" and not any(n for _, n in scene.exam.asked)
+        said = "E4M3 cache" if found else "a context of 3 tokens, shorter than every golden prompt"
+        assert said in scene.proof.reason and "10.0.0.5" not in scene.proof.reason
+
+    play(act, Long(found=found), Server(ADDRESS, context_length=3))
 
 
 def test_wrong_answers_refuse_it_whatever_else_fails() -> None:

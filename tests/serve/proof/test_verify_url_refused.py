@@ -95,6 +95,12 @@ class Refusing(FakeOpenAI):
         raise RequestError(f"The model `{body['model']}` does not exist.", status=404)
 
 
+def tiny() -> FakeOpenAI:
+    server = FakeOpenAI()
+    server.card = {"max_model_len": 3}
+    return server
+
+
 class Several(FakeOpenAI):
     async def _models(self, request: Any) -> Any:
         from aiohttp import web
@@ -114,10 +120,11 @@ class Locked(FakeOpenAI):
     ("server", "line"),
     [
         (Refusing(), "refuses the golden prompts: The model `fake` does not exist."),
+        (tiny(), "was started for a context of 3 tokens, shorter than every golden prompt"),
         (Several(), "serves 2 models (a, b): name one with --model"),
         (Locked(), "/v1/models does not list models: it refuses the key"),
     ],
-    ids=["refuses the model", "several models", "refuses the key"],
+    ids=["refuses the model", "short context", "several models", "refuses the key"],
 )
 def test_a_server_that_cannot_be_asked_is_one_line(
     server: FakeOpenAI, line: str, verify: Verify, proofs: Path

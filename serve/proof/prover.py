@@ -152,14 +152,16 @@ class Prover:
         return await self._found(examine(self.exam, self._member.backend, ask, seed, without))
 
     def _asking(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
-        """Asks for one probe, all that it asks within its time."""
-        generation, ends_at = self._member.generation, self._clock() + self.config.timeout_s
+        """Asks for one probe, all that it asks within its time; judging takes none of it."""
+        generation = self._member.generation
+        whole_s = left_s = self.config.timeout_s
 
         async def ask(records: tuple[int, ...]) -> Probed:
-            limit_s = ends_at - self._clock()
-            if limit_s <= 0:
-                raise BackendUnavailable(_OVER.format(self.config.timeout_s), kind="timeout")
-            asked = asyncio.create_task(self._ask(records, limit_s))
+            nonlocal left_s
+            if left_s <= 0:
+                raise BackendUnavailable(_OVER.format(whole_s), kind="timeout")
+            began = self._clock()
+            asked = asyncio.create_task(self._ask(records, left_s))
             self._asked = generation, asked
             try:
                 await asyncio.wait({asked})
@@ -169,6 +171,7 @@ class Prover:
                     raise BackendUnavailable("its probe was given up", kind="lost")
                 return asked.result()
             finally:
+                left_s -= self._clock() - began
                 asked.cancel()
                 await asyncio.wait({asked})
                 if not asked.cancelled():

@@ -132,6 +132,22 @@ def test_one_too_slow_for_its_time_is_asked_no_more_and_it_is_said_what_helps() 
     play(act, Slow())
 
 
+class Waiting(FakeExam):
+    """Its answers are judged after those of many other backends."""
+
+    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+        await asyncio.sleep(50)
+        return await super().judge(responses, looks)
+
+
+def test_the_time_until_answers_are_judged_is_none_of_the_backends() -> None:
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(150)
+        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 20, 20]
+
+    play(act, Waiting(says={ADDRESS: "inconclusive"}))
+
+
 class Defective(FakeExam):
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         raise ZeroDivisionError("a defect")

@@ -2,9 +2,12 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.patient_loop import PatientLoop
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and
 # children inherit that: tests that interrupt one would wait in vain.
@@ -12,6 +15,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], PatientLoop]]:
+    """What runs asynchronous tests."""
+    return {"patient": PatientLoop}
 
 
 @pytest.fixture(scope="session")

@@ -51,11 +51,13 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)
     _stopping: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _asking: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Self:
         self._client = AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120
         )
+        self._asking.set()
         self._tasks = [asyncio.create_task(self._work(i)) for i in range(self.workers)]
         return self
 
@@ -66,15 +68,27 @@ class Load:
         traceback: TracebackType | None,
     ) -> None:
         """Lets the requests under way come to their end."""
-        self._stopping = True
+        self.stop()
         await asyncio.gather(*self._tasks)
         await self._client.close()
 
     def stop(self) -> None:
         """No new requests from here on."""
         self._stopping = True
+        self._asking.set()
 
-    async def completed(self, count: int, timeout_s: float = 60.0) -> None:
+    def hold(self) -> None:
+        """No new requests until `go_on`."""
+        self._asking.clear()
+
+    def go_on(self) -> None:
+        self._asking.set()
+
+    @property
+    def under_way(self) -> list[Outcome]:
+        return [o for o in self.outcomes if not o.ended]
+
+    async def completed(self, count: int, timeout_s: float = 300.0) -> None:
         """Waits for `count` more whole answers."""
         wanted = len(self.whole) + count
         async with asyncio.timeout(timeout_s):
@@ -101,6 +115,7 @@ class Load:
     async def _work(self, worker: int) -> None:
         index = worker
         while not self._stopping:
+            await self._asking.wait()
             index += 1
             outcome = Outcome(time.monotonic(), streamed=index % 3 != 0)
             self.outcomes.append(outcome)

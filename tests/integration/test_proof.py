@@ -114,7 +114,7 @@ class Clients:
     async def more(self, count: int) -> None:
         """Waits for so many more whole answers."""
         wanted = self.whole + count
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             while self.whole < wanted:
                 await asyncio.sleep(0.05)
 
@@ -173,7 +173,7 @@ def clear(record: GoldenRecord) -> bool:
 
 def backend(gateway: GatewayServer, name: str) -> dict[str, Any]:
     """What /status says of one."""
-    with urllib.request.urlopen(f"{gateway.url}/status", timeout=30) as response:
+    with urllib.request.urlopen(f"{gateway.url}/status", timeout=60) as response:
         pools = json.load(response)["pools"]
     (found,) = [x for pool in pools.values() for x in pool["backends"] if x["name"] == name]
     return dict(found)
@@ -183,7 +183,7 @@ async def until(
     gateway: GatewayServer, name: str, reached: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
     """Waits until /status says of the backend `name` what is wanted; all that it says then."""
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(300):
         while True:
             found = await asyncio.to_thread(backend, gateway, name)
             if reached(found):
@@ -214,7 +214,7 @@ async def serve(server: VllmServer, model: Path, *, hide: bool = False) -> None:
 
 def written(gateway: GatewayServer, name: str) -> float:
     """Tokens that clients got from one."""
-    with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=60) as response:
         text = response.read().decode()
     found = re.findall(r"^octet_tokens_total{(.*?)} (\S+)$", text, re.MULTILINE)
     wanted = {f'backend="{name}"', 'type="output"'}

@@ -65,7 +65,7 @@ def load_model(server: TritonServer, name: str) -> str:
 
 def counters(server: TritonServer, model: str) -> dict[str, float]:
     """Triton's metrics of one model, summed over their other labels."""
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(server.metrics_url, timeout=60) as response:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
     for line in lines:

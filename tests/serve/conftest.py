@@ -19,18 +19,12 @@ from serve.gateway import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
 from serve.server import DrainingServer, bind, serve_gateway
-from tests.serve.patient_loop import PatientLoop
 
 if TYPE_CHECKING:
     from octet.golden import GoldenSet
     from serve.onnx_runner import OnnxRunner
     from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], PatientLoop]]:
-    """What runs the asynchronous tests below this directory."""
-    return {"patient": PatientLoop}
 
 
 class Served:

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from serve.config import Limits
 from serve.protocol import GuardedProtocol, guarded_protocol
-from tests.serve.patient_loop import PatientLoop
+from tests.patient_loop import PatientLoop
 
 __all__ = [
     "CHUNKED",

@@ -10,6 +10,7 @@ Leaving the block ends every process of the server; one that does not become rea
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,10 +151,13 @@ class GatewayServer(Server):
 
     def ready(self) -> bool:
         """Not before all that can be reached are judged: one backend alone makes /ready 200."""
-        if not super().ready():
+        try:
+            with urllib.request.urlopen(self.ready_url, timeout=5) as answer:
+                models = json.load(answer)["models"].values()
+        except OSError as error:  # nobody listens yet, it takes its time, or it says 503
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             return False
-        with urllib.request.urlopen(self.ready_url, timeout=5) as answer:
-            models = json.load(answer)["models"].values()
         return all(entry["standing"] != "unproven" for entries in models for entry in entries)
 
     def command(self) -> list[str]:

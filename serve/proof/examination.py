@@ -19,10 +19,14 @@ from serve.proof.exam import Exam
 from serve.proof.probed import Probed, Unprovable
 from serve.proof.state import ProofState
 
-__all__ = ["WRONG", "Examined", "examine", "silent"]
+__all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
 
 WRONG = ("better", "worse")  # outcomes
 
+OVER = (  # seconds
+    "not all golden prompts were answered when the {:g} s of its probe were over: if it is so slow"
+    " always, raise proof.timeout_s"
+)
 _SILENT = (
     "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
     " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
@@ -51,8 +55,13 @@ async def examine(
     ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
     seed: int,
     without_logprobs: Literal["refuse", "admit"],
+    *,
+    suspected: bool = False,
 ) -> Examined:
-    """Raises Unprovable, and what `ask` raises."""
+    """Raises Unprovable, and what `ask` raises.
+
+    One that is `suspected` is right only by all looks: by a part of them it was, once.
+    """
     looks = exam.looks(seed, backend.context_length)
     if findings := await exam.findings(backend):
         return await _found(findings, exam, ask, looks)
@@ -62,7 +71,7 @@ async def examine(
     missing: list[int] = []
     notes: list[str] = []
     verdict: Verdict | None = None
-    for records in looks:
+    for number, records in enumerate(looks, start=1):
         probed = await ask((*records, *missing))
         if probed.responses and not probed.alternatives:
             return silent(without_logprobs)
@@ -75,7 +84,8 @@ async def examine(
         reason, known = verdict.reason, tuple(responses)
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
-        if verdict.outcome == "as_expected" and not missing:
+        enough = number == len(looks) or not suspected
+        if verdict.outcome == "as_expected" and enough and not missing:
             return Examined("proven", reason, verdict.outcome, verdict, known)
     said = "; ".join(notes) if missing or not responses else ""
     said = said or (verdict.reason if verdict else "it has answered nothing")

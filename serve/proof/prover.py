@@ -5,7 +5,7 @@ they should be refuse it; no verdict (it is too busy, too little came back) is n
 asked again, later each time. A refused backend is asked again, too: somebody may repair it.
 
 proven: a few prompts at a time, as far as their tokens are allowed, judged together with those
-before them. What looks wrong then takes it out at once, and all of it is asked anew: only a whole
+before them. What looks wrong takes it out at once, and every prompt is asked anew: only a whole
 probe refuses. That it is too busy, or that its answers do not tell, leaves it in.
 """
 
@@ -23,7 +23,7 @@ from octet.errors import BackendError, BackendUnavailable
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
 from serve.proof.exam import Exam
-from serve.proof.examination import Examined, examine, silent
+from serve.proof.examination import OVER, Examined, examine, silent
 from serve.proof.probe import Probed, Unprovable
 from serve.proof.rounds import Rounds
 from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
@@ -36,10 +36,6 @@ __all__ = ["Prover"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
-_OVER = (
-    "not all golden prompts were answered when the {:g} s of its probe were over: if it is so slow"
-    " always, raise proof.timeout_s"
-)
 
 
 class Prover:
@@ -66,6 +62,7 @@ class Prover:
         self._task: asyncio.Task[None] | None = None
         self._generation = member.generation  # of what follows
         self._rounds: Rounds | None = None  # since its last whole probe
+        self._suspected = False  # in this life, and not cleared of it by every prompt
         self._asked: tuple[int, asyncio.Task[Probed]] | None = None  # of which life; the last one
 
     def installed(self, before: MemberProof | None) -> None:
@@ -129,6 +126,7 @@ class Prover:
         if self._generation != self._member.generation:
             self._generation = self._member.generation
             self._backoff.reset()
+            self._suspected = False
         if self.proof.admits and self._rounds is not None:
             await self._look_again(self._rounds)
         else:
@@ -148,8 +146,9 @@ class Prover:
 
     async def _examined(self) -> Examined:
         seed, without = self._rng.getrandbits(32), self.config.without_logprobs
-        ask = self._asking()
-        return await self._found(examine(self.exam, self._member.backend, ask, seed, without))
+        backend, ask, suspected = self._member.backend, self._asking(), self._suspected
+        probe = examine(self.exam, backend, ask, seed, without, suspected=suspected)
+        return await self._found(probe)
 
     def _asking(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
         """Asks for one probe, all that it asks within its time; judging takes none of it."""
@@ -159,7 +158,7 @@ class Prover:
         async def ask(records: tuple[int, ...]) -> Probed:
             nonlocal left_s
             if left_s <= 0:
-                raise BackendUnavailable(_OVER.format(whole_s), kind="timeout")
+                raise BackendUnavailable(OVER.format(whole_s), kind="timeout")
             began = self._clock()
             asked = asyncio.create_task(self._ask(records, left_s))
             self._asked = generation, asked
@@ -239,6 +238,7 @@ class Prover:
 
     def _doubt(self, found: Examined) -> None:
         """One that serves looks wrong: it is out, and asked for everything before it is refused."""
+        self._suspected = True
         self.proof.probed("suspect")
         self._become("unproven", replace(found, reason=f"it is asked again: {found.reason}"))
 
@@ -252,6 +252,7 @@ class Prover:
             self.proof.probed(found.outcome)
             self.proof.next_at = self._clock() + self._backoff.next(REFUSED_S)
         else:
+            self._suspected = False
             self._again(self.config.every_s, found.outcome)
 
     def _unclear(self, found: Examined) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
-from serve.proof.probed import FailureKind, Unprovable
+from serve.backends.base import Backend
+from serve.proof.probed import FailureKind, Probed, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, verdict
 from tests.serve.proof.scene import ADDRESS, Scene, play
 from tests.serve.proof.test_examination import Failing
@@ -189,10 +191,49 @@ def test_a_suspicion_that_a_whole_probe_does_not_confirm_is_forgotten() -> None:
         scene.serve(10_000_000)
         await scene.until("unproven", 400)
         scene.exam.says.clear()
-        await scene.until("in", 1)
+        await scene.until("in", 2)
         assert scene.proof.outcomes == {"as_expected": 2, "suspect": 1}
 
     play(act)
+
+
+class Partly(FakeExam):
+    """Wrong on ten prompts, which are not among those that an admission asks first."""
+
+    wrong = True
+
+    async def ask(
+        self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
+    ) -> Probed:
+        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        probed.responses = [
+            replace(r, tokens=(2,)) if self.wrong and 50 <= r.record < 60 else r
+            for r in probed.responses
+        ]
+        return probed
+
+
+def test_what_few_prompts_showed_is_not_forgotten_for_others_that_are_right() -> None:
+    """Every prompt is asked before it serves again, also after it was refused."""
+    exam = Partly()
+
+    async def act(scene: Scene) -> None:
+        assert scene.serves() and scene.asked == 1
+        scene.serve(PLENTY)
+        await scene.until("refused", 1500)
+        assert [len(records) for _, records in exam.asked[-3:]] == [24, 20, 20]
+        await asyncio.sleep(600)
+        assert scene.member.standing == "refused" and scene.proof.outcomes["suspect"] == 1
+        exam.wrong = False
+        await scene.until("in", 800)
+        asked = scene.asked
+        scene.server.die()
+        await asyncio.sleep(0.001)
+        scene.server.restart()
+        await scene.until("in", 3)
+        assert scene.asked == asked + 1  # nothing speaks against this life
+
+    play(act, exam)
 
 
 def test_evidence_of_small_probes_adds_up() -> None:

@@ -62,7 +62,8 @@ class FakeRunner:
     Its keys and values are the token ids, so whatever mixes up slots or positions changes what it
     says. It mostly says printable ASCII, ends after some forty tokens, and now and then a letter of
     several bytes. `delay_s` is slept in every step. Tokens in `poison` make a step that has one
-    raise. `gate`, when cleared, holds the next step until it is set. `model` gives the logits after
+    raise. `gate`, when cleared, holds the next step until it is set; `hold` clears it for those
+    after the next few. `model` gives the logits after
     the tokens that it is called with, such as another's than `fake_logits`.
     """
 
@@ -82,14 +83,22 @@ class FakeRunner:
         self.model = model or fake_logits
         self.gate = threading.Event()
         self.gate.set()
+        self.ahead = 0  # steps that are made though the gate is closed
         self.batches: list[int] = []  # rows of each step
         self.lengths: list[int] = []  # tokens a row of each step
 
     def new_cache(self, slots: int, positions: int) -> SlotCache:
         return SlotCache(self.spec, slots, positions, self.kv_dtype)
 
+    def hold(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.gate.clear()
+
     def forward(self, step: StepBatch, cache: SlotCache) -> NDArray[np.float32]:
-        self.gate.wait()
+        if self.ahead:
+            self.ahead -= 1
+        else:
+            self.gate.wait()
         if self.delay_s:
             time.sleep(self.delay_s)
         if not self.poison.isdisjoint(step.token_ids.ravel().tolist()):

@@ -9,9 +9,10 @@ still does. Time that tests measure with `time.monotonic` is nobody's but the ma
 import asyncio
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-__all__ = ["PatientLoop"]
+__all__ = ["PatientLoop", "run"]
 
 STEP_S = 0.001  # the most that callbacks which were ready together take
 WAIT_S = 0.01  # the most that waiting takes if something comes before the next timer
@@ -42,3 +43,9 @@ class _Watched(selectors.DefaultSelector):
         ready = super().select(timeout)
         self._passing(WAIT_S if ready or timeout is None else timeout)
         return ready
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """As `asyncio.run`."""
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        runner.run(main)

@@ -15,7 +15,8 @@ class FakeServer:
     """What was asked, with which headers, and how much of it runs or was cancelled."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
-        self.engine: EmbeddedBackend = fake_backend(FakeRunner(delay_s=delay_s))
+        self.runner = FakeRunner(delay_s=delay_s)
+        self.engine: EmbeddedBackend = fake_backend(self.runner)
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = 0

@@ -74,6 +74,7 @@ class FakeOpenAI(FakeServer):
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
+        self.runner.gate.set()
         await self._runner.cleanup()
         await self.engine.close()
 

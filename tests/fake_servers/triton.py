@@ -76,6 +76,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
         self.metrics_url = f"http://127.0.0.1:{self._http.addresses[0][1]}/metrics"
 
     async def stop(self) -> None:
+        self.runner.gate.set()
         await self._server.stop(grace=0)
         await self._http.cleanup()
         await self.engine.close()

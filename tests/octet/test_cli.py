@@ -26,7 +26,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         [*OCTET, *(str(argument) for argument in arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -257,7 +257,7 @@ def test_an_interrupted_calibration_leaves_nothing_half_written(
     )
     time.sleep(after_s)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an import.
     assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
     assert "Traceback" not in errors or process.returncode < 0

@@ -12,7 +12,7 @@ import pytest
 from serve.server import bind
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
-from tests.serve.test_reload import BODY, one_pool, streaming
+from tests.serve.test_reload import BODY, ended, one_pool, streaming
 
 KEY = "sk-admin"
 ADMIN = f"admin: {{sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}\n"
@@ -108,7 +108,7 @@ class TestBackends:
         status, said = await call(served, "DELETE", "/admin/pools/p/backends/p-1")
         assert (status, said) == (200, {"name": "p-1", "finishing": 1})
         assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
-        assert (await answer)[-1] == "[DONE]"
+        assert await ended(answer, upstreams[0])
         assert len(upstreams[0].requests) == len(upstreams[1].requests) == 1
 
     async def test_one_can_be_cut_off(self, served: Served, upstreams: list[FakeOpenAI]) -> None:

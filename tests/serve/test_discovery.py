@@ -15,7 +15,7 @@ from serve.lifecycle.discovery import Discovery
 from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
-from tests.serve.test_reload import BODY, QUIET, reload, streaming
+from tests.serve.test_reload import BODY, QUIET, ended, reload, streaming
 
 
 def listing(*servers: FakeOpenAI) -> str:
@@ -58,7 +58,7 @@ class TestFile:
             write(found, listing(second))
             await until(lambda: addresses(gateway) == [second.url])
             assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
-            assert (await answer)[-1] == "[DONE]"
+            assert await ended(answer, first)
             assert len(first.requests) == len(second.requests) == 1
 
     @pytest.mark.parametrize(

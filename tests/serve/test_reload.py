@@ -47,13 +47,20 @@ async def reload(served: Served, text: str) -> dict[str, Any]:
 async def streaming(
     served: Served, server: FakeOpenAI, body: dict[str, Any]
 ) -> "asyncio.Task[Any]":
-    """A streamed request that `server` is answering."""
-    before = len(server.requests)
+    """A streamed request that `server` has answered in part: the rest comes with `ended`."""
+    server.runner.hold(ahead=3)
     task = asyncio.create_task(served.events("/v1/completions", body))
     async with asyncio.timeout(60):
-        while len(server.requests) == before:
+        while server.runner.ahead:
             await asyncio.sleep(0.005)
     return task
+
+
+async def ended(answer: "asyncio.Task[Any]", server: FakeOpenAI) -> bool:
+    """Whether a request by `streaming` got its whole answer."""
+    server.runner.gate.set()
+    events: list[str] = await answer
+    return events[-1] == "[DONE]"
 
 
 async def test_what_is_unchanged_stays_and_the_rest_comes_and_goes(
@@ -94,7 +101,7 @@ async def test_a_pool_stays_whatever_its_models_are_called(
         assert gateway.pools == before and gateway.pools["p"].members == (kept,)
         assert (report["pools_added"], report["pools_removed"]) == ([], [])
         assert [report[f"backends_{what}"] for what in ("added", "removed", "kept")] == [1, 1, 1]
-        assert kept.in_flight == 1 and (await answer)[-1] == "[DONE]"
+        assert kept.in_flight == 1 and await ended(answer, own)
         assert gateway.pools["q"].members != (rebuilt,)
         status, _ = await served.post("/v1/completions", BODY | {"model": "fake"})
         assert status == 200 and public.requests[-1]["model"] == "fake"
@@ -123,7 +130,7 @@ async def test_one_that_leaves_finishes_and_is_closed(
         assert gateway.pools["p"].retiring == (leaving,)
         assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
         assert len(second.requests) == 1
-        assert (await answer)[-1] == "[DONE]"
+        assert await ended(answer, first)
         async with asyncio.timeout(60):
             while gateway.pools["p"].retiring:
                 await asyncio.sleep(0.01)
@@ -149,7 +156,7 @@ async def test_a_pool_that_is_gone_serves_who_waits_for_it(
         assert (status, error["error"]["code"]) == (404, "model_not_found")
         assert gateway.running == 2
         assert gateway.status()["pools_finishing"] == ["p"]
-        assert (await answer)[-1] == "[DONE]"
+        assert await ended(answer, first)
         assert (await waiting)[0] == 200
         await served.idle()
         assert (await served.post("/v1/completions", BODY | {"model": "n"}))[0] == 200

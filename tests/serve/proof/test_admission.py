@@ -14,6 +14,7 @@ from serve.backends import held, openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI
+from tests.patient_loop import run
 from tests.serve.in_process import Client, in_process
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
@@ -107,7 +108,7 @@ def test_a_right_server_is_admitted_and_a_wrong_one_refused_by_name(golden: Path
         finally:
             await asyncio.gather(right.stop(), wrong.stop())
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -155,7 +156,7 @@ def test_no_client_gets_a_token_of_a_wrong_server_that_took_the_place_of_a_right
         finally:
             await wrong.stop()
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -186,7 +187,7 @@ def test_nor_where_the_port_is_never_closed_and_a_request_is_on_its_way(
             assert "k_scale" in entry["proof"]["reason"]
         await asyncio.gather(right.stop(), wrong.stop())
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_server_that_closes_idle_connections_is_asked_anew_and_comes_back(
@@ -206,7 +207,7 @@ def test_a_server_that_closes_idle_connections_is_asked_anew_and_comes_back(
             assert (await client.post("/v1/completions", ASK))[0] == 200
         await right.stop()
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -225,7 +226,7 @@ def test_a_lost_request_is_tried_again_once_its_only_backend_was_recognized(
             assert reply.status == 200 and b"x" in reply.body
             assert server.asked == 2 and len(exam.asked) == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 async def test_a_client_is_told_that_proof_is_why_nobody_answers() -> None:
@@ -267,7 +268,7 @@ def test_tokens_that_clients_got_are_what_probes_may_have_a_share_of() -> None:
             (member,) = client.gateway.pools["fake"].members
             assert member.served_tokens == 3 * answer["usage"]["total_tokens"] > 0
 
-    asyncio.run(main())
+    run(main())
 
 
 def _joined(events: list[str]) -> str:

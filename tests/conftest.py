@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.patient_loop import PatientLoop
 
@@ -13,6 +14,13 @@ from tests.patient_loop import PatientLoop
 # children inherit that: tests that interrupt one would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples each time, and as much time for each as it takes: neither chance nor a busy
+# machine makes a test fail. `--hypothesis-profile default` looks at others.
+settings.register_profile(
+    "octet", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("octet")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 

@@ -98,7 +98,7 @@ class FakeRunner:
         if self.ahead:
             self.ahead -= 1
         else:
-            self.gate.wait()
+            assert self.gate.wait(120), "nobody opened the gate"
         if self.delay_s:
             time.sleep(self.delay_s)
         if not self.poison.isdisjoint(step.token_ids.ravel().tolist()):

@@ -16,6 +16,7 @@ __all__ = ["PatientLoop", "run"]
 
 STEP_S = 0.001  # the most that callbacks which were ready together take
 WAIT_S = 0.01  # the most that waiting takes if something comes before the next timer
+LOOK_S = 0.05  # so long at most nobody looks whether something has come: a stop may be as long
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
@@ -40,8 +41,9 @@ class _Watched(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._passing(STEP_S)
-        ready = super().select(timeout)
-        self._passing(WAIT_S if ready or timeout is None else timeout)
+        look_s = LOOK_S if timeout is None else min(timeout, LOOK_S)
+        ready = super().select(look_s)
+        self._passing(WAIT_S if ready else max(look_s, 0.0))
         return ready
 
 

@@ -205,7 +205,8 @@ def test_any_fields_parse_or_are_refused(body: dict[str, Any], valid: bool, path
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(body=BODIES, path=st.sampled_from(sorted(PATHS)))
 async def test_any_json_is_answered_or_refused(

@@ -65,7 +65,7 @@ async def test_a_long_prompt_lets_others_go_on() -> None:
         await anext(stream)
         runner.gate.clear()
         long = asyncio.create_task(collect(backend, ask("x" * 2000, max_tokens=1)))
-        await until(lambda: backend.stats.waiting == 1)
+        await until(lambda: backend.stats.waiting + backend.stats.running == 2)
         read_from = len(runner.lengths)
         runner.gate.set()
         await long

@@ -46,7 +46,7 @@ def health_command(service: dict[str, Any]) -> list[str]:
 def check_jsonschema(path: Path) -> subprocess.CompletedProcess[str]:
     """Validates by the Compose specification's JSON schema, which check-jsonschema comes with."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    return subprocess.run([*command, path], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*command, path], capture_output=True, text=True, timeout=600)
 
 
 def test_the_compose_specification() -> None:

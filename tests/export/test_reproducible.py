@@ -76,7 +76,7 @@ def twice(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             "OMP_NUM_THREADS": str(seed + 1),
         }
         command = [sys.executable, "-m", "tests.export.reproduce", str(calibrated), str(out)]
-        subprocess.run(command, env=environment, check=True, timeout=600)
+        subprocess.run(command, env=environment, check=True, timeout=1800)
     return outs
 
 

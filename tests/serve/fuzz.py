@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.serve.fuzz_cases import Case, cases, request
 from tests.serve.fuzz_tables import BODIES
 
-ANSWER_S = 20.0  # the longest wait for an answer, or for the end of a connection
-START_S = 30.0  # for the gateway to start, and then to drain and end
+ANSWER_S = 120.0  # the longest wait for an answer, or for the end of a connection
+START_S = 300.0  # for the gateway to start, and then to drain and end
 QUIET_S = 0.1  # no answer for so long: the request is not whole, so the client hangs up
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
 

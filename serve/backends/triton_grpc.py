@@ -187,7 +187,7 @@ class TritonBackend:
             raise BackendError(f"{self.name}: {error}") from error
         except BackendError as error:
             raise sooner_or_later(error, started=started) from error
-        except (LookupError, TypeError, ValueError) as error:  # of reading a response
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a response
             garbled = BackendError(
                 f"{self.name}: a response cannot be read ({error!r})", kind="garbled"
             )

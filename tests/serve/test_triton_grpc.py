@@ -174,6 +174,17 @@ async def test_each_failure_has_its_kind(prompt: str, error: type[Exception], ki
         assert isinstance((await events_of(backend, asked()))[-1], Finished)
 
 
+@pytest.mark.parametrize("told", ["[[1]]", '["x"]', '[{"5": -0.5}]', '[{"5": {}}]', "[{}]", "{"])
+async def test_log_probabilities_of_another_shape_are_garbled(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_grpc, "read_outputs", lambda _: {"logprobs": [told]})
+    async with running(FakeTriton(token_ids=True)) as triton, started(triton) as backend:
+        with pytest.raises(BackendError, match="a response cannot be read") as failed:
+            await events_of(backend, asked(logprobs=2))
+    assert failed.value.kind == "garbled"
+
+
 async def test_an_unknown_model_or_server_is_refused() -> None:
     async with running(FakeTriton()) as triton, started(triton, model="nope") as backend:
         for call in (backend.probe(), events_of(backend, asked())):

@@ -22,11 +22,12 @@ from serve.backends.base import Backend
 from serve.backends.embedded import EmbeddedBackend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config import EmbeddedConfig, HttpConfig
 from serve.tokenizer import Tokenizer
 from tests.integration.model_stand_ins import STAND_INS, config_of
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed
+from tests.triton_config import triton_at
 
 STAND_IN = Path(__file__).parent / "triton_backends" / "generating" / "model.py"
 PROMPT = "def fibonacci(n):\n"
@@ -81,9 +82,8 @@ def backend_of(request: pytest.FixtureRequest, exports: Path) -> Callable[[str],
             return (client := OpenAiHttpBackend("python-lm", http)), running_of(client)
         name = kind.partition(" ")[2]
         triton: TritonServer = request.getfixturevalue("stand_ins" if name else "triton")
-        grpc = TritonConfig(
-            type="triton",
-            url=triton.grpc_address,
+        grpc = triton_at(
+            triton.grpc_address,
             model=name or "python-lm",
             tokenizer=exports / "onnx",
             metrics_url=triton.metrics_url,
@@ -158,7 +158,7 @@ async def mortal(
     """A real Triton of one test's own, which it may kill, and a client of it."""
     shutil.copytree(exports / "triton_models", tmp_path / "models")
     server = start_triton(tmp_path / "models")
-    config = TritonConfig(type="triton", url=server.grpc_address, model="python-lm")
+    config = triton_at(server.grpc_address, model="python-lm")
     backend = TritonBackend("python-lm", config)
     await backend.start()
     try:

@@ -20,7 +20,6 @@ from octet.recipe import Recipe
 from serve.backends.base import Backend
 from serve.backends.embedded import EmbeddedBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from serve.tokenizer import Tokenizer
 from serve.types import Delta, Finished
 from tests.export.conftest import make_calibration
@@ -28,6 +27,7 @@ from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer
 from tests.serve.contract import CHECKS, WITH_LOGPROBS, Check, ask, collect
+from tests.triton_config import triton_at
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -64,7 +64,7 @@ def server(start_triton: Callable[[Path], TritonServer], repository: Path) -> Tr
 
 @pytest.fixture
 async def triton(server: TritonServer) -> AsyncIterator[Backend]:
-    backend = TritonBackend(NAME, TritonConfig(type="triton", url=server.grpc_address))
+    backend = TritonBackend(NAME, triton_at(server.grpc_address))
     await backend.start()
     assert await backend.ready()
     yield backend
@@ -135,7 +135,7 @@ async def test_a_stop_string_is_the_reason(triton: Backend, embedded: Backend) -
 
 async def test_a_cancelled_request_frees_its_slot(server: TritonServer) -> None:
     """The model has one slot: the next request starts when the one before has ended."""
-    backend = TritonBackend(SMALL, TritonConfig(type="triton", url=server.grpc_address))
+    backend = TritonBackend(SMALL, triton_at(server.grpc_address))
     await backend.start()
     started = time.monotonic()
     await collect(backend, ask(backend, PROMPTS[0], max_tokens=900))

@@ -25,6 +25,7 @@ from serve.routing.make import make_backend
 from serve.tokenizer import Tokenizer
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.proof.contract import require_probed
+from tests.triton_config import triton_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +76,7 @@ async def test_contract_on_vllm(
 
 async def test_contract_on_triton(triton: TritonServer, exports: Path) -> None:
     golden = GoldenSet.load(exports / "checkpoint")
-    config = TritonConfig(type="triton", url=triton.grpc_address, model="python-lm")
+    config = triton_at(triton.grpc_address, model="python-lm")
     async with started(config, "python-lm") as backend:
         await require_probed(backend, golden, range(0, 64, 5), None)
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from serve.types import Finished
 from tests.fake_servers import FakeTriton, running
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
+from tests.triton_config import triton_at
 
 SETTINGS = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -105,7 +105,7 @@ class Stopping(FakeTriton):
 
 async def test_what_a_model_of_triton_aborts_is_answered_by_another() -> None:
     async with running(Stopping()) as triton:
-        stopping = TritonBackend("fake", TritonConfig(type="triton", url=triton.url))
+        stopping = TritonBackend("fake", triton_at(triton.url))
         async with in_process(("fake", [stopping, Scripted(whole("good"))]), pools=SETTINGS) as it:
             for _ in range(4):
                 reply = await it.request("/v1/completions", BODY)

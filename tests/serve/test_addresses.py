@@ -13,10 +13,10 @@ import pytest
 from serve.backends import held
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from tests.fake_servers import FakeTriton, running
 from tests.serve.in_process import in_process
 from tests.serve.openai_clients import dead_url, relay_to
+from tests.triton_config import triton_at
 
 HOST = "LocalHost"  # not as any library writes it: who replaces it as it is configured, misses it
 NOWHERE = "no.such.Backend.invalid"
@@ -149,7 +149,7 @@ async def test_of_a_server_with_another_certificate(
 async def test_of_a_triton_that_is_not_there() -> None:
     port = int(dead_url().rpartition(":")[2])
     for host in (HOST, NOWHERE):
-        backend = TritonBackend("fake", TritonConfig(type="triton", url=f"{host}:{port}"))
+        backend = TritonBackend("fake", triton_at(f"{host}:{port}"))
         require_no_address(await told(backend), port)
 
 
@@ -167,7 +167,7 @@ async def test_of_a_triton_that_goes_away(prompt: str) -> None:
     triton = FakeTriton()
     async with running(triton):
         port = int(triton.url.rpartition(":")[2])
-        config = TritonConfig(type="triton", url=f"{HOST}:{port}")
+        config = triton_at(f"{HOST}:{port}")
         async with in_process(("fake", [TritonBackend("fake", config)])) as served:
             body = {"model": "fake", "prompt": prompt, "stream": True}
             asking = asyncio.create_task(served.request("/v1/completions", body))

@@ -15,11 +15,12 @@ from octet.errors import BackendError, BackendUnavailable
 from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig, TritonConfig
+from serve.config import HttpConfig
 from serve.types import Delta, Event, Finished, GenerateRequest
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTensorRtLlm, FakeTriton
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed
+from tests.triton_config import triton_at
 
 SERVERS: dict[str, Callable[[float], Any]] = {
     "vllm": FakeOpenAI,
@@ -81,7 +82,7 @@ def subject(tokenizer: Path) -> Callable[..., Any]:
         await server.start()
         if kind.startswith("triton"):
             path = {"tokenizer": tokenizer, "metrics_url": server.metrics_url}
-            backend = TritonBackend("fake", TritonConfig(type="triton", url=server.url, **path))
+            backend = TritonBackend("fake", triton_at(server.url, **path))
         else:
             backend = OpenAiHttpBackend("fake", HttpConfig(type=kind.split()[0], url=server.url))
         await backend.start()

@@ -14,10 +14,11 @@ from openai import AsyncOpenAI
 
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig, TritonConfig
+from serve.config import HttpConfig
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.conftest import Served, serving
+from tests.triton_config import triton_at
 
 TOOL = {
     "type": "function",
@@ -218,7 +219,7 @@ async def test_the_official_client_reads_tool_calls() -> None:
 
 async def test_a_backend_that_cannot_refuses_by_name() -> None:
     async with running(FakeTriton()) as server:
-        triton = TritonBackend("triton", TritonConfig(type="triton", url=server.url, model="fake"))
+        triton = TritonBackend("triton", triton_at(server.url, model="fake"))
         pools = ("embedded", [fake_backend(model="embedded")]), ("triton", [triton])
         async with serving(*pools) as served:
             for model in ("embedded", "triton"):

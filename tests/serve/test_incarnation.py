@@ -9,10 +9,10 @@ from serve.backends import held
 from serve.backends.base import Incarnation
 from serve.backends.openai_reports import incarnation
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.openai_clients import asked, relay_to, started
+from tests.triton_config import triton_at
 
 MODELS = json.dumps({"data": [{"id": "m", "root": "/ckpt", "max_model_len": 512}]}).encode()
 PAGE = b"""# TYPE process_start_time_seconds gauge
@@ -85,7 +85,7 @@ async def test_an_error_of_the_metrics_is_no_other_life(
 
 async def test_triton_forgets_its_statistics_when_it_loads_a_model_again() -> None:
     async with running(FakeTriton()) as server:
-        backend = TritonBackend("fake", TritonConfig(type="triton", url=server.url))
+        backend = TritonBackend("fake", triton_at(server.url))
         assert await backend.incarnation() is None
         await backend.start()
         before = await backend.incarnation()

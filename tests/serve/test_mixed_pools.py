@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import BODY, pools
 from tests.serve.upstreams import Scripted, whole
+from tests.triton_config import triton_at
 
 TURNS = pools(routing={"policy": "round_robin"})
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -25,7 +25,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_t
 async def test_what_wants_a_tokenizer_goes_to_who_has_one(path: str, body: dict[str, Any]) -> None:
     able = Scripted(whole())
     async with running(FakeTriton(token_ids=False)) as triton:
-        bare = TritonBackend("fake", TritonConfig(type="triton", url=triton.url))
+        bare = TritonBackend("fake", triton_at(triton.url))
         async with in_process(("fake", [bare, able]), pools=TURNS) as served:
             for _ in range(4):  # whoever is asked first
                 assert (await served.post(path, body))[0] == 200

@@ -22,11 +22,11 @@ from serve.api.fields import UnsupportedField
 from serve.backends import triton_grpc
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import TritonConfig
 from serve.types import Finished, GenerateRequest
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend
 from tests.serve.conftest import serving
+from tests.triton_config import triton_at
 
 BODY = {"model": "fake", "prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 CHAT = {
@@ -38,7 +38,7 @@ CHAT = {
 
 
 def to(url: str, **settings: Any) -> TritonBackend:
-    return TritonBackend("fake", TritonConfig(**{"type": "triton", "url": url} | settings))
+    return TritonBackend("fake", triton_at(url, **settings))
 
 
 @asynccontextmanager

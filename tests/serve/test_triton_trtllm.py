@@ -13,10 +13,10 @@ from serve.api.fields import UnsupportedField
 from serve.backends.triton_grpc import TritonBackend
 from serve.backends.triton_prompt import end_tokens
 from serve.backends.triton_trtllm import TextAnswer
-from serve.config import TritonConfig
 from serve.types import Delta, Finished, GenerateRequest, Usage
 from tests.fake_servers import FakeTensorRtLlm, running
 from tests.fakes import END, byte_tokenizer
+from tests.triton_config import triton_at
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def asking(
 ) -> AsyncIterator[TritonBackend]:
     """A backend for a started `server`."""
     async with running(server):
-        config = TritonConfig(type="triton", url=server.url, tokenizer=tokenizer)
+        config = triton_at(server.url, tokenizer=tokenizer)
         backend = TritonBackend("fake", config)
         await backend.start()
         try:

@@ -11,7 +11,6 @@ import pytest
 from octet.errors import RequestError
 from octet.golden import POSITIONS, top_k_divergence
 from serve.backends.base import Backend
-from serve.config import TritonConfig
 from serve.proof.plan import order
 from serve.proof.probe import Unprovable
 from serve.routing.make import make_backend
@@ -21,6 +20,7 @@ from tests.serve.openai_clients import started
 from tests.serve.proof.asking import RECORDS, asked
 from tests.serve.proof.contract import require_probed
 from tests.serve.proof.fake_proofs import fake_golden
+from tests.triton_config import triton_at
 
 
 class Limited(FakeOpenAI):
@@ -57,7 +57,7 @@ def require_exact(probed: Any) -> None:
 @asynccontextmanager
 async def triton(server: FakeTriton, tmp_path: Any) -> AsyncIterator[Backend]:
     byte_tokenizer().inner.save(str(tmp_path / "tokenizer.json"))
-    config = TritonConfig(type="triton", url=server.url, model="fake", tokenizer=tmp_path)
+    config = triton_at(server.url, model="fake", tokenizer=tmp_path)
     backend = make_backend("fake", config)
     await backend.start()
     try:

@@ -8,12 +8,12 @@ import pytest
 from octet.proof.artifact import load_proofs
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.recipe import PRESETS, KvCacheDtype
-from serve.config import TritonConfig
 from serve.proof.structure import EngineReport, engine_report, structural_findings
 from serve.routing.make import make_backend
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.openai_clients import dead_url, started
+from tests.triton_config import triton_at
 
 PAGE = (
     "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
@@ -92,7 +92,7 @@ async def test_triton_says_its_version_and_what_it_runs_the_model_with() -> None
     server = FakeTriton()
     server.parameters = {"slots": "16"}
     async with running(server):
-        backend = make_backend("fake", TritonConfig(type="triton", url=server.url, model="fake"))
+        backend = make_backend("fake", triton_at(server.url, model="fake"))
         assert await engine_report(backend) is None  # not started
         await backend.start()
         report = await engine_report(backend)

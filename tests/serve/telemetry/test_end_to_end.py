@@ -9,12 +9,13 @@ import pytest
 from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig, TritonConfig
+from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
 from tests.serve.telemetry.test_observe import TRACEPARENT
 from tests.serve.telemetry.test_traces import Collector, attributes, collector
+from tests.triton_config import triton_at
 
 __all__ = ["collector"]  # the fixture
 
@@ -32,7 +33,7 @@ async def backend_of(kind: str) -> AsyncIterator[tuple[Backend, FakeOpenAI | Fak
             yield OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=server.url)), server
     else:
         async with running(FakeTriton()) as triton:
-            yield TritonBackend("fake", TritonConfig(type="triton", url=triton.url)), triton
+            yield TritonBackend("fake", triton_at(triton.url)), triton
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from calibrate.simulate_faults import (
     changes_weights,
     faulty_weights,
 )
+from calibrate.simulate_packed import Pack, packs
 from calibrate.simulate_scales import DeviceScales, Scales
 from octet.checkpoint import Checkpoint
 from octet.golden import GoldenSet
@@ -50,9 +51,9 @@ __all__ = ["REPEATS", "Answers", "Weights", "fault_records", "simulated"]
 REPEATS = 2
 FAULT_RECORDS = 24
 _TOKENS = {"cpu": 512, "cuda": 16384}  # in a batch: what stays in a cache, what fills a GPU
+_TOGETHER = 2  # so many times as many are packed in a row, where no padding is
 _STATES_BYTES = 512 << 20  # hidden states in memory at a time
 _KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a sweep
-_UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # what embeddings differ by between repeats
 
 # weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
 Weights = Callable[[str], NDArray[np.float32] | None]
@@ -111,7 +112,8 @@ def simulated(
 
 @dataclass
 class _Run:
-    """A hypothesis, once: its hidden states [B, T, H] of each batch, after the layers so far.
+    """A hypothesis, once: its hidden states [1, n, H] of each pack, after the layers so far; after
+    the last layer [1, m, H], of what is compared.
 
     Of a fault's records alone if not `whole`. A `carrier` is a path that is run for the faults that
     start from it. `start` is the first layer that is not as in the path without the fault.
@@ -126,7 +128,7 @@ class _Run:
 
 
 class _Bench:
-    """What all sweeps share: batches, models, scales."""
+    """What all sweeps share: packs of records, models, scales."""
 
     def __init__(
         self,
@@ -147,8 +149,13 @@ class _Bench:
         ours = fault_records(golden)
         rest = sorted(set(range(len(golden.records))) - set(ours))
         most = _TOKENS.get(device.type, _TOKENS["cuda"])
-        self._few = golden_batches(golden, ours, most)
-        self._batches = self._few + golden_batches(golden, rest, most)
+        if self._spec.generic:  # its attention may not be one that can be told records apart
+            most = 0
+        self._few, others = (
+            packs(golden_batches(golden, part, most), golden, most * _TOGETHER, device)
+            for part in (ours, rest)
+        )
+        self._packs = self._few + others
 
     def plan(self, chosen: Sequence[Hypothesis]) -> Iterator[list[_Run]]:
         """Runs whose hidden states fit in `_STATES_BYTES` together, or are of one hypothesis."""
@@ -174,8 +181,7 @@ class _Bench:
         return [_Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
 
     def _nbytes(self, run: _Run) -> int:
-        batches = self._batches if run.whole else self._few
-        tokens = sum(batch.token_ids.numel() for batch in batches)
+        tokens = sum(pack.tokens for pack in self._of(run))
         itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
@@ -183,9 +189,11 @@ class _Bench:
         """Layer by layer."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
         models = [self._model(name) for name in names]
+        made: dict[tuple[Any, ...], list[Tensor]] = {}
         for run in runs:
+            key = (run.hypothesis.path.compute, run.repeat, run.whole)
             if run.start == 0:
-                run.states = self._embed(run)
+                run.states = made[key] = made.get(key) or self._embed(run)
         with models[0].few_threads():
             for pairs in zip(*(model.sweep() for model in models), strict=True):
                 index = pairs[0][0]
@@ -197,20 +205,15 @@ class _Bench:
 
     def answers(self, run: _Run) -> Answers:
         """What a finished run says at the positions of its records."""
-        hidden: list[Tensor] = []
-        records: list[int] = []
-        positions: list[int] = []
-        batches = self._batches if run.whole else self._few
-        for states, batch in zip(run.states, batches, strict=True):
-            for row, (origin, length) in enumerate(zip(batch.origins, batch.lengths, strict=True)):
-                count = len(self._golden.records[int(origin)].tops)
-                hidden.append(states[row, length - count : length])
-                records += [int(origin)] * count
-                positions += range(count)
-        model = self._model(run.hypothesis.path.compute)
-        return Answers(
-            run.hypothesis, torch.cat(hidden), np.array(records), np.array(positions), model
+        records, positions = (
+            np.concatenate(found)
+            for found in zip(*((pack.records, pack.at) for pack in self._of(run)), strict=True)
         )
+        model = self._model(run.hypothesis.path.compute)
+        return Answers(run.hypothesis, torch.cat(run.states, 1)[0], records, positions, model)
+
+    def _of(self, run: _Run) -> list[Pack]:
+        return self._packs if run.whole else self._few
 
     def _start(self, runs: Sequence[_Run], index: int) -> None:
         """Gives those that start here the states of their path."""
@@ -243,7 +246,12 @@ class _Bench:
             with replace_weights(layer, prefix, self._spec, weights):
                 for run in group:
                     with self._rounding(layer, index, mine, run.hypothesis):
-                        run.states = [model.forward(states, None) for states in run.states]
+                        run.states = [
+                            pack.finish(model, layer, states)
+                            if index == self._spec.layers - 1
+                            else pack.forward(model, layer, states)
+                            for pack, states in zip(self._of(run), run.states, strict=True)
+                        ]
 
     def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
         """float32, of the quantized linears of a layer, decoded."""
@@ -279,18 +287,10 @@ class _Bench:
         return self._models[dtype]
 
     def _embed(self, run: _Run) -> list[Tensor]:
-        """The embeddings of each batch [B, T, H]; but for the first repeat, a last bit off."""
-        compute = run.hypothesis.path.compute
-        model = self._model(compute)
-        source = torch.Generator().manual_seed(run.repeat)
-        found = []
-        for batch in self._batches if run.whole else self._few:
-            states = model.embed(batch.token_ids)
-            if run.repeat:
-                noise = 2 * torch.rand(states.shape, generator=source).to(states.device) - 1
-                states = (states.float() * (1 + noise * _UNIT[compute])).to(states.dtype)
-            found.append(states)
-        return found
+        """The embeddings of each pack [1, n, H]; but for the first repeat, a last bit off."""
+        model = self._model(run.hypothesis.path.compute)
+        noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
+        return [pack.embed(model, noise) for pack in self._of(run)]
 
 
 def _first_layer(hypothesis: Hypothesis) -> int:

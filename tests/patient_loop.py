@@ -10,9 +10,11 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["PatientLoop", "run"]
+
+T = TypeVar("T")
 
 STEP_S = 0.001  # the most that callbacks which were ready together take
 WAIT_S = 0.01  # the most that waiting takes if something comes before the next timer
@@ -47,7 +49,7 @@ class _Watched(selectors.DefaultSelector):
         return ready
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run(main: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`."""
     with asyncio.Runner(loop_factory=PatientLoop) as runner:
-        runner.run(main)
+        return runner.run(main)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octet.cli import main
+from tests import patient_loop
 from tests.fake_servers import running
 
 __all__ = ["Verify", "run_verify", "serving", "words"]
@@ -45,7 +46,8 @@ def words(text: str) -> str:
 
 def run_verify(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `octet verify`."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr(asyncio, "run", patient_loop.run)
         main(["verify", *map(str, arguments)])
     printed = capsys.readouterr()
     assert isinstance(ended.value.code, int)

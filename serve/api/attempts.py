@@ -33,8 +33,7 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Attempts"]
 
-# After these the same member may be asked once more if there is no other: it may have been the
-# connection, or the moment.
+# After these the same member may be asked once more if there is no other: it may do better now.
 _AGAIN = ("lost", "failed", "garbled")
 # Facts about the backend and no sign of load: one re-dispatch a request, outside the budget.
 _GONE = ("refused", "lost", "dead")
@@ -254,6 +253,7 @@ class Attempts:
         if self.tier is not None:
             self.tier.require(pool)
         lease = self.lease = member.lease(self._ask_of.tokens, again=again)
+        lease.given_up = self.deadlines.give_up
         self.observation.attempt(pool.name, member.name, pool.precision or "")
         if self.observation.trace is not None:  # each attempt has a span of its own
             self.call.headers.update(self.observation.headers_out())
@@ -273,7 +273,7 @@ class Attempts:
             raise without_address(refused, member) from None
         except (BackendError, asyncio.CancelledError) as failed:
             error = fault_of(failed, self.deadlines, member, first_token_s)
-            if error is not failed:  # late, by our own clock
+            if error is not failed and error.kind == "timeout":  # by our own clock
                 self.observation.metrics.deadlines.labels("first_token").inc()
         else:
             return answer

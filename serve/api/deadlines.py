@@ -14,7 +14,7 @@ from octet.errors import RequestError
 
 __all__ = ["Deadlines", "Stage", "requested_timeout_s"]
 
-Stage: TypeAlias = Literal["total", "first_token", "inter_token"]
+Stage: TypeAlias = Literal["total", "first_token", "inter_token"]  # that metrics tell apart
 HEADER = b"x-request-timeout"
 
 
@@ -23,7 +23,7 @@ class Deadlines:
 
     __slots__ = (
         *("_at", "_before", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task"),
-        *("_total_at", "expired", "gone", "total_s"),
+        *("_total_at", "expired", "given_up", "gone", "total_s"),
     )
 
     def __init__(self, total_s: float, elapsed_s: float = 0.0) -> None:
@@ -34,6 +34,7 @@ class Deadlines:
         self._task = task
         self.total_s = total_s
         self.gone = False  # the client
+        self.given_up = False  # the backend
         self.expired: Stage | None = None
         self._total_at = self._loop.time() + total_s - elapsed_s
         self._at = self._silence_s = inf  # the end of the stage, and how long it may be
@@ -69,6 +70,12 @@ class Deadlines:
         """The client went away."""
         if self._handle is not None:
             self.gone = True
+            self._interrupt()
+
+    def give_up(self) -> None:
+        """The backend went away, and will not answer."""
+        if self._handle is not None and not self._pending:
+            self.given_up = True
             self._interrupt()
 
     @property

@@ -27,16 +27,19 @@ def fault_of(
     member: Member,
     first_token_s: float,
 ) -> BackendError:
-    """What the backend did wrong: `failure` itself, or that its first token is late.
+    """What the backend did wrong: `failure` itself, or that its first token is late, or it gone.
 
     Raises CancelledError if the request was to end. What a backend's clean-up makes of a
     cancellation may be anything.
     """
     if isinstance(failure, BackendError) and not deadlines.interrupting:
         return failure
-    late = deadlines.expired == "first_token" and not deadlines.gone
-    if not (late and deadlines.caught()):
+    given_up, deadlines.given_up = deadlines.given_up, False
+    late = given_up or deadlines.expired == "first_token"
+    if deadlines.gone or not (late and deadlines.caught()):
         raise asyncio.CancelledError from failure
+    if given_up:
+        return BackendUnavailable(f"{member.name} went away, and sent no token", kind="lost")
     return BackendUnavailable(
         f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
     )

@@ -103,6 +103,7 @@ class Watch:
             finally:
                 await _ended(held)
             self.looked.set()
+            self._member.missed()
             await asyncio.sleep(self._config.reconnect_s)
 
     async def _hold(self) -> None:

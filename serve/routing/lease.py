@@ -16,7 +16,7 @@ class Lease:
 
     __slots__ = (
         *("_again", "_began", "_clock", "_epoch", "_generation", "_open", "_silent"),
-        *("_undecided", "member", "served", "tokens"),
+        *("_undecided", "given_up", "member", "served", "tokens"),
     )
 
     def __init__(
@@ -29,9 +29,12 @@ class Lease:
         self._epoch = member.breaker.begin()
         self._generation = member.generation
         self.served = 0  # tokens that were read and written for it, once they are known
+        # Called where its backend is gone for good, as it seems, before a token came.
+        self.given_up: Callable[[], None] = lambda: None
         self._again = again
         self._silent = self._undecided = True
         self._open = True
+        member.waiting.add(self)
         member._took(tokens)
 
     @property
@@ -55,6 +58,7 @@ class Lease:
         self.member.last_success = self._clock()
         if self._silent and self._undecided:
             self._silent = False
+            self.member.waiting.discard(self)
             self._epoch = self.member.breaker.progressed(self._epoch)
 
     def succeeded(self) -> None:
@@ -73,6 +77,7 @@ class Lease:
         """Always, and as often as one likes."""
         if self._open:
             self._open = False
+            self.member.waiting.discard(self)
             if self._undecided:
                 self._undecided = False
                 self.member.breaker.abandoned(self._epoch)

@@ -33,6 +33,9 @@ Standing: TypeAlias = Literal[
     "leaving", "unreachable", "not_ready", "refused", "ejected", "unproven", "full", "trial", "in"
 ]
 _NEWEST = 0.1  # weight of the newest lease in the mean duration of leases
+# Out of reach for so long, it will not answer who has no token yet: it may have ended its engine,
+# and wait itself, as vLLM does. Who ends in order has had time for a first token.
+GONE_S = 10.0
 
 
 class Member:
@@ -83,6 +86,7 @@ class Member:
         self.generation = 0  # of its lives, and of what was taken back that it had proven
         self.served_tokens = 0  # of clients: prompts and answers, as counted or estimated
 
+        self.waiting: set[Lease] = set()  # requests without a token
         self.in_flight = 0  # requests
         self.outstanding_tokens = 0
         self.mean_lease_s: float | None = None
@@ -177,6 +181,12 @@ class Member:
         if self.out_since is None:
             self.out_since = self._clock()
         self.changed()
+
+    def missed(self) -> None:
+        """It was to be reached again, and was not."""
+        if self.out_since is not None and self._clock() - self.out_since >= GONE_S:
+            for lease in list(self.waiting):
+                lease.given_up()
 
     def doubt(self, error: str) -> None:
         """Its connection failed a request: until the health check has looked, others are asked."""

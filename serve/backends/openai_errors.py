@@ -30,6 +30,7 @@ _DEAD = (
     "EngineCore encountered an issue",
     "Background loop has errored",
     "Background loop is stopped",
+    "cannot schedule new futures after",  # Python's; vLLM's that was told to stop, and drains
     "is not healthy",
 )
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,22 @@ async def test_an_error_event_counts_for_what_it_says(
         for _ in range(10):
             assert (await ask(served, stream=True))[0] == 200
         assert (erring.asked, sound.asked) == (asked, 10 - asked)
+
+
+async def test_all_requests_of_a_server_that_drains_are_answered_elsewhere_at_once() -> None:
+    """vLLM with --shutdown-timeout: what it has it finishes, and new requests it cannot take."""
+    said = b'{"error":{"message":"cannot schedule new futures after shutdown","code":500}}'
+    draining, sound = Draining(said), Scripted(whole())
+    settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
+    async with in_process(("fake", [draining, sound]), pools=settings) as served:
+        asked = [ask(served) for _ in range(20)]
+        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+        assert served.gateway.pools["fake"].members[0].standing == "ejected"
+
+
+class Draining(Scripted):
+    async def relay(self, *arguments: Any) -> Any:
+        return replace(await super().relay(*arguments), status=500)
 
 
 async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:

@@ -173,8 +173,9 @@ class Exchange:
                 progressed()
             whole = True
         except (Exception, asyncio.CancelledError) as failure:
-            # After [DONE] only the backend's connection was waited for, and no failure matters.
-            if not (answer.tally.ended and deadlines.caught()):
+            # After [DONE], or the backend's own error event, nothing else that fails matters.
+            told = answer.tally.ended or answer.tally.failed is not None
+            if not (told and (deadlines.caught() or isinstance(failure, BackendError))):
                 error = self._cause(failure)
                 if error is None:
                     return

@@ -13,7 +13,7 @@ from serve.api.errors import code_of, error_bytes
 from serve.backends.base import Relay
 from serve.backends.openai_errors import failure
 from serve.backends.triton_errors import error_of
-from tests.serve.in_process import Client, in_process
+from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.test_attempts import BODY, NO_BUDGET, STREAM, ask, failed, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
@@ -57,6 +57,32 @@ async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
         for _ in range(6):
             await ask(served, stream=True)
         assert dying.asked == 1
+
+
+async def test_what_it_said_counts_though_its_client_goes_at_that() -> None:
+    """As the official client does at an error event, before [DONE] is there."""
+    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+    dying, gone = Scripted([chunk(), event, None]), asyncio.Event()
+    async with in_process(("fake", [dying]), pools=pools()) as served:
+
+        def leave(reply: Reply) -> None:
+            if b"error" in reply.body:
+                gone.set()
+
+        stream = BODY | {"stream": True}
+        await served.request("/v1/completions", stream, gone=gone, on_piece=leave)
+        assert served.gateway.pools["fake"].members[0].standing == "ejected"
+        assert served.metric("octet_broken_streams_total", model="fake") == 1
+        assert served.metric("octet_client_disconnects_total", endpoint="/v1/completions") == 0
+
+
+async def test_a_stream_that_breaks_after_its_error_event_has_one_error() -> None:
+    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+    async with in_process(("fake", [Scripted([chunk(), event])]), pools=pools()) as served:
+        events = await served.events("/v1/completions", BODY)
+        assert len(events) == 2 and "EngineCore" in events[1]
+        assert served.gateway.pools["fake"].members[0].standing == "ejected"
+        assert served.metric("octet_broken_streams_total", model="fake") == 1
 
 
 class Frontend(Scripted):

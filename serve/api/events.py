@@ -59,7 +59,7 @@ class EventReader:
         self._rest = self._events()
 
     async def first(self) -> bytes:
-        """The first event with a token, and what comes before it: comments, and a chat's roles.
+        """The first event with a token, and what comes before it: comments, a chat's roles.
 
         Raises BackendError if it is none, RequestError if it is an error of the client's making.
         """
@@ -69,8 +69,10 @@ class EventReader:
             if data is not None and data != b"[DONE]":
                 self._require_chunk(data)
             before += events
-            if data is not None and not _has_only_roles(events):
+            if _begins(events):
                 return before
+            if _is_done(events):  # vLLM leaves out a reason that comes with no token: it was abort
+                raise lost_by_abort(self._name)
             if len(before) > MAX_EVENT:
                 raise self._garbled("sent nothing but comments")
         raise self._garbled("ended before its first event")
@@ -232,25 +234,21 @@ def _first_data(events: bytes) -> bytes | None:
     return None
 
 
-def _has_only_roles(events: bytes) -> bool:
-    """Whether they only say who is going to speak, which some servers do before any token."""
-    if b'"role"' not in events:
+def _begins(events: bytes) -> bool:
+    """Whether there is more in them than usage, and who is going to speak."""
+    for line in _data_lines(events):
+        choices = [] if line == b"[DONE]" else _object(line).get("choices")
+        if not isinstance(choices, list) or not all(map(_is_role, choices)):
+            return True
+    return False
+
+
+def _is_role(choice: Any) -> bool:
+    """Some servers send it before any token."""
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
         return False
-    choices = [choice for line in _data_lines(events) for choice in _choices(_object(line))]
-    return bool(choices) and all(
-        choice.get("finish_reason") is None
-        and isinstance(delta := choice.get("delta"), dict)
-        and not any(value for name, value in delta.items() if name != "role")
-        for choice in choices
-    )
-
-
-def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
-    """An empty one for each that is no object, or if there are none."""
-    found = chunk.get("choices")
-    if not isinstance(found, list) or not found:
-        return [{}]
-    return [choice if isinstance(choice, dict) else {} for choice in found]
+    return not any(value for name, value in delta.items() if name != "role")
 
 
 def _event_around(events: bytes, at: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ def event(*choices: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps({"model": "fake", "choices": choices}).encode() + b"\n\n"
 
 
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":0}}\n\n'
 ABORTED = text_event("", "abort")
 ROLE = chat_event(role="assistant", content="")
 GOOD_CHAT = [ROLE, chat_event(content="good"), chat_event("stop"), DONE]
@@ -48,6 +49,11 @@ BEFORE_A_TOKEN = {
     ),
     "stream": (True, [ABORTED, DONE], [chunk("good"), DONE]),
     "stream in one piece": (True, [ABORTED + DONE], [chunk("good"), DONE]),
+    # vLLM leaves out what has no token, and so the reason.
+    "nothing": (True, [DONE], [chunk("good"), DONE]),
+    "usage alone": (True, [USAGE, DONE], [chunk("good"), DONE]),
+    "usage alone in one piece": (True, [USAGE + DONE], [chunk("good"), DONE]),
+    "chat of a role alone": (True, [ROLE, USAGE, DONE], GOOD_CHAT),
     "chat": (True, [ROLE, chat_event("abort"), DONE], GOOD_CHAT),
     "chat in one piece": (True, [ROLE + chat_event("abort") + DONE], GOOD_CHAT),
     "chat of two": (True, [ROLE, ROLE, chat_event("abort"), DONE], GOOD_CHAT),
@@ -70,6 +76,14 @@ async def test_who_is_aborted_before_the_first_token_is_answered_by_another(
     async with in_process(("fake", [Scripted(first)]), pools=SETTINGS) as served:
         reply = await served.request(path, (CHAT if chats else BODY) | {"stream": stream})
         assert reply.status == 502 and b"fake-1: aborted the request" in reply.body
+    for usage in (True, False) if stream else ():
+        asked = {"stream": True, "stream_options": {"include_usage": usage}}
+        async with in_process(
+            ("fake", [Scripted(first), Scripted(second)]), pools=SETTINGS
+        ) as served:
+            for _ in range(2):
+                reply = await served.request(path, (CHAT if chats else BODY) | asked)
+                assert b"good" in reply.body and b'"completion_tokens":0' not in reply.body
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["apart", "in one piece"])

@@ -136,6 +136,8 @@ class Load:
         if not outcome.streamed:
             answer = await self._client.completions.create(**ask)
             assert answer.usage is not None
+            reason = answer.choices[0].finish_reason
+            assert reason == "length", f"a whole answer ended with {reason}"
             outcome.tokens = answer.usage.completion_tokens
             return
         reason = None

@@ -5,14 +5,12 @@ The load is the official client's; a request is lost if it fails before anything
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +19,14 @@ import pytest
 import yaml
 from openai import APIConnectionError
 
+from tests.integration.fleet import MODEL, Fleet, Watch, configuration
 from tests.integration.load import Load, Outcome
 from tests.integration.servers import layout
 from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
-from tests.integration.servers.process import Server, free_port, signal_group
+from tests.integration.servers.process import Server, signal_group
 from tests.integration.test_servers import processes_of_group
 
-MODEL = "python-lm"
-LOOK_S = 0.5  # at the gateway's metrics
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm" / "model"
-
-
-@dataclass
-class Fleet:
-    """The servers by their names in the gateway's configuration, and that configuration."""
-
-    servers: dict[str, Server]
-    config: dict[str, Any]
-    directory: Path
-
-    def gateway(self, **changes: Any) -> GatewayServer:
-        """A gateway with a port and a file of its own; not yet started."""
-        port = free_port()
-        config = self.directory / f"gateway-{port}.yaml"
-        self.write(config, port, **changes)
-        return GatewayServer(config=config, port=port, log=self.directory / f"gateway-{port}.log")
-
-    def write(self, config: Path, port: int, **changes: Any) -> None:
-        content = {"listen": {"port": port}, "logs": {"access": True}} | self.config | changes
-        config.write_text(yaml.safe_dump(content))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +43,7 @@ def fleet(
             model=exports / "checkpoint",
             served_name=MODEL,
             threads=1,  # of two cores, which three servers share
+            shutdown_s=60,
             log=directory / f"{name}.log",
         )
         for name in ("vllm-a", "vllm-b")
@@ -76,75 +54,6 @@ def fleet(
     with ExitStack() as stack, ThreadPoolExecutor() as together:
         list(together.map(stack.enter_context, servers.values()))
         yield Fleet(servers, configuration(servers, exports), directory)
-
-
-def configuration(servers: dict[str, Server], exports: Path) -> dict[str, Any]:
-    backends: list[dict[str, Any]] = []
-    for name, server in servers.items():
-        if isinstance(server, VllmServer):
-            backends.append({"name": name, "type": "vllm", "url": server.url})
-        else:
-            assert isinstance(server, TritonServer)
-            address, tokenizer = server.grpc_address, str(exports / "onnx")
-            backends.append(
-                {"name": name, "type": "triton", "url": address, "tokenizer": tokenizer}
-            )
-    pool = {
-        "backends": backends,
-        "health": {"probe_after_s": 3.0},
-        "routing": {"policy": "round_robin"},  # all take part, however slow
-    }
-    return {"models": {MODEL: {"pool": pool}}, "drain_timeout_s": 300}
-
-
-class Watch:
-    """What the gateway says of itself."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._session = aiohttp.ClientSession(url)
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples that carry these labels."""
-        async with self._session.get("/metrics") as response:
-            text = await response.text()
-        lines = re.findall(rf"^{name}(?:{{(.*?)}})? (\S+)$", text, re.MULTILINE)
-        wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        return sum(float(value) for found, value in lines if wanted <= set(found.split(",")))
-
-    async def available(self, backend: str) -> bool:
-        up = await self.metric("octet_backend_up", backend=backend)
-        breaker = await self.metric("octet_backend_breaker_state", backend=backend)
-        return up == 1 and breaker == 0
-
-    async def until(self, backend: str, available: bool) -> float:
-        """Seconds until `backend` is, or is not, available.
-
-        Each look counts as LOOK_S at most: what takes it longer is that the machine is held up.
-        """
-        seconds, before = 0.0, time.monotonic()
-        async with asyncio.timeout(300):
-            while await self.available(backend) != available:
-                await asyncio.sleep(0.05)
-                now = time.monotonic()
-                seconds, before = seconds + min(now - before, LOOK_S), now
-        return seconds + min(time.monotonic() - before, LOOK_S)
-
-    async def busy(self, backend: str) -> None:
-        """Waits until `backend` has answered something, and has more to answer."""
-        async with asyncio.timeout(300):
-            while not (
-                await self.answered(backend)
-                and await self.metric("octet_backend_in_flight", backend=backend) > 1
-            ):
-                await asyncio.sleep(0.05)
-
-    async def answered(self, backend: str) -> float:
-        """Tokens that `backend` has written."""
-        return await self.metric("octet_tokens_total", backend=backend, type="output")
 
 
 @pytest.fixture
@@ -325,3 +234,31 @@ def test_vllm_bench_serve_runs_unmodified(
     print(f"\n{result['completed']} completed, {result['total_output_tokens']} tokens")
     assert result["completed"] == 40 and result.get("failed", 0) == 0
     assert result["total_output_tokens"] == 40 * 16
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"), [("vllm-a", "its engine dies"), ("vllm-b", "it is told to stop")]
+)
+async def test_a_vllm_that_answers_while_it_ends_costs_no_request_without_a_token(
+    victim: str, how: str, fleet: Fleet, gateway: GatewayServer, watch: Watch
+) -> None:
+    """Its API server lives on for a while: it says 500, or 200 with nothing in it."""
+    server = fleet.servers[victim]  # not started again: nobody comes after this
+    assert server.process is not None
+    async with Load(gateway.url, MODEL) as load:
+        await watch.busy(victim)
+        if how == "it is told to stop":
+            server.process.send_signal(signal.SIGTERM)
+        else:
+            (core,) = filter(is_engine_core, processes_of_group(server.process.pid))
+            os.kill(core, signal.SIGKILL)
+        out_s = await watch.until(victim, available=False)
+        await load.completed(20)
+    print(f"\n{victim}, {how}: out after {out_s:.2f} s; {load.summary()}")
+    assert out_s < 5
+    assert not load.lost, load.summary()
+    assert how == "its engine dies" or not load.broken, "it finishes what it has"
+
+
+def is_engine_core(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")

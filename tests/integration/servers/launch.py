@@ -31,6 +31,7 @@ class VllmServer(Server):
     kv_cache_dtype: str = "fp8_e5m2"
     max_model_len: int = 1024
     threads: int = 2
+    shutdown_s: int = 0  # that it finishes what it has when it is told to stop
     chat_template: Path | None = None  # for tokenizers that bring none
     port: int = field(default_factory=free_port)
 
@@ -57,6 +58,7 @@ class VllmServer(Server):
         command += ["--kv-cache-dtype", self.kv_cache_dtype]
         command += ["--max-model-len", str(self.max_model_len)]
         command += ["--generation-config", "vllm", "--enforce-eager"]
+        command += ["--shutdown-timeout", str(self.shutdown_s)]
         if self.chat_template is not None:
             command += ["--chat-template", str(self.chat_template.resolve())]
         return command

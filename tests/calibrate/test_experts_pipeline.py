@@ -131,8 +131,9 @@ def test_another_recipe_needs_no_other_run(
     calibration: Calibration, moe: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
     recipe = Recipe.load("nvfp4")
-    derived = rescale(calibration.path, tmp_path / "derived", recipe=recipe)
-    fresh = run(moe, tiny_samples, tmp_path / "fresh", recipe=recipe, count=128, dtype="float32")
+    new = {"recipe": recipe, "predict": False}
+    derived = rescale(calibration.path, tmp_path / "derived", **new)
+    fresh = run(moe, tiny_samples, tmp_path / "fresh", **new, count=128, dtype="float32")
     assert fresh is not None and derived.scales.keys() == fresh.scales.keys()
     for name, scale in fresh.scales.items():
         assert np.array_equal(derived.scales[name], scale), name

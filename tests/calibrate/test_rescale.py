@@ -171,7 +171,8 @@ def test_what_cannot_be_known_is_named_with_a_reason(origin: Calibration, tmp_pa
 
 def test_it_says_what_it_did(origin: Calibration, tmp_path: Path) -> None:
     console = Console(record=True, width=200)
-    rescale(origin.path, tmp_path / "out", recipe=PRESETS["nvfp4"], console=console)
+    new = {"recipe": PRESETS["nvfp4"], "predict": False}
+    rescale(origin.path, tmp_path / "out", **new, console=console)
     text = console.export_text()
     assert "derived nvfp4 from" in text and "no sample was run" in text
     assert "tensors over" not in text  # nothing was observed
@@ -272,7 +273,7 @@ def test_a_changed_checkpoint_is_refused(
     origin: Calibration, tiny_model: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
-    rescale(origin.path, tmp_path / "same", recipe=PRESETS["nvfp4"], model=model)
+    rescale(origin.path, tmp_path / "same", recipe=PRESETS["nvfp4"], model=model, predict=False)
     path = model / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -63,10 +63,9 @@ def test_weights_are_the_originals_rounded_to_fp8(
 def test_linears_that_are_fused_share_a_scale_per_tensor(
     tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
+    few = {"count": 128, "max_length": 32, "predict": False}
     recipe = Recipe.load("fp8-static")
-    calibrate.run(
-        tiny_model, tiny_samples, tmp_path / "cal", recipe=recipe, count=128, max_length=32
-    )
+    calibrate.run(tiny_model, tiny_samples, tmp_path / "cal", recipe=recipe, **few)
     export_checkpoint(tmp_path / "cal", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for kind in ("weight_scale", "input_scale"):

@@ -261,7 +261,7 @@ def calibrate(
     python: Path, model: Path, samples: Path, out: Path, recipe: str, algorithm: str
 ) -> subprocess.CompletedProcess[str]:
     command = [python, "-m", "octet", "calibrate", model, "--samples", samples, "--count", "128"]
-    command += ["--recipe", recipe, "--algorithm", algorithm, "--out", out]
+    command += ["--recipe", recipe, "--algorithm", algorithm, "--no-predict", "--out", out]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 

@@ -56,10 +56,11 @@ async def test_who_has_no_token_is_answered_by_another(
         asking = [asyncio.create_task(served.request("/v1/completions", body)) for _ in range(8)]
         while sound.asked + leaving.asked < 8:
             await asyncio.sleep(0)
-        await asyncio.sleep(0.1)
-        assert leaving.asked == 4 and sum(task.done() for task in asking) == 4
+        while sum(task.done() for task in asking) < 4:
+            await asyncio.sleep(0.01)
+        assert leaving.asked == 4
         leaving.ended.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             answers = await asyncio.gather(*asking)
         assert all(a.status == 200 and b"good" in a.body for a in answers)
         assert served.metric("octet_retries_total", pool="fake", reason="lost") == 4
@@ -94,7 +95,7 @@ async def test_the_deadline_of_the_whole_is_still_told_by_its_name(
     monkeypatch.setattr(member, "GONE_S", 0.05)
     leaving, silent = Mute(), Scripted([None])
     async with in_process(("fake", [leaving, silent]), pools=SETTINGS) as served:
-        request = served.request("/v1/completions", BODY, {"x-request-timeout": "0.6"})
+        request = served.request("/v1/completions", BODY, {"x-request-timeout": "2"})
         asking = asyncio.create_task(request)
         while not leaving.asked:
             await asyncio.sleep(0)

@@ -30,7 +30,7 @@ class VllmServer(Server):
     served_name: str = "octet"
     kv_cache_dtype: str = "fp8_e5m2"
     max_model_len: int = 1024
-    threads: int = 2
+    threads: int = 1  # two wait for each other, and many times as long where a core is busy
     shutdown_s: int = 0  # that it finishes what it has when it is told to stop
     chat_template: Path | None = None  # for tokenizers that bring none
     port: int = field(default_factory=free_port)

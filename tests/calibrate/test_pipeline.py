@@ -236,7 +236,6 @@ def test_after_a_signal_the_same_command_continues(
     out = tmp_path / "out"
     command = [sys.executable, "-m", "octet", "calibrate", str(tiny_model)]
     command += ["--samples", str(tiny_samples), "--recipe", "fp8", "-o", str(out), "-n", "128"]
-    command += ["--no-predict"]
     environment = os.environ | {"COLUMNS": "120", "FORCE_COLOR": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE

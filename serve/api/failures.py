@@ -13,7 +13,7 @@ from octet.errors import (
     RequestError,
 )
 from serve.api.deadlines import Deadlines
-from serve.api.fields import UnsupportedField
+from serve.api.fields import NeedsTokenizer, UnsupportedField
 from serve.api.relay import AnsweredFailure
 from serve.routing.member import Member
 from serve.routing.pool import Pool
@@ -35,7 +35,7 @@ def fault_of(
     if isinstance(failure, BackendError) and not deadlines.interrupting:
         return failure
     given_up, deadlines.given_up = deadlines.given_up, False
-    late = given_up or deadlines.expired == "first_token"
+    late = deadlines.expired == "first_token" or (given_up and deadlines.expired is None)
     if deadlines.gone or not (late and deadlines.caught()):
         raise asyncio.CancelledError from failure
     if given_up:
@@ -68,9 +68,14 @@ def too_late(
 def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
     """Why nobody is left to ask: `refusal`, if those of `unfit` cannot take what is asked for.
 
-    Not while one is out that takes any field: a client would never ask again.
+    Not while one is out, or full, that would take it: a client would never ask again.
     """
-    able = [member for member in pool.members if member.backend.accepts_extra]
+    spells = isinstance(refusal, NeedsTokenizer)
+    able = [
+        member
+        for member in pool.members
+        if member.backend.accepts_extra or (spells and member.backend.tokenizer is not None)
+    ]
     if refusal is None:
         return _unavailable(pool, pool.members)
     if able and not any(member in able for member in unfit):

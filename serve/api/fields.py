@@ -9,7 +9,7 @@ from typing import Any
 
 from octet.errors import RequestError, nearest
 
-__all__ = ["UNSUPPORTED", "UnsupportedField", "refuse_unsupported"]
+__all__ = ["UNSUPPORTED", "NeedsTokenizer", "UnsupportedField", "refuse_unsupported"]
 
 # Field -> the values, beside null, that ask for nothing.
 _PENALTIES: dict[str, tuple[Any, ...]] = {
@@ -102,6 +102,10 @@ UNSUPPORTED = {
 
 class UnsupportedField(RequestError):
     """A field that one backend cannot honour, though another of its pool may."""
+
+
+class NeedsTokenizer(UnsupportedField):
+    """What a backend of which the gateway has no tokenizer cannot do."""
 
 
 def refuse_unsupported(

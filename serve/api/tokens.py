@@ -13,7 +13,7 @@ from octet.errors import RequestError
 from serve.api.answer import JSON, Answer
 from serve.api.call import Call
 from serve.api.chat import plain_messages
-from serve.api.fields import UnsupportedField, refuse_unsupported
+from serve.api.fields import NeedsTokenizer, refuse_unsupported
 from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
 from serve.backends.base import Backend, RelayingBackend
@@ -106,7 +106,7 @@ class Detokenize:
 
 def _tokenizer_of(backend: Backend) -> Tokenizer:
     if backend.tokenizer is None:
-        raise UnsupportedField(
+        raise NeedsTokenizer(
             f"{backend.name} has no tokenizer: give the backend one in the configuration",
             param="model",
             code="unsupported_operation",

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
-from serve.api.fields import UnsupportedField
+from serve.api.fields import NeedsTokenizer
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.backends.held import hold_open
 from serve.backends.triton_errors import error_of
@@ -37,6 +37,8 @@ from serve.types import Delta, Event, GenerateRequest
 __all__ = ["TritonBackend"]
 
 READY_TIMEOUT_S = 5.0  # longer than a health check waits: it tells "no" from "no answer"
+# What reading a response may raise that is not as it should be.
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -150,7 +152,7 @@ class TritonBackend:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         if self.tokenizer is None:  # another backend of the pool may have one
-            raise UnsupportedField(
+            raise NeedsTokenizer(
                 f"{self.name} has no chat template: give the backend a tokenizer, "
                 "or send the prompt to /v1/completions",
                 param="messages",
@@ -187,7 +189,7 @@ class TritonBackend:
             raise BackendError(f"{self.name}: {error}") from error
         except BackendError as error:
             raise sooner_or_later(error, started=started) from error
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a response
+        except _UNREADABLE as error:
             garbled = BackendError(
                 f"{self.name}: a response cannot be read ({error!r})", kind="garbled"
             )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve.api.fields import UnsupportedField
+from serve.api.fields import NeedsTokenizer, UnsupportedField
 from serve.tokenizer import Tokenizer
 
 __all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]
@@ -21,7 +21,7 @@ def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise _unfit("prompt", f"{name} takes text, not token ids: give the backend a tokenizer")
+        raise _unspelled(f"{name} takes text, not token ids")
     for start in (0, 1):
         text = str(tokenizer.inner.decode(list(prompt[start:]), skip_special_tokens=False))
         if tuple(tokenizer.encode(text)) == prompt:
@@ -34,7 +34,7 @@ def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequen
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise _unfit("prompt", f"{name} takes token ids, not text: give the backend a tokenizer")
+        raise _unspelled(f"{name} takes token ids, not text")
     return tokenizer.encode(prompt)
 
 
@@ -63,6 +63,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _unspelled(said: str) -> NeedsTokenizer:
+    message = f"{said}: give the backend a tokenizer"
+    return NeedsTokenizer(message, param="prompt", code="unsupported_field")
 
 
 def _unfit(field: str, message: str) -> UnsupportedField:

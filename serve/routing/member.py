@@ -76,6 +76,7 @@ class Member:
         self.doubtful = False  # a request lost its connection, which is being looked into
         self.leaving = False
         self.out_since: float | None = None  # unreachable or not ready, by the clock
+        self.away_since: float | None = None  # unreachable, likewise
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
         self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
@@ -168,7 +169,7 @@ class Member:
             self.came_in_at = self._clock()
         self.reachable = self.ready = True
         self._settle()
-        self.out_since = None
+        self.out_since = self.away_since = None
         self.changed()
 
     def go_out(self, error: str, *, reachable: bool) -> None:
@@ -178,13 +179,16 @@ class Member:
         self.reachable, self.ready = reachable, False
         self._settle()
         self.last_error = error
+        now = self._clock()
         if self.out_since is None:
-            self.out_since = self._clock()
+            self.out_since = now
+        if reachable or self.away_since is None:
+            self.away_since = None if reachable else now
         self.changed()
 
     def missed(self) -> None:
         """It was to be reached again, and was not."""
-        if self.out_since is not None and self._clock() - self.out_since >= GONE_S:
+        if self.away_since is not None and self._clock() - self.away_since >= GONE_S:
             for lease in list(self.waiting):
                 lease.given_up()
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.routing import member
+from serve.routing import Member, member
 from tests.serve.in_process import Reply, in_process
+from tests.serve.routing.stand_ins import Server
+from tests.serve.routing.test_health import play, until
 from tests.serve.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
@@ -86,6 +88,53 @@ async def test_what_has_begun_and_what_is_back_in_time_goes_on(
         assert not asking.done() and leaving.running == 1
         gone.set()
         assert (await asking).body == chunk("a")
+
+
+def test_who_is_not_ready_is_within_reach() -> None:
+    """It may finish what it has, and end the connections that carry nothing before that."""
+
+    async def scene(server: Server, leaving: Member) -> None:
+        given_up = asyncio.Event()
+        lease = leaving.lease(1)
+        lease.given_up = given_up.set
+        server.says_ready = False
+        await until("not_ready", leaving, 6)
+        await asyncio.sleep(2 * member.GONE_S)
+        server.die()
+        await asyncio.sleep(member.GONE_S - 1)
+        assert leaving.standing == "unreachable" and not given_up.is_set()
+        await asyncio.sleep(2)
+        assert given_up.is_set()
+        lease.release()
+
+    play(scene)
+
+
+class SlowToEnd(Mute):
+    """Takes longer to let go of a request than the client has time."""
+
+    async def relay(self, *arguments: Any) -> Any:
+        try:
+            await super().relay(*arguments)
+        finally:
+            await asyncio.sleep(0.4)
+
+
+async def test_who_is_given_up_when_the_time_is_over_is_not_asked_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing would end the second attempt."""
+    monkeypatch.setattr(member, "GONE_S", 0.05)
+    leaving, silent = SlowToEnd(), Scripted([None])
+    async with in_process(("fake", [leaving, silent]), pools=SETTINGS) as served:
+        request = served.request("/v1/completions", BODY, {"x-request-timeout": "0.3"})
+        asking = asyncio.create_task(request)
+        while not leaving.asked:
+            await asyncio.sleep(0)
+        leaving.ended.set()
+        async with asyncio.timeout(10):
+            reply = await asking
+        assert reply.status == 504 and silent.asked == 0
 
 
 async def test_the_deadline_of_the_whole_is_still_told_by_its_name(

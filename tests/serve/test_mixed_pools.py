@@ -53,6 +53,32 @@ async def test_who_does_not_have_the_model_is_passed_over() -> None:
         assert answer["error"]["message"] == "The model `fake` does not exist."
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", BODY | {"prompt": [104, 105]}),
+        ("/tokenize", {"model": "fake", "prompt": "hi"}),
+    ],
+    ids=["a conversation", "token ids", "a text to tokenize"],
+)
+async def test_while_the_one_with_a_tokenizer_is_full_nobody_is_told_that_there_is_none(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with running(FakeTriton(token_ids=False)) as triton:
+        bare = TritonBackend("fake", triton_at(triton.url))
+        async with in_process(("fake", [bare, fake_backend()]), pools=TURNS) as served:
+            able = served.gateway.pools["fake"].members[1]
+            able.max_in_flight = 0
+            for _ in range(2):
+                assert (await served.post(path, body))[0] == 503
+            status, answer = await served.post("/v1/completions", BODY | {"min_p": 0.5})
+            assert (status, answer["error"]["param"]) == (400, "min_p")  # of both kinds
+            able.max_in_flight = None
+            able.changed()
+            assert (await served.post(path, body))[0] == 200
+
+
 @pytest.mark.parametrize("out", ["unreachable", "ejected"])
 async def test_while_the_one_that_can_is_out_nobody_is_told_that_it_cannot_be_done(
     out: str,

@@ -85,7 +85,7 @@ def _own_refusal(details: str) -> RequestError | None:
     try:
         error = json.loads(details)
         return Refusal(str(error["message"]), param=error["param"], code=error["code"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -126,7 +126,7 @@ def _first(outputs: Outputs, name: str, default: Any) -> Any:
 
 def _bytes_of(entry: Mapping[str, Any]) -> bytes:
     if "bytes" in entry:
-        return bytes(entry["bytes"])
+        return bytes(list(entry["bytes"]))  # of a number, `bytes` would make so many zeros
     return str(entry.get("decoded_token") or "").encode()
 
 

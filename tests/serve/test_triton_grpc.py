@@ -174,7 +174,14 @@ async def test_each_failure_has_its_kind(prompt: str, error: type[Exception], ki
         assert isinstance((await events_of(backend, asked()))[-1], Finished)
 
 
-@pytest.mark.parametrize("told", ["[[1]]", '["x"]', '[{"5": -0.5}]', '[{"5": {}}]', "[{}]", "{"])
+SHAPELESS = {
+    **{told: told for told in ("[[1]]", '["x"]', '[{"5": -0.5}]', '[{"5": {}}]', "[{}]", "{")},
+    "deep": "[" * 100_000,
+    "bytes": '[{"5": {"logprob": -0.5, "bytes": 1000000000000000000}}]',  # that many
+}
+
+
+@pytest.mark.parametrize("told", SHAPELESS.values(), ids=SHAPELESS)
 async def test_log_probabilities_of_another_shape_are_garbled(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,3 +410,8 @@ def test_plain_refusals_that_are_the_clients_are_400s(details: str, param: str) 
 def test_kinds_of_what_triton_writes(code: str | None, details: str, kind: FailureKind) -> None:
     error = error_of("triton", grpc.StatusCode[code] if code else None, details)
     assert isinstance(error, BackendError) and error.kind == kind
+
+
+def test_what_nests_without_end_is_a_failure() -> None:
+    error = error_of("triton", None, "[" * 100_000)
+    assert isinstance(error, BackendError) and error.kind == "failed"

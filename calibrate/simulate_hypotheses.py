@@ -189,11 +189,7 @@ class _Bench:
         """Layer by layer."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
         models = [self._model(name) for name in names]
-        made: dict[tuple[Any, ...], list[Tensor]] = {}
-        for run in runs:
-            key = (run.hypothesis.path.compute, run.repeat, run.whole)
-            if run.start == 0:
-                run.states = made[key] = made.get(key) or self._embed(run)
+        self._begin(runs)
         with models[0].few_threads():
             for pairs in zip(*(model.sweep() for model in models), strict=True):
                 index = pairs[0][0]
@@ -214,6 +210,14 @@ class _Bench:
 
     def _of(self, run: _Run) -> list[Pack]:
         return self._packs if run.whole else self._few
+
+    def _begin(self, runs: Sequence[_Run]) -> None:
+        """Gives those that start with the first layer their embeddings, which equal ones share."""
+        made: dict[tuple[Any, ...], list[Tensor]] = {}
+        for run in runs:
+            key = (run.hypothesis.path.compute, run.repeat, run.whole)
+            if run.start == 0:
+                run.states = made[key] = made.get(key) or self._embed(run)
 
     def _start(self, runs: Sequence[_Run], index: int) -> None:
         """Gives those that start here the states of their path."""

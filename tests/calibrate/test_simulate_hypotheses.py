@@ -1,5 +1,6 @@
 """A hypothesis says what the whole model says, served so; a fault what its scales or bytes make."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from calibrate.golden import golden_set
 from calibrate.predict import hypotheses
 from calibrate.simulate import module_schemes, simulate_modules
 from calibrate.simulate_hypotheses import REPEATS, fault_records
+from calibrate.simulate_packed import Pack
 from octet import scaling
 from octet.expected import ServingPath
 from octet.formats import E4M3
@@ -242,6 +244,30 @@ def test_scales_are_made_once_for_all_layers(
     chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=Fault(kind=x)) for x in faults)]
     hypotheses(bench.checkpoint, recipe, bench.scales(recipe), golden, chosen)
     assert made == chosen
+
+
+def test_embeddings_are_let_go_once_the_first_layer_has_them(
+    bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the hidden states, whose memory is limited."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+    embed, finish = Pack.embed, Pack.finish
+
+    def embedded(*args: Any) -> torch.Tensor:
+        found = embed(*args)
+        made.append(weakref.ref(found))
+        return found
+
+    def finished(*args: Any) -> torch.Tensor:
+        left.append(sum(x() is not None for x in made))
+        return finish(*args)
+
+    monkeypatch.setattr(Pack, "embed", embedded)
+    monkeypatch.setattr(Pack, "finish", finished)
+    recipe = recipe_with("fp8", kv_cache="e5m2")
+    one(bench, golden, recipe, bench.scales(recipe), ServingPath(kv_cache="e5m2"))
+    assert made and left and not any(left)
 
 
 def test_faults_run_on_some_records(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -20,6 +21,7 @@ from calibrate.attention import replace_attention
 from calibrate.batches import Batch
 from calibrate.divergence import real, real_tokens
 from calibrate.layers import LayeredModel
+from octet.errors import UnsupportedError
 from octet.golden import GoldenSet
 
 __all__ = ["Pack", "packs"]
@@ -82,7 +84,10 @@ class Pack:
             return model.forward(states, _NoCache(), position_ids=self._positions)
 
     def finish(self, model: LayeredModel, layer: Any, states: Tensor) -> Tensor:
-        """[1, n, H] through `layer`, the last one: [1, m, H] of the tokens that are compared."""
+        """[1, n, H] through `layer`, the last one: [1, m, H] of the tokens that are compared.
+
+        UnsupportedError where transformers does not let attention be replaced.
+        """
         attended: list[Tensor] = []
 
         def attend(*args: Any, **options: Any) -> Any:
@@ -92,8 +97,12 @@ class Pack:
 
         with replace_attention(layer.self_attn, attend), suppress(_Attended):
             whole = model.forward(states, _NoCache(), position_ids=self._positions)
-            # Not where transformers lets attention be replaced, which then met all records at once.
-            assert self._alone
+            if not self._alone:  # what was replaced was not asked: all records met in one attention
+                raise UnsupportedError(
+                    f"{model.checkpoint.path}: transformers {transformers.__version__} lets nobody"
+                    f" replace the attention of {model.spec.architecture}, so that nothing can be"
+                    " predicted: install another release of it, or give --no-predict"
+                )
             return whole[:, self._compared]
         with replace_attention(layer.self_attn, lambda *_, **__: (attended[0], None)):
             few, at = states[:, self._compared], self._positions[:, self._compared]

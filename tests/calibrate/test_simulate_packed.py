@@ -15,6 +15,7 @@ from calibrate.layers import LayeredModel
 from calibrate.loading import ComputeDtype
 from calibrate.simulate_packed import Pack, packs
 from octet.checkpoint import Checkpoint
+from octet.errors import UnsupportedError
 from octet.golden import GoldenSet
 from tests.models import KNOWN, write_model
 
@@ -103,7 +104,8 @@ def test_a_record_alone_needs_no_attention_of_its_own(
     monkeypatch.setattr(module, "replace_attention", lambda *_: nullcontext())
     for key, rows in finished(model, made(golden, 0, 0)).items():
         torch.testing.assert_close(rows, expected[key], atol=1e-4, rtol=1e-4)
-    with pytest.raises(AssertionError):
+    said = r"lets nobody replace the attention of \w+, so .* or give --no-predict"
+    with pytest.raises(UnsupportedError, match=said):
         finished(model, made(golden))
 
 

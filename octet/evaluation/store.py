@@ -143,7 +143,10 @@ def _change(directory: Path, head: Mapping[str, Any]) -> str | None:
                 before = json.loads(file.readline())
                 if (before["name"], before["k"]) != (head["name"], head["k"]):
                     continue
-                old, new = before["identity"], head["identity"]
+                old, new = (
+                    x["identity"] | {"format of its answers": str(x["schema_version"])}
+                    for x in (before, head)
+                )
             except (ValueError, KeyError, TypeError):
                 continue
         for key in sorted(old.keys() | new.keys()):

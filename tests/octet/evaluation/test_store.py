@@ -103,6 +103,19 @@ def test_what_was_damaged_is_asked_again_once_its_line_is_deleted(path: Path) ->
     store.close()
 
 
+def test_answers_of_an_earlier_release_are_named_and_not_used(path: Path) -> None:
+    head, *rest = path.read_bytes().splitlines(keepends=True)
+    path.unlink()
+    older = path.with_name("far-0.jsonl")
+    older.write_bytes(
+        b"".join([head.replace(b'"schema_version": 2', b'"schema_version": 1'), *rest])
+    )
+    store = opened(path.parent)
+    assert known(store) == [] and store.changed == "format of its answers was 1, is 2"
+    store.close()
+    assert len(older.read_bytes().splitlines()) == 1 + len(rest)
+
+
 def test_a_second_evaluation_that_comes_when_the_first_has_just_begun_adds_nothing(
     tmp_path: Path,
 ) -> None:

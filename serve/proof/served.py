@@ -111,11 +111,14 @@ def _scales(root: Path, served: Manifest | None, directory: Path, proofs: Proofs
         return ["the checkpoint that it loaded has no scales: its weights are not quantized"]
     if not _is_still(directory, proofs):
         return []
-    if ours.kind == "calibration":
-        return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
     formats = {str(m.details.get("format")) for m in (ours, served) if m is not None}
-    if ours.kind == "checkpoint" and len(formats) == 1:
-        return [*_differing(_read(directory), theirs, implied=False)]
+    try:
+        if ours.kind == "calibration":
+            return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
+        if ours.kind == "checkpoint" and len(formats) == 1:
+            return [*_differing(_read(directory), theirs, implied=False)]
+    except CheckpointError:  # ours is damaged since, which says nothing of the server's
+        pass
     return []
 
 

@@ -1,10 +1,9 @@
 """One request over the backends that may answer it, until one does.
 
-Nothing has reached the client yet, so another member may be asked, and then another pool. A
-connection that was refused or lost is worth one more try at once, and so is a model whose process
-died: all of its requests fail together, more than a budget for retries would let through. What else
-goes wrong may be the load, or the request: it is tried again only as far as the pool's retry budget
-goes. A request that a backend refuses is not.
+Nothing has reached the client yet: another member may be asked, then another pool. A connection
+that was refused or lost is worth one more try at once, and so is a model whose process died: all of
+its requests fail together, more than a budget would let through. What else goes wrong may be the
+load, or the request: it is tried again as far as the pool's retry budget goes.
 """
 
 import asyncio
@@ -33,9 +32,8 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Attempts"]
 
-# After these the same member may be asked once more if there is no other: it may do better now.
-_AGAIN = ("lost", "failed", "garbled")
-# Facts about the backend and no sign of load: one re-dispatch a request, outside the budget.
+_AGAIN = ("lost", "failed", "garbled")  # the same member, if there is no other: it may do better
+# Facts about the backend, no sign of load: one re-dispatch a request, outside the budget.
 _GONE = ("refused", "lost", "dead")
 _log = logging.getLogger(__name__)
 
@@ -229,9 +227,12 @@ class Attempts:
                 member = pool.choose(self._ask_of, barred)
             if member is not None:
                 return member
-        if failure is not None and failure.kind in _GONE and await pool.room(tried):
-            return pool.choose(self._ask_of, tried)
-        return None
+        # Room is waited for where the next try is free, and no later pool has any.
+        free = failure is not None and failure.kind in _GONE and not self._redispatched
+        later = self.pools[self.pools.index(pool) + 1 :]
+        if not free or any(other.available for each in later for other in each.members):
+            return None
+        return pool.choose(self._ask_of, tried) if await pool.room(tried) else None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
         """Returns when the request may be tried again; raises `failure` if it may not.
@@ -239,8 +240,7 @@ class Attempts:
         Its retries in all pools count together: the first attempt in each is none. It has one place
         in the pool's budget, from its first retry there until it leaves the pool.
         """
-        budget = pool.budget
-        attempts = pool.config.retries.attempts
+        budget, attempts = pool.budget, pool.config.retries.attempts
         if self._retries + 1 >= attempts or not (self._budget or budget.take()):
             self.observation.metrics.retries_exhausted.labels(pool.name).inc()
             raise failure

@@ -123,6 +123,37 @@ async def test_the_wait_for_room_has_an_end() -> None:
         await holding
 
 
+@pytest.mark.parametrize("others", ["a fallback", "no retry left"])
+async def test_nobody_waits_for_room_who_can_go_on_or_must_end(others: str) -> None:
+    """`max_wait_s` is 30 s."""
+    dying, full, other = Dying(dead()), Scripted([chunk(), None]), Dying(dead())
+    fallback = Scripted(whole())
+    settings: dict[str, Any] = {
+        "pools": pools(retries=NO_BUDGET),
+        "models": {"fake": {"pool": "fake"}},
+    }
+    first, second = [full, dying], [fallback]
+    if others == "a fallback":
+        settings["models"]["fake"]["fallback"] = ["more"]
+    else:
+        first.append(other)
+    async with in_process(("fake", first), ("more", second), **settings) as served:
+        served.gateway.pools["fake"].members[0].max_in_flight = 1
+        gone = asyncio.Event()
+        body = BODY | {"stream": True}
+        holding = asyncio.create_task(served.request("/v1/completions", body, gone=gone))
+        while not full.running:
+            await asyncio.sleep(0)
+        dying.died.set()
+        other.died.set()
+        async with asyncio.timeout(10):
+            status, _ = await ask(served)
+        assert status == (200 if others == "a fallback" else 502)
+        assert (dying.asked, other.asked, fallback.asked) in ((1, 0, 1), (1, 1, 0))
+        gone.set()
+        await holding
+
+
 async def test_the_only_backend_is_asked_again_over_a_new_connection() -> None:
     once = Scripted(lost(), whole())
     async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:

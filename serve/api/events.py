@@ -65,11 +65,8 @@ class EventReader:
         """
         before = b""
         async for events in self._rest:
-            data = _first_data(events)
-            if data is not None and data != b"[DONE]":
-                self._require_chunk(data)
             before += events
-            if _begins(events):
+            if self._begin(events):
                 return before
             if _is_done(events):  # vLLM leaves out a reason that comes with no token: it was abort
                 raise lost_by_abort(self._name)
@@ -129,7 +126,16 @@ class EventReader:
                 async for _piece in self._body:
                     pass
 
-    def _require_chunk(self, data: bytes) -> None:
+    def _begin(self, events: bytes) -> bool:
+        """Whether there is more in them than usage, and who is going to speak."""
+        data = _first_data(events)
+        if data is None or data == b"[DONE]":
+            return False
+        if _speaks(self._chunk(data)):
+            return True
+        return any(_speaks(_object(line)) for line in _data_lines(events)[1:] if line != b"[DONE]")
+
+    def _chunk(self, data: bytes) -> dict[str, Any]:
         try:
             chunk = decoded(data)
         except ValueError:
@@ -138,6 +144,7 @@ class EventReader:
             raise self._garbled("sent an event that is no JSON object")
         if (error := error_of(chunk)) is not None:
             raise from_event(self._name, error)
+        return chunk
 
     def _note_error(self, events: bytes) -> None:
         for line in _data_lines(events):
@@ -234,13 +241,9 @@ def _first_data(events: bytes) -> bytes | None:
     return None
 
 
-def _begins(events: bytes) -> bool:
-    """Whether there is more in them than usage, and who is going to speak."""
-    for line in _data_lines(events):
-        choices = [] if line == b"[DONE]" else _object(line).get("choices")
-        if not isinstance(choices, list) or not all(map(_is_role, choices)):
-            return True
-    return False
+def _speaks(chunk: dict[str, Any]) -> bool:
+    choices = chunk.get("choices")
+    return not isinstance(choices, list) or not all(map(_is_role, choices))
 
 
 def _is_role(choice: Any) -> bool:

@@ -149,10 +149,9 @@ class _Bench:
         ours = fault_records(golden)
         rest = sorted(set(range(len(golden.records))) - set(ours))
         most = _TOKENS.get(device.type, _TOKENS["cuda"])
-        if self._spec.generic:  # its attention may not be one that can be told records apart
-            most = 0
+        together, padded = most * _TOGETHER, self._spec.generic
         self._few, others = (
-            packs(golden_batches(golden, part, most), golden, most * _TOGETHER, device)
+            packs(golden_batches(golden, part, most), golden, together, device, padded=padded)
             for part in (ours, rest)
         )
         self._packs = self._few + others

@@ -33,16 +33,25 @@ _UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # a last bit, relati
 
 
 def packs(
-    batches: Sequence[Batch], golden: GoldenSet, most: int, device: torch.device
+    batches: Sequence[Batch],
+    golden: GoldenSet,
+    most: int,
+    device: torch.device,
+    *,
+    padded: bool = False,
 ) -> list["Pack"]:
-    """`batches` of records, in order: as many together as have at most `most` tokens, or one."""
+    """`batches` of records, in order: as many together as have at most `most` tokens, or one.
+
+    If `padded`, layers meet each batch by itself and with its padding, for a model whose attention
+    may not be one that can be told records apart.
+    """
     found: list[list[Batch]] = []
     for batch in batches:
-        if found and sum(x.tokens for x in [*found[-1], batch]) <= most:
+        if found and not padded and sum(x.tokens for x in [*found[-1], batch]) <= most:
             found[-1].append(batch)
         else:
             found.append([batch])
-    return [Pack(part, golden, device) for part in found]
+    return [Pack(part, golden, device, padded=padded) for part in found]
 
 
 class Pack:
@@ -51,8 +60,15 @@ class Pack:
     `records` and `at` int64 [m] say which record each of the m is of, and at which position.
     """
 
-    def __init__(self, batches: Sequence[Batch], golden: GoldenSet, device: torch.device) -> None:
-        self._batches = tuple(batches)
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        golden: GoldenSet,
+        device: torch.device,
+        *,
+        padded: bool = False,
+    ) -> None:
+        self._batches, self._padded = tuple(batches), padded
         self.tokens = sum(batch.tokens for batch in batches)
         lengths = [length for batch in batches for length in batch.lengths]
         of = [int(origin) for batch in batches for origin in batch.origins]
@@ -78,6 +94,10 @@ class Pack:
 
     def forward(self, model: LayeredModel, layer: Any, states: Tensor) -> Tensor:
         """[1, n, H] through `layer`, which is in memory: [1, n, H]."""
+        if self._padded:
+            (rows,) = self._rows
+            found = model.forward(rows.padded(states[:, None])[:, 0], _NoCache())
+            return rows.packed(found[:, :, None])[:, :, 0]
         if self._alone:
             return model.forward(states, _NoCache())
         with replace_attention(layer.self_attn, self._attention):
@@ -88,6 +108,8 @@ class Pack:
 
         UnsupportedError where transformers does not let attention be replaced.
         """
+        if self._padded:
+            return self.forward(model, layer, states)[:, self._compared]
         attended: list[Tensor] = []
 
         def attend(*args: Any, **options: Any) -> Any:

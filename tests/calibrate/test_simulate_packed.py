@@ -31,6 +31,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def golden(checkpoint: Checkpoint) -> GoldenSet:
+    return golden_of(checkpoint)
+
+
+def golden_of(checkpoint: Checkpoint) -> GoldenSet:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(1, 4096, (n,), generator=generator).tolist() for n in LENGTHS]
     return golden_set(checkpoint, [("", ids) for ids in prompts])
@@ -60,6 +64,23 @@ def test_records_in_a_row_answer_as_each_by_itself(
     model = LayeredModel(checkpoint, "float32")
     packed = made(golden)
     assert 1 < len(packed) < len(LENGTHS)
+    assert_as_each_by_itself(model, golden, packed)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe"])
+def test_so_do_batches_with_their_padding(kind: str, tmp_path: Path) -> None:
+    """Of a model whose attention nobody knows, in no more passes than there are batches."""
+    checkpoint = Checkpoint.open(write_model(tmp_path, kind))
+    golden = golden_of(checkpoint)
+    batches = golden_batches(golden, range(len(LENGTHS)), 160)
+    packed = packs(batches, golden, 300, CPU, padded=True)
+    assert len(packed) == len(batches) < len(LENGTHS)
+    assert_as_each_by_itself(LayeredModel(checkpoint, "float32"), golden, packed)
+
+
+def assert_as_each_by_itself(
+    model: LayeredModel, golden: GoldenSet, packed: Sequence[Pack]
+) -> None:
     found = finished(model, packed)
     assert list(found) == [
         (record, at)

@@ -133,7 +133,8 @@ class EventReader:
             return False
         if _speaks(self._chunk(data)):
             return True
-        return any(_speaks(_object(line)) for line in _data_lines(events)[1:] if line != b"[DONE]")
+        others = (_object(line) for line in _data_lines(events)[1:] if line != b"[DONE]")
+        return any(_speaks(self._sound(chunk)) for chunk in others)
 
     def _chunk(self, data: bytes) -> dict[str, Any]:
         try:
@@ -142,6 +143,9 @@ class EventReader:
             raise self._garbled("sent an event that is no JSON") from None
         if not isinstance(chunk, dict):
             raise self._garbled("sent an event that is no JSON object")
+        return self._sound(chunk)
+
+    def _sound(self, chunk: dict[str, Any]) -> dict[str, Any]:
         if (error := error_of(chunk)) is not None:
             raise from_event(self._name, error)
         return chunk

@@ -87,6 +87,19 @@ async def test_who_is_aborted_before_the_first_token_is_answered_by_another(
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["apart", "in one piece"])
+async def test_an_error_after_the_role_alone_is_none_of_the_clients(at_once: bool) -> None:
+    """The network decides which events come together."""
+    error = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
+    answer = [ROLE + error + DONE] if at_once else [ROLE, error, DONE]
+    dying, sound = Scripted(answer), Scripted(GOOD_CHAT)
+    async with in_process(("fake", [dying, sound]), pools=SETTINGS) as served:
+        for _ in range(4):
+            reply = await served.request("/v1/chat/completions", CHAT | {"stream": True})
+            assert reply.status == 200 and b"good" in reply.body and b"error" not in reply.body
+        assert (dying.asked, sound.asked) == (1, 4)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["apart", "in one piece"])
 async def test_after_the_first_token_an_abort_is_an_error_event(at_once: bool) -> None:
     last = [chunk("b") + ABORTED + DONE] if at_once else [chunk("b"), ABORTED, DONE]
     async with in_process(("fake", [Scripted([chunk("a"), *last])]), pools=SETTINGS) as served:

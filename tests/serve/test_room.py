@@ -1,4 +1,4 @@
-"""Who lost its backend waits for room at one that has all that it may have; who need not, does not."""
+"""Who lost its backend waits for room at one that is full; who need not, does not."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -76,7 +76,7 @@ class Member:
         self.doubtful = False  # a request lost its connection, which is being looked into
         self.leaving = False
         self.out_since: float | None = None  # unreachable or not ready, by the clock
-        self.away_since: float | None = None  # unreachable, likewise
+        self.away_since: float | None = None  # unreachable, and not in since then, likewise
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
         self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
@@ -182,8 +182,8 @@ class Member:
         now = self._clock()
         if self.out_since is None:
             self.out_since = now
-        if reachable or self.away_since is None:
-            self.away_since = None if reachable else now
+        if not reachable and self.away_since is None:
+            self.away_since = now
         self.changed()
 
     def missed(self) -> None:

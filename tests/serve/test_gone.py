@@ -110,6 +110,28 @@ def test_who_is_not_ready_is_within_reach() -> None:
     play(scene)
 
 
+def test_who_is_gone_behind_a_proxy_is_given_up_too() -> None:
+    """The proxy takes connections, and ends them when it finds nobody behind it."""
+
+    async def scene(server: Server, leaving: Member) -> None:
+        given_up = asyncio.Event()
+        lease = leaving.lease(1)
+        lease.given_up = given_up.set
+        server.says_ready = False
+        server.die()
+        for _ in range(int(member.GONE_S)):
+            await asyncio.sleep(1)
+            server.restart()
+            await until("not_ready", leaving, 1)
+            assert not given_up.is_set()
+            server.die()
+        await asyncio.sleep(1)
+        assert given_up.is_set()
+        lease.release()
+
+    play(scene)
+
+
 class SlowToEnd(Mute):
     """Takes longer to let go of a request than the client has time."""
 

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := examples/python-lm/model
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test integration lint bench clean
+.PHONY: setup demo test servers integration lint bench clean
 
 setup: $(STAMP)
 
@@ -23,8 +23,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --ignore=tests/integration
 
-integration: setup
+servers: setup
 	$(BIN)/python tests/integration/servers/setup.py
+
+integration: servers
 	$(BIN)/python -m pytest tests/integration -s
 
 lint: setup

@@ -199,11 +199,8 @@ async def freed_within(
 async def _freed(
     backend: Backend, text: str, running: Callable[[], Awaitable[int]], *, cancel: bool
 ) -> float:
-    stream: Any = backend.generate(ask(backend, text, max_tokens=400))
-    await anext(stream)
     async with asyncio.timeout(60):
-        while not await running():
-            await asyncio.sleep(0.01)
+        stream = await _seen_running(backend, text, running)
     waiting = asyncio.ensure_future(anext(stream)) if cancel else None
     await asyncio.sleep(0)  # it waits
     started = time.perf_counter()
@@ -215,6 +212,18 @@ async def _freed(
         while await running():
             await asyncio.sleep(0.005)
     return time.perf_counter() - started
+
+
+async def _seen_running(backend: Backend, text: str, running: Callable[[], Awaitable[int]]) -> Any:
+    """A stream that has begun and goes on: on a busy machine one may end before it is looked at."""
+    while True:
+        stream: Any = backend.generate(ask(backend, text, max_tokens=400))
+        await anext(stream)
+        for _ in range(100):
+            if await running():
+                return stream
+            await asyncio.sleep(0.01)
+        await stream.aclose()
 
 
 Check = Callable[[Backend, str, tuple[int, ...]], Awaitable[None]]

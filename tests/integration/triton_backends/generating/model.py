@@ -32,6 +32,7 @@ class TritonPythonModel:
         runner, tokenizer = load_export(Path(parameters["export"]["string_value"]), 1)
         self.loaded = Loaded(Engine(runner, self.deliver), tokenizer, runner.spec)
         self.live = {}
+        self.telling = threading.Lock()  # by two threads: the last word must be true
         self.told = Path(parameters["live"]["string_value"])
         self.tell()
         self.loaded.engine.start()
@@ -58,9 +59,10 @@ class TritonPythonModel:
             self.loaded.engine.submit(generation)
 
     def tell(self):
-        draft = self.told.with_suffix(f".{threading.get_ident()}")
-        draft.write_text(str(len(self.live)))
-        os.replace(draft, self.told)
+        draft = self.told.with_suffix(".draft")
+        with self.telling:
+            draft.write_text(str(len(self.live)))
+            os.replace(draft, self.told)
 
     def deliver(self, deliveries):
         for generation, outcome in deliveries:

@@ -26,7 +26,7 @@ from proof_study_pool import LENGTHS
 from proof_study_servers import SERVERS, Served
 from proof_study_simulate import GOLDEN, STEP, load_golden, unpack
 
-from calibrate.simulate_hypotheses import fault_records
+from calibrate.simulate_runs import fault_records
 from octet.golden import GoldenSet
 from octet.hypotheses import HypothesisSet
 from octet.proof.causes import ANOTHER_MODEL

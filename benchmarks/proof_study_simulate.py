@@ -83,12 +83,12 @@ def _golden(prompts: list[tuple[str, list[int]]]) -> GoldenSet:
 
 def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> HypothesisSet:
     """Every hypothesis of the artifact, faults too, over all of `golden`."""
-    from calibrate import predict, simulate_hypotheses
+    from calibrate import predict, simulate_runs
     from octet.checkpoint import Checkpoint
     from octet.recipe import PRESETS
     from tests.proof_servers import scale_keys
 
-    simulate_hypotheses.FAULT_RECORDS = len(golden.records)
+    simulate_runs.FAULT_RECORDS = len(golden.records)
     with tempfile.TemporaryDirectory() as directory:
         model = MODEL
         if ARTIFACTS[name]:

@@ -1,13 +1,9 @@
 """Hypotheses through all layers together, over the golden prompts and what the reference answered.
 
 Weights are decoded once a layer and shared by all; in memory are one layer, in each dtype that is
-computed in, and hidden states (`_STATES_BYTES` of them at a time). A sequence is a prompt and the
+computed in, and hidden states (`STATES_BYTES` of them at a time). A sequence is a prompt and the
 first POSITIONS - 1 tokens of its continuation, so that one pass gives every position that a server
 is compared at; positions are causal, so the first is that of the prompt alone.
-
-Paths run over all records, `REPEATS` times; faults over `FAULT_RECORDS` of them, evenly spaced by
-length, once. Those records are in batches of their own, so that a fault of one layer starts from
-what the honest path gave before that layer, to the bit, and runs the layers from there alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,19 +36,17 @@ from calibrate.simulate_faults import (
     faulty_weights,
 )
 from calibrate.simulate_packed import Pack, packs
+from calibrate.simulate_runs import Run, fault_records, planned
 from calibrate.simulate_scales import DeviceScales, Scales
 from octet.checkpoint import Checkpoint
 from octet.golden import GoldenSet
 from octet.hypotheses import Hypothesis
 from octet.recipe import Recipe
 
-__all__ = ["REPEATS", "Answers", "Weights", "fault_records", "simulated"]
+__all__ = ["Answers", "Weights", "simulated"]
 
-REPEATS = 2
-FAULT_RECORDS = 24
 _TOKENS = {"cpu": 512, "cuda": 16384}  # in a batch: what stays in a cache, what fills a GPU
 _TOGETHER = 2  # so many times as many are packed in a row, where no padding is
-_STATES_BYTES = 512 << 20  # hidden states in memory at a time
 _KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a sweep
 
 # weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
@@ -73,15 +67,6 @@ class Answers:
     model: LayeredModel = field(repr=False)
 
 
-def fault_records(golden: GoldenSet) -> list[int]:
-    """Those that faults are simulated on, evenly spaced by length."""
-    lengths = [len(record.prompt_token_ids) for record in golden.records]
-    order = sorted(range(len(lengths)), key=lambda n: lengths[n])
-    last = len(order) - 1
-    at = np.linspace(0, last, min(len(order), FAULT_RECORDS)).round().astype(int)
-    return sorted(order[n] for n in at)
-
-
 def simulated(
     checkpoint: Checkpoint,
     recipe: Recipe,
@@ -98,7 +83,7 @@ def simulated(
     `advance` is told tokens as work is done, which add up to those of the golden prompts.
     """
     bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
-    plans = list(bench.plan(chosen))
+    plans = list(planned(chosen, bench.nbytes))
     steps = sum(checkpoint.spec.layers - run.start for plan in plans for run in plan)
     total = sum(len(record.prompt_token_ids) for record in golden.records)
     progress = Spread(advance, total, steps)
@@ -108,23 +93,6 @@ def simulated(
             if not run.carrier:
                 yield bench.answers(run)
             run.states.clear()
-
-
-@dataclass
-class _Run:
-    """A hypothesis, once: its hidden states [1, n, H] of each pack, after the layers so far; after
-    the last layer [1, m, H], of what is compared.
-
-    Of a fault's records alone if not `whole`. A `carrier` is a path that is run for the faults that
-    start from it. `start` is the first layer that is not as in the path without the fault.
-    """
-
-    hypothesis: Hypothesis
-    repeat: int = 0
-    whole: bool = True
-    carrier: bool = False
-    start: int = 0
-    states: list[Tensor] = field(default_factory=list)
 
 
 class _Bench:
@@ -156,35 +124,13 @@ class _Bench:
         )
         self._packs = self._few + others
 
-    def plan(self, chosen: Sequence[Hypothesis]) -> Iterator[list[_Run]]:
-        """Runs whose hidden states fit in `_STATES_BYTES` together, or are of one hypothesis."""
-        order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
-        part: list[_Run] = []
-        for hypothesis in order:
-            if hypothesis.fault is None:
-                runs = [_Run(hypothesis, repeat) for repeat in range(REPEATS)]
-            else:
-                runs = [_Run(hypothesis, whole=False, start=_first_layer(hypothesis))]
-            needed = runs + self._carriers(part, runs)
-            if part and sum(map(self._nbytes, part + needed)) > _STATES_BYTES:
-                yield part
-                part, needed = [], runs + self._carriers([], runs)
-            part += needed
-        if part:
-            yield part
-
-    def _carriers(self, part: Sequence[_Run], runs: Sequence[_Run]) -> list[_Run]:
-        """The paths that `runs` start from, where `part` has none yet."""
-        honest = {run.hypothesis.path for run in part if run.hypothesis.fault is None}
-        wanted = {run.hypothesis.path for run in runs if run.start} - honest
-        return [_Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
-
-    def _nbytes(self, run: _Run) -> int:
+    def nbytes(self, run: Run) -> int:
+        """Of its hidden states."""
         tokens = sum(pack.tokens for pack in self._of(run))
         itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
-    def sweep(self, runs: Sequence[_Run], progress: Spread) -> None:
+    def sweep(self, runs: Sequence[Run], progress: Spread) -> None:
         """Layer by layer."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
         models = [self._model(name) for name in names]
@@ -198,7 +144,7 @@ class _Bench:
                 self._layer(index, layers, started)
                 progress.step(len(started))
 
-    def answers(self, run: _Run) -> Answers:
+    def answers(self, run: Run) -> Answers:
         """What a finished run says at the positions of its records."""
         records, positions = (
             np.concatenate(found)
@@ -207,10 +153,10 @@ class _Bench:
         model = self._model(run.hypothesis.path.compute)
         return Answers(run.hypothesis, torch.cat(run.states, 1)[0], records, positions, model)
 
-    def _of(self, run: _Run) -> list[Pack]:
+    def _of(self, run: Run) -> list[Pack]:
         return self._packs if run.whole else self._few
 
-    def _begin(self, runs: Sequence[_Run]) -> None:
+    def _begin(self, runs: Sequence[Run]) -> None:
         """Gives those that start with the first layer their embeddings, which equal ones share."""
         made: dict[tuple[Any, ...], list[Tensor]] = {}
         for run in runs:
@@ -218,7 +164,7 @@ class _Bench:
             if run.start == 0:
                 run.states = made[key] = made.get(key) or self._embed(run)
 
-    def _start(self, runs: Sequence[_Run], index: int) -> None:
+    def _start(self, runs: Sequence[Run], index: int) -> None:
         """Gives those that start here the states of their path."""
         for run in runs:
             if run.start == index and index:
@@ -226,14 +172,14 @@ class _Bench:
                 honest = next(x for x in runs if x.hypothesis == path and x.repeat == 0)
                 run.states = honest.states[: len(self._few)]
 
-    def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[_Run]) -> None:
+    def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
         prefix = self._spec.layer(index)
         mine = {n: pair for n, pair in self._schemes.items() if n.startswith(f"{prefix}.")}
         decoded: dict[str, Tensor] = {}
         if any(run.hypothesis.path.weights for run in runs):
             decoded = self._weights(next(iter(layers.values())), prefix, mine)
         # Runs that multiply with the same weights, in one dtype, come one after the other.
-        groups: dict[tuple[Any, ...], list[_Run]] = {}
+        groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
             hypothesis = run.hypothesis
             faulty = hypothesis.fault if changes_weights(hypothesis, index) else None
@@ -289,14 +235,8 @@ class _Bench:
             )
         return self._models[dtype]
 
-    def _embed(self, run: _Run) -> list[Tensor]:
+    def _embed(self, run: Run) -> list[Tensor]:
         """The embeddings of each pack [1, n, H]; but for the first repeat, a last bit off."""
         model = self._model(run.hypothesis.path.compute)
         noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
         return [pack.embed(model, noise) for pack in self._of(run)]
-
-
-def _first_layer(hypothesis: Hypothesis) -> int:
-    """The first layer that is not as in the path without the fault."""
-    fault = hypothesis.fault
-    return 0 if fault is None or fault.layer is None else fault.layer

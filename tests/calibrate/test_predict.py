@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from calibrate import predict as predict_module
-from calibrate import simulate_hypotheses as module
 from calibrate.golden import golden_set
 from calibrate.predict import hypotheses, predict, serving_paths
 from calibrate.simulate import module_schemes, simulate_modules
@@ -164,7 +163,7 @@ def test_neither_company_nor_memory_changes_a_prediction(
     together = predict(bench.checkpoint, recipe, scales, golden, advance=told.append)
     assert [x.path for x in together.expectations] == list(paths)
     assert sum(told) == sum(LENGTHS)
-    monkeypatch.setattr(module, "_STATES_BYTES", 1)
+    monkeypatch.setattr("calibrate.simulate_runs.STATES_BYTES", 1)
     assert predict(bench.checkpoint, recipe, scales, golden) == together
     alone = predict(bench.checkpoint, recipe, scales, golden, paths[3:4])
     assert alone.expectations[0].mean == together.expectations[3].mean

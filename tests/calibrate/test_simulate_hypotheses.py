@@ -12,12 +12,12 @@ import torch
 from transformers import DynamicCache
 
 from calibrate import simulate_faults
-from calibrate import simulate_hypotheses as module
+from calibrate import simulate_runs
 from calibrate.golden import golden_set
 from calibrate.predict import hypotheses
 from calibrate.simulate import module_schemes, simulate_modules
-from calibrate.simulate_hypotheses import REPEATS, fault_records
 from calibrate.simulate_packed import Pack
+from calibrate.simulate_runs import REPEATS, fault_records
 from octet import scaling
 from octet.expected import ServingPath
 from octet.formats import E4M3
@@ -215,9 +215,9 @@ def test_a_fault_of_one_layer_is_the_same_from_the_start(
     ]
     chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=fault) for fault in faults)]
     together = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
-    monkeypatch.setattr(module, "_STATES_BYTES", 1)
+    monkeypatch.setattr(simulate_runs, "STATES_BYTES", 1)
     apart = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
-    monkeypatch.setattr(module, "_first_layer", lambda hypothesis: 0)
+    monkeypatch.setattr(simulate_runs, "_first_layer", lambda hypothesis: 0)
     whole = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
     for hypothesis in chosen:
         np.testing.assert_array_equal(together[hypothesis], apart[hypothesis])
@@ -273,7 +273,7 @@ def test_embeddings_are_let_go_once_the_first_layer_has_them(
 def test_faults_run_on_some_records(
     bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "FAULT_RECORDS", 4)
+    monkeypatch.setattr(simulate_runs, "FAULT_RECORDS", 4)
     recipe = recipe_with("fp8", kv_cache="e5m2")
     path = ServingPath(kv_cache="e5m2")
     honest = Hypothesis(path=path)

@@ -11,7 +11,7 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.routing import Member, member
-from tests.serve.in_process import Reply, in_process
+from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.routing.stand_ins import Server
 from tests.serve.routing.test_health import play, until
 from tests.serve.test_attempts import BODY, NO_BUDGET, pools
@@ -142,6 +142,17 @@ class SlowToEnd(Mute):
             await asyncio.sleep(0.4)
 
 
+async def answer_of(served: Client, leaving: Leaving, within_s: str) -> Reply:
+    """To a request that `leaving` had when it ended."""
+    request = served.request("/v1/completions", BODY, {"x-request-timeout": within_s})
+    asking = asyncio.create_task(request)
+    while not leaving.asked:
+        await asyncio.sleep(0)
+    leaving.ended.set()
+    async with asyncio.timeout(10):
+        return await asking
+
+
 async def test_who_is_given_up_when_the_time_is_over_is_not_asked_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,13 +160,7 @@ async def test_who_is_given_up_when_the_time_is_over_is_not_asked_elsewhere(
     monkeypatch.setattr(member, "GONE_S", 0.05)
     leaving, silent = SlowToEnd(), Scripted([None])
     async with in_process(("fake", [leaving, silent]), pools=SETTINGS) as served:
-        request = served.request("/v1/completions", BODY, {"x-request-timeout": "0.3"})
-        asking = asyncio.create_task(request)
-        while not leaving.asked:
-            await asyncio.sleep(0)
-        leaving.ended.set()
-        async with asyncio.timeout(10):
-            reply = await asking
+        reply = await answer_of(served, leaving, within_s="0.3")
         assert reply.status == 504 and silent.asked == 0
 
 
@@ -166,11 +171,6 @@ async def test_the_deadline_of_the_whole_is_still_told_by_its_name(
     monkeypatch.setattr(member, "GONE_S", 0.05)
     leaving, silent = Mute(), Scripted([None])
     async with in_process(("fake", [leaving, silent]), pools=SETTINGS) as served:
-        request = served.request("/v1/completions", BODY, {"x-request-timeout": "2"})
-        asking = asyncio.create_task(request)
-        while not leaving.asked:
-            await asyncio.sleep(0)
-        leaving.ended.set()
-        reply = await asking
+        reply = await answer_of(served, leaving, within_s="2")
         assert reply.status == 504 and silent.asked == 1
         assert served.metric("octet_deadlines_total", stage="total") == 1

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from calibrate import simulate_faults
-from calibrate import simulate_runs
+from calibrate import simulate_faults, simulate_runs
 from calibrate.golden import golden_set
 from calibrate.predict import hypotheses
 from calibrate.simulate import module_schemes, simulate_modules

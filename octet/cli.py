@@ -16,6 +16,7 @@ from octet.commands.export import build_engine, export
 from octet.commands.keys import keys
 from octet.commands.serve import serve
 from octet.commands.verify import verify
+from octet.cores import wait_briefly
 from octet.errors import OctetError
 
 __all__ = ["app", "build_engine_main", "calibrate_main", "main"]
@@ -47,6 +48,7 @@ def _root(
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
+    wait_briefly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     for ending in (
         (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)

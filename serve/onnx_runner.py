@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from octet.artifact import Manifest
+from octet.cores import usable_cores
 from octet.errors import ArtifactError, BackendError, OctetError, UnsupportedError
 from octet.model import ModelSpec
 from serve.cache import CacheDtype, SlotCache, window
@@ -179,7 +180,7 @@ def _session_options(directory: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or usable_cores()
     options.log_severity_level = 3
     # FP8 Q/DQ of a float32 graph would be fused into integer kernels that refuse it; without that
     # fusion the weights' DQ is folded and the products get prepacked float32 weights.

@@ -65,7 +65,6 @@ def main() -> None:
         rounds=options.rounds,
         modelopt=version("nvidia-modelopt") if peer else "not installed here, so not compared",
         torch_threads=torch.get_num_threads(),
-        counting_threads=max(1, torch.get_num_threads() // 2),
         figures="seconds are medians; overheads are medians over rounds, in % of the bare pass",
     )
     rows = [measure(checkpoint, batches, dtype, options.rounds, peer=peer) for dtype in DTYPES]

@@ -62,18 +62,13 @@ class Counter(Protocol):
 
 
 def make_counter(device: torch.device, slots: int, *, threads: int | None = None) -> Counter:
-    """The counter for tensors on `device`; `threads` are for a CPU.
-
-    Half of torch's threads count if `threads` is not given. torch's own threads spin for a while
-    after each operation and hold their cores, so that on 2 cores a second counting thread gains
-    nothing.
-    """
+    """The counter for tensors on `device`; on a CPU, `threads` count (torch's, if not given)."""
     if device.type == "cuda":
         from calibrate.counting_cuda import CudaCounter
 
         counter: Counter = CudaCounter(slots, device)
         return counter
-    return CpuCounter(slots, threads or max(1, torch.get_num_threads() // 2))
+    return CpuCounter(slots, threads or torch.get_num_threads())
 
 
 class CpuCounter:

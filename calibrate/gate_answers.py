@@ -89,9 +89,8 @@ def measure_answers(
     original = LayeredModel(checkpoint.unchanged(), "float32", device)
     batches = make_batches(prompts, [""] * len(prompts), batch_size=_BATCH)
     states = [original.embed(batch.token_ids) for batch in batches]
-    with original.few_threads():
-        for _ in original.sweep():
-            states = [original.forward(x, None) for x in states]
+    for _ in original.sweep():
+        states = [original.forward(x, None) for x in states]
     found = _Found(original, runs)
     for batch, hidden in zip(batches, states, strict=True):
         found.add(batch, hidden)

@@ -139,30 +139,29 @@ class PromptCost:
         if self._checkpoint.changes is not None:  # by an algorithm, before it was quantized
             model = LayeredModel(self._checkpoint, "float32", self._scales.device)
             plain = [model.embed(batch.token_ids) for batch in batches]
-        with model.few_threads():
-            for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):
-                index, layer = pairs[-1]
-                decoded = self._decoded(layer, index, variants)
-                for number, variant in enumerate(variants):
-                    names = variant.linears & decoded.keys()
-                    states = now[number]
-                    if states is None and not names and not variant.cache:
-                        continue
-                    weights = {name: decoded[name] for name in names}
-                    with self._as(layer, index, weights, cache=variant.cache):
-                        now[number] = [model.forward(x, None) for x in states or plain]
-                with self._as(layer, index, {}, cache=False):
-                    plain = [model.forward(x, None) for x in plain]
-                before = plain
-                if model is not original:
-                    with self._as(pairs[0][1], index, {}, cache=False):
-                        before = [original.forward(x, None) for x in before]
-            found = [Tally() for _ in variants]
-            for number, batch in enumerate(batches):
-                for tally, states in zip(found, now, strict=True):
-                    rows = (real(x[number], batch) for x in (before, states or plain))
-                    tally.add(batch, _logits(original, model, *rows))
-                advance(batch.tokens)
+        for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):
+            index, layer = pairs[-1]
+            decoded = self._decoded(layer, index, variants)
+            for number, variant in enumerate(variants):
+                names = variant.linears & decoded.keys()
+                states = now[number]
+                if states is None and not names and not variant.cache:
+                    continue
+                weights = {name: decoded[name] for name in names}
+                with self._as(layer, index, weights, cache=variant.cache):
+                    now[number] = [model.forward(x, None) for x in states or plain]
+            with self._as(layer, index, {}, cache=False):
+                plain = [model.forward(x, None) for x in plain]
+            before = plain
+            if model is not original:
+                with self._as(pairs[0][1], index, {}, cache=False):
+                    before = [original.forward(x, None) for x in before]
+        found = [Tally() for _ in variants]
+        for number, batch in enumerate(batches):
+            for tally, states in zip(found, now, strict=True):
+                rows = (real(x[number], batch) for x in (before, states or plain))
+                tally.add(batch, _logits(original, model, *rows))
+            advance(batch.tokens)
         return [tally.divergence() for tally in found]
 
     def _decoded(

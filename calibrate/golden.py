@@ -52,13 +52,12 @@ def golden_set(
     rounds = _rounds(model, [ids for _, ids in prompts])
     progress = Spread(advance, tokens, len(rounds) * spec.layers * CONTINUATION)
     records: list[GoldenRecord] = []
-    with model.few_threads():
-        for groups in rounds:
-            answers = _answers(model, groups, progress)
-            for group, answer in zip(groups, answers, strict=True):
-                for ids, nll, tops, continuation in zip(group.prompts, *answer, strict=True):
-                    text = prompts[len(records)][0]
-                    records.append(_record(text, ids, nll, tops, continuation, spec.eos_token_ids))
+    for groups in rounds:
+        answers = _answers(model, groups, progress)
+        for group, answer in zip(groups, answers, strict=True):
+            for ids, nll, tops, continuation in zip(group.prompts, *answer, strict=True):
+                text = prompts[len(records)][0]
+                records.append(_record(text, ids, nll, tops, continuation, spec.eos_token_ids))
     progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)
     return GoldenSet(

@@ -3,13 +3,17 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from calibrate.arithmetic import bf16_matmuls
 from calibrate.batches import Batch
 from octet.checkpoint import Checkpoint, sha256_file
 
-__all__ = ["device_name", "run_identity"]
+__all__ = ["THREADS", "arithmetic_of", "device_name", "run_identity"]
+
+THREADS = "number of torch threads"
 
 
 def run_identity(
@@ -45,8 +49,19 @@ def run_identity(
     if queries:
         identity["observation of queries"] = "yes"
     if device.type == "cpu":
-        identity["number of torch threads"] = str(torch.get_num_threads())
+        identity[THREADS] = str(torch.get_num_threads())
+        if dtype == "bfloat16":
+            identity["way to multiply BF16"] = bf16_matmuls()
     return identity
+
+
+def arithmetic_of(device: torch.device) -> dict[str, Any]:
+    """What decides the last bits of a result on `device`, as an artifact records it."""
+    found: dict[str, Any] = {
+        "device": device_name(device),
+        "torch_threads": torch.get_num_threads(),
+    }
+    return found | ({"bf16_matmuls": bf16_matmuls()} if device.type == "cpu" else {})
 
 
 def device_name(device: torch.device) -> str:

@@ -32,6 +32,7 @@ from calibrate.activations import ActivationFiles, disk_error, flush
 from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
 from calibrate.distributed import Group
+from calibrate.identity import THREADS
 from calibrate.journal_files import (
     HEAD,
     KEPT,
@@ -51,7 +52,7 @@ from octet.checkpoint import sha256_file
 from octet.errors import ArtifactError, CheckpointError
 from octet.tensors import TensorFile, write_tensors
 
-__all__ = ["Journal", "discard"]
+__all__ = ["Journal", "discard", "recorded_threads"]
 
 SCHEMA_VERSION = 2
 KEEP_EVERY_S = 30.0  # so much work may have to be done again
@@ -247,6 +248,16 @@ def discard(progress: Path) -> None:
     for head in progress.glob(f"*/{HEAD}"):
         discard_contents(head.parent)
     shutil.rmtree(progress, ignore_errors=True)
+
+
+def recorded_threads(progress: Path) -> int | None:
+    """How many threads computed what the directory `progress` keeps; None if nothing tells."""
+    for head in progress.glob(f"*/{HEAD}"):
+        try:
+            return int(read_json(head)["identity"][THREADS])
+        except (ArtifactError, KeyError, ValueError):
+            return None  # what is wrong with it is said by who opens it
+    return None
 
 
 def _name(path: Path) -> str:

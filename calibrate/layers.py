@@ -74,21 +74,6 @@ class LayeredModel:
         """How many the decoder layers have."""
         return sum(x.numel() for layer in self._layers for x in layer.parameters())
 
-    @contextmanager
-    def few_threads(self) -> Iterator[None]:
-        """torch's threads for small operations: one for each 50 M parameters of the decoder layers.
-
-        With less to do in each operation, threads wait for each other longer than they work: the
-        6.9 M example decodes faster with one than with two, and far faster on a machine that is
-        busy.
-        """
-        before = torch.get_num_threads()
-        torch.set_num_threads(min(before, 1 + self.parameters // 50_000_000))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[..., H] in the model's dtype, on its device, of int64 token ids [...] on the CPU."""

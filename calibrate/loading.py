@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from calibrate.arithmetic import fast_matmuls
 from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError, UnsupportedError
 
@@ -27,17 +28,12 @@ ComputeDtype = Literal["bfloat16", "float32"]
 def resolve_dtype(
     requested: Literal["auto", "bfloat16", "float32"], checkpoint: Checkpoint
 ) -> ComputeDtype:
-    """What "auto" means, decided once: the arithmetic that serves the model, where it is fast.
-
-    bfloat16 for a BF16 checkpoint on a CPU with BF16 dot products (AVX512-BF16 or AMX), where it is
-    twice as fast as float32; float32 for any other checkpoint, and on any other CPU, where torch
-    emulates BF16 slowly.
-    """
+    """What "auto" means, decided once: bfloat16, which is how it is served, for a BF16 checkpoint;
+    float32 for any other."""
     if requested != "auto":
         return requested
     stored = checkpoint.read(f"{next(checkpoint.spec.linears()).name}.weight").dtype
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if stored == "BF16" and native else "float32"
+    return "bfloat16" if stored == "BF16" else "float32"
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -82,11 +78,12 @@ def load_skeleton(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
 
     config = load_config(checkpoint)
     with quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, dtype),
             attn_implementation=_attention(config),
-        ).eval()
+        )
+    return fast_matmuls(model.eval())
 
 
 def _attention(config: Any) -> str:
@@ -118,7 +115,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
     apply_changes(model, checkpoint)
-    return model.eval()
+    return fast_matmuls(model.eval())
 
 
 def apply_changes(model: Any, checkpoint: Checkpoint) -> None:

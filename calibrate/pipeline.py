@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -14,6 +14,7 @@ from calibrate.distributed import process_group
 from calibrate.evidence import check_refused, drop_refused, refused_directory
 from calibrate.gate import Gate
 from calibrate.golden import golden_set
+from calibrate.identity import arithmetic_of
 from calibrate.inputs import read_inputs
 from calibrate.journal import discard
 from calibrate.limit import Limit
@@ -184,8 +185,9 @@ def run(
             print_report(console, report, page=page)
         again = f"calibrate again (it continues from {progress}, without observing)"
         raise judged.error(out, refused, again=again, budget=None if algorithm == "gptq" else again)
-    prediction = None
+    prediction, predicted = None, dict[str, Any]()
     if predict:
+        predicted["prediction"] = arithmetic_of(place)
         prediction = expected_divergence(
             changed.checkpoint,
             solution.recipe,
@@ -199,6 +201,7 @@ def run(
         "compute_dtype": compute_dtype,
         **observed.facts,
         **changed.details,
+        **predicted,
         "held_out": inputs.split.facts,
         "warnings": list(report.warnings),
     }

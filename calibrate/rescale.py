@@ -23,6 +23,7 @@ from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.gate import Gate, Outcome
 from calibrate.gate_prompts import PromptCost, check_prompts, judge_prompts
 from calibrate.histogram import Histograms
+from calibrate.identity import arithmetic_of
 from calibrate.predict import expected_divergence
 from calibrate.report import build_report
 from calibrate.report_console import print_report
@@ -109,15 +110,16 @@ def rescale(
         refused = refused_directory(out)
         keep_evidence(refused, report, course, scales, origin.golden, judged)
         raise judged.error(out, refused, again="rescale", budget="calibrate again")
-    prediction = None
+    prediction, predicted = None, dict[str, Any]()
     if predict:
+        predicted["prediction"] = arithmetic_of(torch.device("cpu"))
         prediction = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
         out,
-        _manifest(origin, checkpoint, recipe, list(report.warnings), judged),
+        _manifest(origin, checkpoint, recipe, list(report.warnings), judged, predicted),
         origin.observations,
         origin.chunks,
         scales,
@@ -206,8 +208,9 @@ def _manifest(
     recipe: Recipe,
     warnings: list[str],
     judged: Outcome | None,
+    predicted: dict[str, Any],
 ) -> Manifest:
-    """As the origin's, with the recipe, and where it came from."""
+    """As the origin's, with the recipe, where it came from, and what it was predicted with."""
     before = origin.manifest
     details = {
         **before.details,
@@ -215,7 +218,8 @@ def _manifest(
         "warnings": warnings,
         "rescaled_from": {"identity": before.identity, "recipe": before.recipe.name},
     }
-    details = {key: value for key, value in details.items() if key not in (*_MEASURED, "gate")}
+    replaced = (*_MEASURED, "gate", "prediction")
+    details = {key: value for key, value in details.items() if key not in replaced} | predicted
     if judged is not None:
         details["gate"] = judged.details()
     return Manifest(

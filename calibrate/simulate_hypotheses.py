@@ -135,14 +135,13 @@ class _Bench:
         names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
         models = [self._model(name) for name in names]
         self._begin(runs)
-        with models[0].few_threads():
-            for pairs in zip(*(model.sweep() for model in models), strict=True):
-                index = pairs[0][0]
-                layers = {name: layer for name, (_, layer) in zip(names, pairs, strict=True)}
-                self._start(runs, index)
-                started = [run for run in runs if run.start <= index]
-                self._layer(index, layers, started)
-                progress.step(len(started))
+        for pairs in zip(*(model.sweep() for model in models), strict=True):
+            index = pairs[0][0]
+            layers = {name: layer for name, (_, layer) in zip(names, pairs, strict=True)}
+            self._start(runs, index)
+            started = [run for run in runs if run.start <= index]
+            self._layer(index, layers, started)
+            progress.step(len(started))
 
     def answers(self, run: Run) -> Answers:
         """What a finished run says at the positions of its records."""

@@ -35,7 +35,7 @@ from calibrate.batches import Batch
 from calibrate.compact import CompactCounts
 from calibrate.counting import Counter, make_counter
 from calibrate.distributed import Group, require_agreement
-from calibrate.identity import device_name, run_identity
+from calibrate.identity import arithmetic_of, run_identity
 from calibrate.journal import Journal
 from calibrate.layer_observer import LayerObserver
 from calibrate.layers import LayeredModel
@@ -110,8 +110,7 @@ def observe_checkpoint(
         histograms = sweep.run(threads)
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
     facts = {
-        "device": device_name(device),
-        "torch_threads": torch.get_num_threads(),
+        **arithmetic_of(device),
         "processes": group.world,
         "batches": len(batches),
     }

@@ -114,8 +114,12 @@ def calibrate(
     chosen = chosen_recipe(recipe, kv_cache, exclude)
     with held_back():
         import calibrate as stage
+        from calibrate.arithmetic import fit_threads
         from calibrate.gate import Gate
+        from calibrate.journal import recorded_threads
 
+    kept = stage.progress_directory(out)
+    fit_threads(None if restart else recorded_threads(kept))
     try:
         calibration = stage.run(
             model,
@@ -145,7 +149,6 @@ def calibrate(
             console=console_for(as_json),
         )
     except KeyboardInterrupt:
-        kept = stage.progress_directory(out)
         if kept.exists():
             print(f"kept {kept}: the same command continues there", file=sys.stderr)
         raise
@@ -184,9 +187,11 @@ def rescale(
     base = Manifest.load(calibration, "calibration").recipe if recipe is None else recipe
     chosen = chosen_recipe(base, kv_cache, exclude)
     with held_back():
+        from calibrate.arithmetic import fit_threads
         from calibrate.gate import Gate
         from calibrate.rescale import rescale as derive
 
+    fit_threads()
     derived = derive(
         calibration,
         out,

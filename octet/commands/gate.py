@@ -65,10 +65,12 @@ class ExportGate:
     def _outcome(self, directory: Path, manifest: Manifest) -> "Outcome":
         import torch
 
+        from calibrate.arithmetic import fit_threads
         from calibrate.gate_answers import judge_answers
         from calibrate.gate_prompts import judge_prompts
         from export.source import Source
 
+        fit_threads()
         source = Source.open(self.calibration, self.model, shards=False)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         cost, how = self._cost(source, directory, manifest, device)

@@ -73,8 +73,10 @@ def _of_checkpoint(
     found: Verification,
     console: Console | None,
 ) -> None:
+    from calibrate.arithmetic import fit_threads
     from calibrate.predict import predict
 
+    fit_threads()
     written = Written.open(directory)
     asked = manifest.details.get("kv_cache")
     cache: KvCacheDtype = cache_of(written, manifest.recipe.kv_cache, asked)
@@ -83,7 +85,7 @@ def _of_checkpoint(
         found.notes.append(
             "an architecture that Octet does not know: the cache is not rounded in the simulation"
         )
-    # In float32 where that was predicted: most CPUs are slow in bfloat16.
+    # In float32 where that was predicted: most CPUs are slower in bfloat16.
     wanted = _expectation(directory, ServingPath(kv_cache=cache, compute="float32"))
     golden = GoldenSet.load(directory)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

@@ -46,8 +46,10 @@ def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
             " it (vLLM) and give http://host:port, or evaluate an ONNX export of its calibration"
         )
     with held_back():
+        from calibrate.arithmetic import fit_threads
         from calibrate.reference import CheckpointTarget
 
+    fit_threads()
     return CheckpointTarget(path)
 
 

@@ -1,5 +1,6 @@
 """The command line as a user meets it: one line and exit code 2 for each mistake."""
 
+import io
 import json
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,18 @@ OCTET = [sys.executable, "-m", "octet"]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*OCTET, *(str(argument) for argument in arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    """`octet` with these arguments in this process: it takes longer to start than to run."""
+    words = [str(argument) for argument in arguments]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    out, errors = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            cli.main(words)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    code = 0 if ended.value.code is None else int(ended.value.code)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 
 def refused(*arguments: object) -> str:

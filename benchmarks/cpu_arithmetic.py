@@ -1,0 +1,96 @@
+"""BF16 matmuls in hardware and in float32: are predictions the same, and what do they take?
+
+The claim it checks: for every serving path of the example, and for the same weights served without
+quantization, the mean divergence that is predicted with either arithmetic lies inside the range
+that is predicted with the other. Golden records and scales are computed once, so that nothing but
+the arithmetic differs; float32 paths are computed alike and are left out. A second repeat of the
+hardware's arithmetic, from embeddings that are off in their last bit, is what the ranges are made
+of: `octet/scatter.py`. Both arithmetics run in turns, twice; seconds are the faster of the two.
+
+On a CPU without BF16 instructions "hardware" is what torch does there: slow, but the same numbers.
+
+    python benchmarks/cpu_arithmetic.py [--threads N] [--output FILE]
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from card import conditions, report
+
+import calibrate
+from calibrate.arithmetic import BF16_SETTING, bf16_matmuls
+from calibrate.hypotheses import simulated_paths
+from calibrate.predict import predict
+from octet.checkpoint import Checkpoint
+from octet.expected import Expectation, ServingPath
+from octet.recipe import Recipe
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+ARITHMETICS = ("hardware", "float32")
+ROUNDS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="fp8")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    native = bf16_matmuls()
+    checkpoint, recipe = Checkpoint.open(EXAMPLE / "model"), Recipe.load(options.recipe)
+    with tempfile.TemporaryDirectory() as scratch:
+        calibration = calibrate.run(
+            EXAMPLE / "model",
+            EXAMPLE / "samples" / "calibration.jsonl",
+            Path(scratch) / "calibration",
+            recipe=recipe,
+            held_out=EXAMPLE / "samples" / "heldout.jsonl",
+            predict=False,
+        )
+        assert calibration is not None  # which only another rank of torchrun would get
+        golden, scales = calibration.golden, dict(calibration.scales)
+    paths = [path for path in simulated_paths(recipe) if path.compute == "bfloat16"]
+
+    seconds: dict[str, list[float]] = {name: [] for name in ARITHMETICS}
+    found: dict[str, dict[ServingPath, Expectation]] = {}
+    for _ in range(ROUNDS):
+        for name in ARITHMETICS:
+            os.environ[BF16_SETTING] = name
+            bf16_matmuls.cache_clear()
+            started = time.perf_counter()
+            predicted = predict(checkpoint, recipe, scales, golden, paths)
+            seconds[name].append(time.perf_counter() - started)
+            found[name] = {x.path: x for x in predicted.expectations}
+    table = [_row(path, *(found[name][path] for name in ARITHMETICS)) for path in paths]
+    tokens = sum(len(record.prompt_token_ids) for record in golden.records)
+    card = conditions(
+        model="examples/python-lm",
+        recipe=recipe.name,
+        workload=f"{len(golden.records)} golden prompts, {tokens} tokens,"
+        f" {len(paths)} paths in bfloat16, twice each",
+        torch_threads=torch.get_num_threads(),
+        chosen_here=native,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        seconds={name: round(min(times), 2) for name, times in seconds.items()},
+        inside=f"{sum(row['inside'] for row in table)} of {len(table)}",
+        figures="thousandths of a nat: mean next-token KL from the reference, with its 95 % range",
+    )
+    report("cpu_arithmetic", card, table, options.output)
+
+
+def _row(path: ServingPath, hardware: Expectation, float32: Expectation) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": path.label}
+    for name, x in (("hardware", hardware), ("float32", float32)):
+        row |= {name: 1e3 * x.mean, f"{name} low": 1e3 * x.low, f"{name} high": 1e3 * x.high}
+    return row | {"inside": hardware.holds(float32.mean) and float32.holds(hardware.mean)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Where the backends are is nobody's business: no answer to a client tells it."""
 
 import asyncio
+import re
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -91,8 +92,9 @@ async def told(backend: Any) -> list[str]:
 def require_no_address(answers: list[str], port: int) -> None:
     for answer in answers:
         assert "fake-1" in answer or "the backend answered 404" in answer, answer
+        said = re.sub(r"\b[0-9a-f]{32}\b", "ID", answer)  # of the request: any digits
         for address in (HOST, NOWHERE, "127.0.0.1", "::1", "10.9.8.7", str(port), "://", "6543"):
-            assert address.lower() not in answer, (address, answer)
+            assert address.lower() not in said, (address, said)
         assert "unknown error" not in answer and "errno" not in answer, answer
 
 

@@ -21,13 +21,13 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest --ignore=tests/integration
+	$(BIN)/python -m pytest -n auto --dist worksteal --ignore=tests/integration
 
 servers: setup
 	$(BIN)/python tests/integration/servers/setup.py
 
 integration: servers
-	$(BIN)/python -m pytest tests/integration -s
+	$(BIN)/python -m pytest -n auto --dist loadfile -rP tests/integration
 
 lint: setup
 	$(BIN)/ruff format --check .

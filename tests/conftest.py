@@ -1,6 +1,7 @@
 """Fixtures of every package's tests: a tiny random checkpoint, and samples to go with it."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from octet.cores import THREADS, usable_cores, wait_briefly
 from tests.patient_loop import PatientLoop
+from tests.shared import Shared
+
+# Before torch is imported. Where several processes run tests, each computes on a core of its own.
+wait_briefly()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault(THREADS, "1")
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and
 # children inherit that: tests that interrupt one would wait in vain.
@@ -23,6 +31,16 @@ settings.register_profile(
 settings.load_profile("octet")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process a core, and one that computes while others wait; each needs some 2 GB."""
+    return max(1, min(usable_cores() + 1, memory_gb() // 2, 8))
+
+
+def memory_gb() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], PatientLoop]]:
@@ -42,14 +60,24 @@ def example_samples() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """What is made once for all processes of a run, and for later ones."""
+    root = pytestconfig.rootpath / str(pytestconfig.getini("cache_dir"))
+    return Shared(root / "d" / "octet", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(shared: Shared) -> Path:
     """A two-layer Llama with random weights and the example's tokenizer, saved in BF16."""
+    return shared.directory("tiny-model", write_tiny_model)
+
+
+def write_tiny_model(path: Path) -> None:
     import shutil
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    path = tmp_path_factory.mktemp("tiny-model")
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
@@ -69,7 +97,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     for file in (EXAMPLE / "model").glob("tokenizer*"):
         shutil.copy(file, path)
-    return path
+
+
+@pytest.fixture(scope="session")
+def example_calibration(example_model: Path, example_samples: Path, shared: Shared) -> Path:
+    """The example calibrated for `fp8` on 128 samples of up to 256 tokens, without predictions."""
+
+    def build(path: Path) -> None:
+        import calibrate
+        from octet.recipe import Recipe
+
+        calibrate.run(
+            example_model,
+            example_samples / "calibration.jsonl",
+            path,
+            recipe=Recipe.load("fp8"),
+            held_out=example_samples / "heldout.jsonl",
+            count=128,
+            max_length=256,
+            predict=False,
+        )
+
+    return shared.directory("example-calibration", build)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from calibrate.samples import load_samples
 from octet.calibration import Calibration
 from octet.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from tests.shared import Shared
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -55,12 +56,12 @@ def batch(sequences: list[list[int]]) -> Batch:
 
 @pytest.fixture(scope="package")
 def calibration(
-    one_thread: None,
-    tiny_model: Path,
-    tiny_samples: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    one_thread: None, tiny_model: Path, tiny_samples: Path, shared: Shared
 ) -> Calibration:
     """`fp8-static` in float32 on 128 samples; two are left to be held out."""
-    out = tmp_path_factory.mktemp("calibration") / "out"
-    recipe = Recipe.load("fp8-static")
-    return run(tiny_model, tiny_samples, out, recipe=recipe, count=128, dtype="float32")
+
+    def build(path: Path) -> None:
+        recipe = Recipe.load("fp8-static")
+        run(tiny_model, tiny_samples, path, recipe=recipe, count=128, dtype="float32")
+
+    return Calibration.load(shared.directory("tiny-fp8-static", build))

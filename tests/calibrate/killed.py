@@ -1,12 +1,12 @@
 """Runs that are killed at every step of their work, and continued.
 
-`python -m tests.calibrate.killed MODEL DIRECTORY HOW` is a process of its own, which forks:
-importing torch takes longer than a run. HOW says which activations the journal keeps: "every
-layer", those "in between" (of every other), "none", or those that are "spilled"; "restart" begins
-anew over the journal of a run that had finished two layers.
+`python -m tests.calibrate.killed MODEL DIRECTORY` is a process of its own, which forks: importing
+torch takes longer than a run. It goes through HOWS, which say what activations the journal keeps:
+"every layer", those "in between" (of every other), "none", or those that are "spilled"; "restart"
+begins anew over the journal of a run that had finished two layers.
 
-Prints a line of JSON for each moment: {"moment", "finished": layers that the journal held then,
-"same": whether the continued run gave the very counts}.
+Prints a line of JSON for each moment: {"how", "moment", "finished": layers that the journal held
+then, "same": whether the continued run gave the very counts}.
 """
 
 import json
@@ -25,16 +25,27 @@ from calibrate import journal, journal_files, records
 from calibrate.activations import ActivationFiles
 from tests.calibrate.runs import batches_of, run, save_counts
 
-EVERY = 5  # of the moments, one is tried
+EVERY = 7  # of the moments, one is tried
+HOWS = ("every layer", "in between", "none", "spilled", "restart")
 
 
-def main(model: Path, directory: Path, how: str) -> None:
+def main(model: Path, directory: Path) -> None:
+    run(model)  # imports all that a run needs, for every child
+    for how in HOWS:
+        place = directory / how
+        place.mkdir()
+        killed = forked(partial(try_moments, model, place, how))
+        assert not killed
+
+
+def try_moments(model: Path, directory: Path, how: str) -> None:
+    """Kills runs at their moments one after the other, and continues each."""
     save_counts(directory / "whole", run(model))
     settings: dict[str, Any] = {"spill": directory / "spill"} if how == "spilled" else {}
     keep(how)
     path, moment = directory / "journal", 1
     while forked(partial(run_until, moment, model, path, how == "restart", settings)):
-        resume(model, directory, settings, moment=moment)
+        resume(model, directory, settings, how=how, moment=moment)
         moment += EVERY
 
     # And from outside, at no step in particular: some time after the second layer was finished.
@@ -50,7 +61,7 @@ def main(model: Path, directory: Path, how: str) -> None:
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        resume(model, directory, settings, moment=f"{delay_s} s", count=20)
+        resume(model, directory, settings, how=how, moment=f"{delay_s} s", count=20)
 
 
 def keep(how: str) -> None:
@@ -96,6 +107,7 @@ def resume(
     directory: Path,
     settings: dict[str, Any],
     *,
+    how: str,
     moment: int | str,
     count: int = 5,
 ) -> None:
@@ -105,7 +117,8 @@ def resume(
     killed = forked(lambda: save_counts(directory / "resumed", again()))
     assert not killed
     same = (directory / "whole").read_bytes() == (directory / "resumed").read_bytes()
-    print(json.dumps({"moment": moment, "finished": finished, "same": same}), flush=True)
+    told = {"how": how, "moment": moment, "finished": finished, "same": same}
+    print(json.dumps(told), flush=True)
 
 
 def forked(work: Callable[[], Any]) -> bool:
@@ -158,4 +171,4 @@ def die_at(moment: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

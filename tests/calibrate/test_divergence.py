@@ -158,7 +158,7 @@ def test_the_simulation_costs_what_the_embedded_engine_was_measured_to(
 
     model = load_model(checkpoint, "float32")
     with observe(model, checkpoint.spec) as observer:
-        for batch in batches_from(example_samples / "calibration.jsonl", 64, tokenizer):
+        for batch in batches_from(example_samples / "calibration.jsonl", 8, tokenizer):
             observer.run(batch)
     judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
     reference = Reference(model, checkpoint.spec, judged)

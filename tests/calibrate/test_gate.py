@@ -26,6 +26,7 @@ from octet.recipe import Recipe
 from octet.tensors import TensorFile
 from tests.models import write_model
 from tests.outliers import write_outlier_checkpoint
+from tests.shared import Shared
 
 INJURED = ["model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"]
 STATIC = Recipe.load("fp8-static").model_copy(update={"kv_cache": "float16"})
@@ -38,11 +39,13 @@ def gate(max_kl: str | None = None, max_ppl_change: str | None = None) -> Gate:
 
 
 @pytest.fixture(scope="module")
-def injured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def injured(tiny_model: Path, shared: Shared) -> Path:
     """A model whose layer 1 has inputs that no scale of a whole tensor serves well."""
-    path = tmp_path_factory.mktemp("injured") / "model"
-    write_outlier_checkpoint(tiny_model, path, layers=[1], factor=2**17)
-    return path
+
+    def build(path: Path) -> None:
+        write_outlier_checkpoint(tiny_model, path, layers=[1], factor=2**17)
+
+    return shared.directory("gate-injured", build)
 
 
 def calibrated(model: Path, samples: Path, out: Path, **options: Any) -> Calibration:
@@ -270,13 +273,14 @@ class TestCalibrate:
 
 
 @pytest.fixture(scope="module")
-def origin(
-    injured: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Calibration:
+def origin(injured: Path, tiny_samples: Path, shared: Shared) -> Calibration:
     """Of the injured model, under scales of tokens and channels, with a gate of its own."""
-    out = tmp_path_factory.mktemp("origin") / "out"
     recipe = Recipe.load("fp8").model_copy(update={"kv_cache": "float16"})
-    return calibrated(injured, tiny_samples, out, recipe=recipe, gate=gate("9"))
+
+    def build(path: Path) -> None:
+        calibrated(injured, tiny_samples, path, recipe=recipe, gate=gate("9"))
+
+    return Calibration.load(shared.directory("gate-origin", build))
 
 
 class TestRescale:

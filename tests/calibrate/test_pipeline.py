@@ -32,6 +32,7 @@ from octet.expected import EXPECTED_FILE, ExpectedSet
 from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.recipe import Recipe
 from octet.tensors import Tensor, TensorFile, write_tensors
+from tests.command import octet
 
 FP8 = Recipe.load("fp8")
 ROOT = Path(__file__).parents[2]
@@ -234,11 +235,15 @@ def test_after_a_signal_the_same_command_continues(
     tiny_model: Path, tiny_samples: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "octet", "calibrate", str(tiny_model)]
-    command += ["--samples", str(tiny_samples), "--recipe", "fp8", "-o", str(out), "-n", "128"]
+    command = ["calibrate", str(tiny_model), "--samples", str(tiny_samples), "--recipe", "fp8"]
+    command += ["-o", str(out), "-n", "128", "--no-predict"]
     environment = os.environ | {"COLUMNS": "120", "FORCE_COLOR": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "octet", *command],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stderr is not None
     seen = b""
@@ -254,7 +259,7 @@ def test_after_a_signal_the_same_command_continues(
     kept = [progress] if stage == "Golden records" else list(tmp_path.glob("out.progress"))
     assert list(tmp_path.iterdir()) == kept  # nothing else, whenever the signal came
     assert (f"kept {progress}" in (seen + rest).decode()) == bool(kept)
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    again = octet(*command)
     assert again.returncode == 0, again.stderr
     assert ("continuing from" in again.stderr) == bool(kept)
     assert list(tmp_path.iterdir()) == [out]

@@ -22,6 +22,7 @@ from octet.formats import E4M3
 from octet.hypotheses import HYPOTHESES_FILE
 from octet.recipe import PRESETS, Override, Recipe
 from octet.tensors import Tensor, write_tensors
+from tests.shared import Shared
 
 STATIC = PRESETS["fp8-static"]
 
@@ -49,7 +50,7 @@ RECIPES = {
 }
 # Those that the pipeline itself is run with: a calibration takes a second or two.
 FRESH = ["fp8-static", "fp8-block", "nvfp4", "fp8 e4m3", "mixed"]
-PREDICTED = ["nvfp4", "fp8 e4m3"]  # which takes most of a test's time
+PREDICTED = ["fp8 e4m3"]  # which takes most of a test's time
 
 
 def calibrated(
@@ -70,22 +71,22 @@ def calibrated(
 
 
 @pytest.fixture(scope="module")
-def origin(
-    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Calibration:
+def origin(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Calibration:
     """`fp8` with an E5M2 cache on 40 samples: nothing static that another recipe could inherit."""
-    out = tmp_path_factory.mktemp("origin") / "out"
-    return calibrated(tiny_model, tiny_samples, out, PRESETS["fp8"])
+    path = shared.directory(
+        "rescale-origin", lambda path: calibrated(tiny_model, tiny_samples, path, PRESETS["fp8"])
+    )
+    return Calibration.load(path)
 
 
 @pytest.fixture(scope="module")
-def with_queries(
-    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Calibration:
+def with_queries(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Calibration:
     """With an E4M3 cache, for which queries are observed."""
-    out = tmp_path_factory.mktemp("with-queries") / "out"
     recipe = PRESETS["fp8-block"].model_copy(update={"kv_cache": "e4m3"})
-    return calibrated(tiny_model, tiny_samples, out, recipe)
+    path = shared.directory(
+        "rescale-queries", lambda path: calibrated(tiny_model, tiny_samples, path, recipe)
+    )
+    return Calibration.load(path)
 
 
 def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:

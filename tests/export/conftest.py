@@ -16,6 +16,7 @@ from octet.model import Linear
 from octet.recipe import Recipe, TensorScheme
 from octet.tensors import Tensor, write_tensors
 from tests.calibrations import save_calibration
+from tests.shared import Shared
 
 RECIPES = ("fp8", "fp8-static", "fp8-block")
 GROUPED = ("mxfp8", "mxfp4", "nvfp4")
@@ -94,35 +95,36 @@ def plausible_scales(
 
 
 @pytest.fixture(scope="session")
-def calibrations(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+def calibrations(tiny_model: Path, shared: Shared) -> dict[str, Path]:
     """A calibration of the tiny model for each preset recipe."""
-    root = tmp_path_factory.mktemp("calibrations")
-    return {
-        name: make_calibration(root / name, tiny_model, Recipe.load(name))
-        for name in (*RECIPES, *GROUPED)
-    }
+
+    def build(root: Path) -> None:
+        for name in (*RECIPES, *GROUPED):
+            make_calibration(root / name, tiny_model, Recipe.load(name))
+
+    return named(shared.directory("export-calibrations", build))
 
 
 @pytest.fixture(scope="session")
-def decoders(
-    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
-) -> dict[str, Path]:
-    """The ONNX export of each calibration, and `full`: the one without quantization."""
-    root = tmp_path_factory.mktemp("decoders")
-    for name, calibration in calibrations.items():
-        export_onnx(calibration, root / name)
-    export_onnx(calibrations["fp8"], root / "full", quantize=False)
-    return {name: root / name for name in (*RECIPES, "full")}
+def graphs(calibrations: dict[str, Path], shared: Shared) -> dict[str, Path]:
+    """The ONNX export of each recipe, the one for TensorRT as `<recipe>-tensorrt`, and `full`: one
+    without quantization."""
+
+    def build(root: Path) -> None:
+        for recipe, calibration in calibrations.items():
+            export_onnx(calibration, root / recipe)
+            if recipe != "mxfp4":  # TensorRT has no operator that rounds inputs to it
+                export_onnx(calibration, root / f"{recipe}-tensorrt", target="tensorrt")
+        export_onnx(calibrations["fp8"], root / "full", quantize=False)
+
+    return named(shared.directory("export-graphs", build))
 
 
 @pytest.fixture(scope="session")
-def graphs(
-    tmp_path_factory: pytest.TempPathFactory, calibrations: dict[str, Path]
-) -> dict[str, Path]:
-    """The ONNX export of each recipe, and the one for TensorRT as `<recipe>-tensorrt`."""
-    root = tmp_path_factory.mktemp("graphs")
-    for recipe in (*RECIPES, *GROUPED):
-        export_onnx(calibrations[recipe], root / recipe)
-        if recipe != "mxfp4":  # TensorRT has no operator that rounds inputs to it
-            export_onnx(calibrations[recipe], root / f"{recipe}-tensorrt", target="tensorrt")
-    return {path.name: path for path in root.iterdir()}
+def decoders(graphs: dict[str, Path]) -> dict[str, Path]:
+    """Those of recipes in FP8 for ONNX Runtime, and `full`."""
+    return {name: graphs[name] for name in (*RECIPES, "full")}
+
+
+def named(root: Path) -> dict[str, Path]:
+    return {path.name: path for path in sorted(root.iterdir())}

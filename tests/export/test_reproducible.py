@@ -20,6 +20,7 @@ from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.reproduce import BACKENDS, CHECKPOINTS, GRAPHS
+from tests.shared import Shared
 
 ROOT = Path(__file__).parents[2]
 # Of each export: the recipe, and the packages beside numpy that had a part in its bytes.
@@ -42,9 +43,12 @@ EXPECTED = ExpectedSet(
 
 
 @pytest.fixture(scope="module")
-def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calibrated(tiny_model: Path, shared: Shared) -> Path:
     """A calibration of each recipe, with scales of either cache and an expectation."""
-    root = tmp_path_factory.mktemp("calibrated")
+    return shared.directory("reproducible", lambda root: write_calibrations(root, tiny_model))
+
+
+def write_calibrations(root: Path, model: Path) -> None:
     scales = {
         f"model.layers.{layer}.self_attn.{kind}_scale_e4m3": 0.125
         for layer in (0, 1)
@@ -52,15 +56,12 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     }
     for recipe in CHECKPOINTS["compressed-tensors"]:
         plain = root / "plain" / recipe
-        found = Calibration.load(
-            make_calibration(plain, tiny_model, Recipe.load(recipe), scales=scales)
-        )
+        found = Calibration.load(make_calibration(plain, model, Recipe.load(recipe), scales=scales))
         told = HypothesisSet(found.golden.weights_sha256, recipe, {})
         files = {EXPECTED_FILE: EXPECTED.to_json(), HYPOTHESES_FILE: told.save}
         Calibration.save(
             root / recipe, found.manifest, {}, {}, found.scales, found.golden, extra_files=files
         )
-    return root
 
 
 @pytest.fixture(scope="module")

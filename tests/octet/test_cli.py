@@ -1,6 +1,5 @@
 """The command line as a user meets it: one line and exit code 2 for each mistake."""
 
-import io
 import json
 import shutil
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,28 +17,15 @@ from octet import cli
 from octet.artifact import Manifest
 from octet.commands.calibrate import chosen_recipe
 from octet.recipe import PRESETS, KvCacheDtype
+from tests.command import octet
+from tests.shared import Shared
 
 OCTET = [sys.executable, "-m", "octet"]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """`octet` with these arguments in this process: it takes longer to start than to run."""
-    words = [str(argument) for argument in arguments]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    out, errors = io.StringIO(), io.StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-            cli.main(words)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    code = 0 if ended.value.code is None else int(ended.value.code)
-    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
-
-
 def refused(*arguments: object) -> str:
     """The one line on standard error; asserts that it is one, and that the exit code is 2."""
-    done = run(*arguments)
+    done = octet(*arguments)
     assert done.returncode == 2, done
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
@@ -68,15 +53,15 @@ def test_every_command_has_help_that_can_be_read(command: tuple[str, ...]) -> No
 
 
 @pytest.fixture(scope="module")
-def calibration(
-    tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "calibration"
-    done = run("calibrate", tiny_model, "--samples", tiny_samples, "-n", 128, "-o", out, "--json")
-    assert done.returncode == 0, done.stderr
-    reported = json.loads(done.stdout)
-    assert reported["identity"] == Manifest.load(out, "calibration").identity
-    return out
+def calibration(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Path:
+    def build(path: Path) -> None:
+        samples = ("--samples", tiny_samples, "-n", 128)
+        done = octet("calibrate", tiny_model, *samples, "-o", path, "--json")
+        assert done.returncode == 0, done.stderr
+        reported = json.loads(done.stdout)
+        assert reported["identity"] == Manifest.load(path, "calibration").identity
+
+    return shared.directory("cli-calibration", build)
 
 
 def truncate(path: Path) -> None:
@@ -139,7 +124,7 @@ def test_rescale_asks_what_should_change(calibration: Path, tmp_path: Path) -> N
 
 
 def test_rescale_changes_the_recipe_that_there_is(calibration: Path, tmp_path: Path) -> None:
-    done = run("rescale", calibration, "--kv", "e4m3", "--no-predict", "-o", tmp_path / "out")
+    done = octet("rescale", calibration, "--kv", "e4m3", "--no-predict", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     before = Manifest.load(calibration, "calibration").recipe
     after = Manifest.load(tmp_path / "out", "calibration").recipe
@@ -150,13 +135,13 @@ def test_rescale_changes_the_recipe_that_there_is(calibration: Path, tmp_path: P
 def test_a_preset_with_changes_has_a_name_of_its_own(calibration: Path, tmp_path: Path) -> None:
     changes = ("--kv-cache", "float16", "--exclude", "*.down_proj")
     out, exported = tmp_path / "out", tmp_path / "checkpoint"
-    done = run("rescale", calibration, "--recipe", "fp8", "--no-predict", *changes, "-o", out)
+    done = octet("rescale", calibration, "--recipe", "fp8", "--no-predict", *changes, "-o", out)
     assert done.returncode == 0, done.stderr
     name = "fp8+kv-float16+exclude"
     assert f"derived {name} from" in done.stderr
     assert Manifest.load(out, "calibration").recipe.name == name
     assert json.loads((out / "report.json").read_text())["recipe"]["name"] == name
-    assert run("export", "checkpoint", out, "-o", exported).returncode == 0
+    assert octet("export", "checkpoint", out, "-o", exported).returncode == 0
     assert Manifest.load(exported, "checkpoint").recipe.name == name
 
 
@@ -206,10 +191,10 @@ def test_export_refuses_what_is_no_calibration_or_has_changed(
 
 def test_an_existing_artifact_is_kept_unless_forced(calibration: Path, tmp_path: Path) -> None:
     out = tmp_path / "checkpoint"
-    assert run("export", "checkpoint", calibration, "-o", out).returncode == 0
+    assert octet("export", "checkpoint", calibration, "-o", out).returncode == 0
     before = Manifest.load(out, "checkpoint")
     assert "exists already; add --force" in refused("export", "checkpoint", calibration, "-o", out)
-    assert run("export", "checkpoint", calibration, "-o", out, "--force").returncode == 0
+    assert octet("export", "checkpoint", calibration, "-o", out, "--force").returncode == 0
     assert Manifest.load(out, "checkpoint") == before
 
 
@@ -222,7 +207,7 @@ def test_force_never_replaces_a_calibration_by_an_export(calibration: Path, tmp_
 
 def test_an_export_says_what_it_wrote_where(calibration: Path, tmp_path: Path) -> None:
     out = tmp_path / "a [bold]name"
-    done = run("export", "checkpoint", calibration, "-o", out)
+    done = octet("export", "checkpoint", calibration, "-o", out)
     assert done.returncode == 0, done.stderr
     said = "".join(done.stdout.split())
     assert f"wrote{out}".replace(" ", "") in said
@@ -242,7 +227,7 @@ def test_evaluate_refuses_what_it_cannot_score(
     assert f"{absent}: no such file" in refused("evaluate", tiny_model, "--samples", absent)
     line = refused("evaluate", calibration, "--samples", tiny_samples)
     assert "no config.json" in line
-    done = run("evaluate", tiny_model, "--samples", tiny_samples, "-n", 4, "--json")
+    done = octet("evaluate", tiny_model, "--samples", tiny_samples, "-n", 4, "--json")
     assert json.loads(done.stdout)["perplexity"] > 1
 
 
@@ -251,25 +236,30 @@ def test_serve_wants_one_thing_to_serve(tmp_path: Path) -> None:
     assert "no such directory" in refused("serve", tmp_path / "absent")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("after_s", [0.3, 2.5, 4.0])
 def test_an_interrupted_calibration_leaves_nothing_half_written(
-    number: signal.Signals, after_s: float, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+    after_s: float, tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*OCTET, "calibrate", str(tiny_model), "--samples", str(tiny_samples), "-o", str(out)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*OCTET, "calibrate", str(tiny_model), "--samples", str(tiny_samples)]
+    processes = {
+        number: subprocess.Popen(
+            [*command, "-o", str(tmp_path / number.name / "out")],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     time.sleep(after_s)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=600)
-    # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an import.
-    assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
-    assert "Traceback" not in errors or process.returncode < 0
-    if out.exists():  # the signal came after it had taken its place: then it is whole
-        Manifest.load(out, "calibration")
-    kept = tmp_path / "out.progress"  # what the same command would continue from
-    assert [path for path in tmp_path.iterdir() if path not in (out, kept)] == []
+    for number, process in processes.items():
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=600)
+        # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an
+        # import.
+        assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
+        assert "Traceback" not in errors or process.returncode < 0
+        out = tmp_path / number.name / "out"
+        if out.exists():  # the signal came after it had taken its place: then it is whole
+            Manifest.load(out, "calibration")
+        kept = out.with_name("out.progress")  # what the same command would continue from
+        assert [path for path in out.parent.glob("*") if path not in (out, kept)] == []

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from serve.onnx_runner import OnnxRunner
     from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
+    from tests.shared import Shared
 
 
 class Served:
@@ -148,18 +149,21 @@ async def upstreams() -> "AsyncIterator[list[FakeOpenAI]]":
 
 
 @pytest.fixture(scope="session")
-def exports(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(tiny_model: Path, shared: "Shared") -> dict[str, Path]:
     """ONNX exports of the tiny model: recipes with an E5M2 cache, and `plain`."""
-    from export.onnx import export_onnx
-    from octet.recipe import Recipe
-    from tests.export.conftest import make_calibration
-
-    root = tmp_path_factory.mktemp("onnx")
     recipes = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
-    for recipe in recipes:
-        make_calibration(root / f"{recipe}-calibration", tiny_model, Recipe.load(recipe))
-        export_onnx(root / f"{recipe}-calibration", root / recipe, kv_cache="e5m2")
-    export_onnx(root / "fp8-calibration", root / "plain", quantize=False)
+
+    def build(root: Path) -> None:
+        from export.onnx import export_onnx
+        from octet.recipe import Recipe
+        from tests.export.conftest import make_calibration
+
+        for recipe in recipes:
+            make_calibration(root / f"{recipe}-calibration", tiny_model, Recipe.load(recipe))
+            export_onnx(root / f"{recipe}-calibration", root / recipe, kv_cache="e5m2")
+        export_onnx(root / "fp8-calibration", root / "plain", quantize=False)
+
+    root = shared.directory("serve-exports", build)
     return {name: root / name for name in (*recipes, "plain")}
 
 
@@ -218,11 +222,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
 
 
 @pytest.fixture(scope="session")
-def proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet":
-    """16 records of the trained example: a random model agrees with anything."""
-    import json
+def proof_golden(proof_calibration: Path) -> "GoldenSet":
+    """Its 16 golden records."""
+    from octet.golden import GoldenSet
 
-    import torch
+    return GoldenSet.load(proof_calibration)
+
+
+@pytest.fixture(scope="session")
+def proof_calibration(example_model: Path, example_samples: Path, shared: "Shared") -> Path:
+    """Recipe fp8 of the trained example (a random model agrees with anything), with 16 golden
+    records, and what is expected of three paths."""
+
+    def build(root: Path) -> None:
+        golden = make_proof_golden(example_model, example_samples)
+        make_proof_calibration(root / "calibration", example_model, golden)
+
+    return shared.directory("serve-proof", build) / "calibration"
+
+
+def make_proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet":
+    import json
 
     from calibrate.golden import golden_set
     from octet.checkpoint import Checkpoint
@@ -234,15 +254,10 @@ def proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet":
     texts = [tokenizer.encode(json.loads(line)["text"]) for line in lines]
     long = [ids for ids in texts if len(ids) >= max(lengths)]
     prompts = [(f"prompt {n}", long[i][:n]) for i, n in enumerate(lengths)]
-    torch.set_num_threads(2)
     return golden_set(Checkpoint.open(example_model), prompts)
 
 
-@pytest.fixture(scope="session")
-def proof_calibration(
-    example_model: Path, proof_golden: "GoldenSet", tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Recipe fp8 of the example, with those records, and what is expected of three paths."""
+def make_proof_calibration(path: Path, example_model: Path, golden: "GoldenSet") -> None:
     from calibrate.predict import predict
     from octet.calibration import Calibration
     from octet.checkpoint import Checkpoint
@@ -256,12 +271,11 @@ def proof_calibration(
         ServingPath(kv_cache="float16", compute="float32"),
         ServingPath(kv_cache="e4m3", compute="bfloat16"),
     ]
-    path = tmp_path_factory.mktemp("proof") / "calibration"
     recipe, checkpoint = Recipe.load("fp8"), Checkpoint.open(example_model)
     layers = range(checkpoint.spec.layers)
     cache = {f"model.layers.{i}.self_attn.{kind}_scale_e4m3": 0.05 for i in layers for kind in "kv"}
     make_calibration(path, example_model, recipe, scales=cache)
     scales = Calibration.load(path).scales
-    predict(checkpoint, recipe, scales, proof_golden, paths).save(path)
-    proof_golden.save(path)
-    return rewritten(path)
+    predict(checkpoint, recipe, scales, golden, paths).save(path)
+    golden.save(path)
+    rewritten(path)

@@ -19,15 +19,14 @@ from serve.engine_proof import expected_range, prove
 from serve.runner import load_runner
 from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
+from tests.shared import Shared
 
 E5M2 = ServingPath(kv_cache="e5m2", compute="float32")
 
 
 @pytest.fixture(scope="module")
-def export(proof_calibration: Path) -> Path:
-    path = proof_calibration.parent / "onnx"
-    export_onnx(proof_calibration, path)
-    return path
+def export(proof_calibration: Path, shared: Shared) -> Path:
+    return shared.directory("proof-onnx", lambda path: export_onnx(proof_calibration, path))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,8 @@ def facts_of_onnx(export: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(proof_calibration: Path) -> Path:
-    return make_engine(proof_calibration, proof_calibration.parent / "engine")
+def engine(proof_calibration: Path, shared: Shared) -> Path:
+    return shared.directory("proof-engine", lambda path: make_engine(proof_calibration, path))
 
 
 @pytest.fixture
@@ -144,8 +143,10 @@ def test_an_engine_that_cannot_run_here_is_unproven(
     assert "no NVIDIA GPU" in prove(engine)["reason"]
 
 
-def test_what_is_altered_is_refused_and_not_unproven(engine: Path, gpu: FakeGpu) -> None:
-    copy = shutil.copytree(engine, engine.parent / "altered")
+def test_what_is_altered_is_refused_and_not_unproven(
+    engine: Path, gpu: FakeGpu, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(engine, tmp_path / "altered")
     (copy / "golden.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"golden\.json"):
         prove(copy)

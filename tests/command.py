@@ -1,0 +1,27 @@
+"""The command line in this process: `octet` takes longer to start than most commands to run."""
+
+import io
+import signal
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from octet import cli
+
+__all__ = ["octet"]
+
+
+def octet(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What `octet` with these arguments prints and its exit code, as of a process of its own."""
+    words = [str(argument) for argument in arguments]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    out, errors = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            cli.main(words)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    code = 0 if ended.value.code is None else int(ended.value.code)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -108,6 +111,43 @@ def test_stopping_leaves_no_process(
         group = server.process.pid
         assert len(processes_of_group(group)) > 1  # the server and its stub
     deadline = time.monotonic() + 60  # whom the kernel has killed is gone a moment later
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes_of_group(group) == []
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from tests.integration.servers.process import Server, free_port
+
+PORT = str(free_port())
+
+class Simple(Server):
+    ready_url = f"http://127.0.0.1:{PORT}/"
+
+    def command(self):
+        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", PORT]
+
+    def environment(self):
+        return {}
+
+with Simple(log=Path(sys.argv[1])) as server:
+    print(server.process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_run_that_is_killed_leaves_no_server(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, str(tmp_path / "log")]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    group = int(run.stdout.readline())
+    assert processes_of_group(group)
+    run.send_signal(number)
+    run.communicate()
+    deadline = time.monotonic() + 60
     while processes_of_group(group) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert processes_of_group(group) == []

@@ -1,4 +1,7 @@
-"""A server as a child process: started in a group of its own, awaited, stopped surely."""
+"""A server as a child process: started in a group of its own, awaited, stopped surely.
+
+A guard (`guard.py`) stops it where this process cannot: when it is killed itself.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-STOP_SECONDS = 15.0
+from tests.integration.servers.guard import STOP_SECONDS
+
 LOG_TAIL_LINES = 40
 
 
@@ -30,10 +35,13 @@ def free_port() -> int:
 
     Servers take theirs up to a minute later: until then the kernel must not give it to somebody who
     asks for any, as the other servers do. So it is below the range that the kernel gives from.
+    Processes of pytest-xdist share that range out.
     """
     said = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(said.read_text().split()[0]) if said.exists() else 32768
-    candidates = list(range(min(10_000, first // 2), first))
+    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    candidates = list(range(min(10_000, first // 2) + ours, first, count))
     secrets.SystemRandom().shuffle(candidates)
     for port in candidates:
         with socket.socket() as probe:
@@ -54,6 +62,7 @@ class Server:
     log: Path  # both output streams; overwritten at each start
     ready_seconds: float = 600.0  # the deadline; a busy two-core machine needs a minute for vLLM
     process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    _guard: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     def command(self) -> list[str]:
         raise NotImplementedError
@@ -93,6 +102,7 @@ class Server:
                 stderr=output,
                 start_new_session=True,
             )
+        self._guard_group(self.process.pid)
         try:
             self._wait()
         except BaseException:
@@ -121,6 +131,22 @@ class Server:
             process.wait(STOP_SECONDS)
         signal_group(process.pid, signal.SIGKILL)
         process.wait()
+        self._release_guard()
+
+    def _guard_group(self, group: int) -> None:
+        self._release_guard()  # of a server that ended by itself, and is started again
+        guard = Path(__file__).with_name("guard.py")
+        self._guard = subprocess.Popen(
+            [sys.executable, "-S", str(guard), str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _release_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.communicate(b"stopped\n")
+            self._guard = None
 
     @property
     def _name(self) -> str:

@@ -14,10 +14,18 @@ from typing import Any
 
 import pytest
 
+from octet.cores import usable_cores
+from tests.conftest import memory_gb
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags
+from tests.shared import Shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Servers take up to 10 GB a process of tests, and two cores."""
+    return max(1, min(usable_cores(), memory_gb() // 10, 4))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,9 +104,12 @@ def octet(*arguments: object, python: Path | str = sys.executable) -> None:
 
 
 @pytest.fixture(scope="session")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exports(shared: Shared) -> Path:
     """A directory with the example calibrated (fp8, and fp8-static from it) and exported."""
-    out = tmp_path_factory.mktemp("exports")
+    return shared.directory("exports", write_exports)
+
+
+def write_exports(out: Path) -> None:
     samples = EXAMPLE / "samples"
     octet(
         *("calibrate", EXAMPLE / "model", "--samples", samples / "calibration.jsonl"),
@@ -116,7 +127,6 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("export", "triton", out / "calibration-fp8", "--backend", "python"),
         *("--name", "python-lm", "-o", out / "triton_models" / "python-lm"),
     )
-    return out
 
 
 @pytest.fixture(scope="session")

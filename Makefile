@@ -21,13 +21,13 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal --ignore=tests/integration
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --ignore=tests/integration
 
 servers: setup
 	$(BIN)/python tests/integration/servers/setup.py
 
 integration: servers
-	$(BIN)/python -m pytest -n auto --dist loadfile -rP tests/integration
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -rP --durations=20 tests/integration
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -48,6 +48,7 @@ class Load:
     model: str
     workers: int = 8
     max_tokens: int = 24
+    pause_s: float = 0.0  # before it asks again: while a server starts, which needs the same cores
     outcomes: list[Outcome] = field(default_factory=list)
     _stopping: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -125,6 +126,7 @@ class Load:
                 outcome.error = error
                 await asyncio.sleep(0.05)
             outcome.ended = time.monotonic()
+            await asyncio.sleep(self.pause_s)
 
     async def _ask(self, outcome: Outcome, prompt: str) -> None:
         ask = {

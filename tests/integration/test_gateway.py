@@ -87,7 +87,9 @@ async def test_a_killed_backend_costs_no_request_without_a_token(
         out_s = await watch.until(victim, available=False)
         await load.completed(20)
         before = await watch.answered(victim)
+        load.pause_s = 3.0
         await asyncio.to_thread(server.start)
+        load.pause_s = 0.0
         back_s = await watch.until(victim, available=True)
         async with asyncio.timeout(300):
             while await watch.answered(victim) == before:
@@ -116,7 +118,9 @@ async def test_triton_over_a_dead_model_is_found_out(
         await load.completed(20)
         assert not await watch.available("triton")
         await asyncio.to_thread(server.stop)
+        load.pause_s = 3.0
         await asyncio.to_thread(server.start)
+        load.pause_s = 0.0
         back_s = await watch.until("triton", available=True)
         await load.completed(10)
     print(f"\ndead stub: out after {out_s:.2f} s, back {back_s:.2f} s after; {load.summary()}")

@@ -98,6 +98,7 @@ class Clients:
     url: str
     prompts: Sequence[str]
     workers: int = 6
+    pause_s: float = 0.0  # before it asks again: while a server starts, which needs the same cores
     answers: list[Answer] = field(default_factory=list)
     _stopping: bool = False
 
@@ -127,6 +128,7 @@ class Clients:
         while not self._stopping:
             prompt = turn % len(self.prompts)
             self.answers.append(await self._ask(prompt, streamed=bool(number % 2)))
+            await asyncio.sleep(self.pause_s)
             turn += self.workers + 1
 
     async def _ask(self, prompt: int, *, streamed: bool) -> Answer:
@@ -240,7 +242,9 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
             kill(fleet.other)
             await until(gateway, "other", lambda found: not found["up"])
             gone = written(gateway, "other")
+            clients.pause_s = 3.0
             await serve(fleet.other, fleet.broken, hide=True)
+            clients.pause_s = 0.0
             refused = await until_proof(gateway, "other", "refused")
             answers = await asyncio.to_thread(ask, fleet.other, prompts)
             code, found = await asyncio.to_thread(verify, fleet.other.url, "--golden", fleet.export)
@@ -248,7 +252,9 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
             print(f"other: {refused['proof']['reason']}")
             kill(fleet.other)
             still = written(gateway, "other")
+            clients.pause_s = 3.0
             await serve(fleet.other, fleet.export)
+            clients.pause_s = 0.0
             await until_proof(gateway, "other", "proven")
             await clients.more(60)
             back = written(gateway, "other")

@@ -52,7 +52,7 @@ class EmbeddedConfig(_Backend):
     slots: Count | None = None
     # Tokens of prompt and answer together; what the model has, or an engine was built for.
     context: Count | None = None
-    threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator on the CPU; 0: one per core
+    threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator; 0: each usable core
     max_waiting: Count = 1024  # requests
 
 

@@ -68,7 +68,7 @@ def backend_of(request: pytest.FixtureRequest, exports: Path) -> Callable[[str],
 
     def make(kind: str) -> tuple[Any, Any]:
         if kind == "embedded":
-            config = EmbeddedConfig(type="embedded", path=exports / "onnx", threads=2)
+            config = EmbeddedConfig(type="embedded", path=exports / "onnx", threads=1)
             backend = EmbeddedBackend.from_config("python-lm", config)
 
             async def running() -> int:

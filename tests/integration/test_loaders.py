@@ -185,7 +185,7 @@ def run(jobs: list[dict[str, Any]], root: Path) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CACHE_ROOT": str(layout.VLLM / "cache"),
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         [str(layout.python(layout.VLLM)), "-P", str(SCRIPT), str(root / "jobs.json")],

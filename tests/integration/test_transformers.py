@@ -59,7 +59,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Source,
     (root / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
         [str(layout.python(layout.VLLM)), "-P", str(SCRIPT), str(root / "jobs.json")],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

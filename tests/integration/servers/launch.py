@@ -131,7 +131,7 @@ class TritonServer(Server):
             "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
             # The stub's embedded interpreter finds its packages from the first python3 on PATH.
             "PATH": f"{layout.TRITON_STUB_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
 

@@ -98,10 +98,10 @@ def show(prompt: str, text: str, reason: str) -> None:
     print("\n" + "-" * 63 + f"\n{prompt}{text}\n[{reason}]", flush=True)
 
 
-def perplexity(target: Path) -> float:
+def perplexities(*targets: Path) -> list[float]:
     samples = EXAMPLE / "samples" / "heldout.jsonl"
-    output = octet("evaluate", target, "--samples", samples, "--json", capture=True)
-    return float(json.loads(output)["perplexity"])
+    output = octet("evaluate", *targets, "--samples", samples, "--json", capture=True)
+    return [float(row["perplexity"]["mean"]) for row in json.loads(output)["rows"]]
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
         octet("export", target, out / "calibration", "--out", out / target, "--force")
     with server(out / "onnx") as url:
         complete(url)
-    original, quantized = perplexity(MODEL), perplexity(out / "onnx")
+    original, quantized = perplexities(MODEL, out / "onnx")
     print(
         "\nHeld-out perplexity over 128 samples"
         f"\n  BF16 weights, FP32 products {original:.4f}"

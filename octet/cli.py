@@ -1,6 +1,8 @@
 """The command line: one typer app, whose commands import their stage when they are called."""
 
+import atexit
 import errno
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,6 +51,7 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
     wait_briefly()
+    atexit.register(gc.freeze)  # else Python searches torch's million objects for cycles: a second
     arguments = list(sys.argv[1:] if argv is None else argv)
     for ending in (
         (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)

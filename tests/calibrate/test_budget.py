@@ -179,7 +179,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
         for batch in batches_from(example_samples / "calibration.jsonl", 32, tokenizer):
             observer.run(batch)
     judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
-    held_out = evaluation_batches(judged, 2048)
+    held_out = evaluation_batches(judged, 4096)
     reference = Reference(model, checkpoint.spec, held_out)
     recipe = recipe_with("fp8-static", kv_cache="float16")
     scales, _ = derive_scales(checkpoint, recipe, observer.histograms)

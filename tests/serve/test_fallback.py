@@ -107,6 +107,9 @@ async def test_what_nobody_follows_is_no_retry(failure: Any) -> None:
 async def test_a_wait_counts_at_the_gate_that_it_was_at() -> None:
     async with full(Scripted([chunk(), None], busy(1)), Scripted(whole())) as (served, gone):
         second = asyncio.create_task(served.post("/v1/completions", ASKED))
+        gate = served.gateway.admission.gates["fp8"]
+        while not len(gate.queue):
+            await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         gone.set()
         assert (await second)[0] == 200

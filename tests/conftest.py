@@ -61,9 +61,12 @@ def example_samples() -> Path:
 
 @pytest.fixture(scope="session")
 def shared(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """What is made once for all processes of a run, and for later ones."""
+    """Directories in pytest's cache; without one, they are of this process."""
+    elsewhere = tmp_path_factory.mktemp("shared")
+    if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
+        return Shared(elsewhere, elsewhere)
     root = pytestconfig.rootpath / str(pytestconfig.getini("cache_dir"))
-    return Shared(root / "d" / "octet", tmp_path_factory)
+    return Shared(root / "d" / "octet", elsewhere)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
-"""What takes long to make and several tests need: made once, for all processes and later runs.
+"""Shares what takes long to make between tests, between their processes, and with later runs.
 
-Each thing is a directory in pytest's cache (`.pytest_cache/d/octet`), named by a hash of all that
-decides its content: the code of this repository, the versions of the packages that compute it, how
-this CPU computes, and what the test gives. So what another version has made is never taken for
-this one's, and is removed after a week. Nobody writes into it: a test that damages something
-damages a copy.
+Each thing is a directory in pytest's cache (`.pytest_cache/d/octet`). Its name is a hash of all
+that decides its content: the code of this repository, the versions of the packages that compute
+it, how this CPU computes, and what the test gives. So a test never gets what another version of
+the code has made. What nobody has used for a week is removed. No test writes into such a
+directory: one that damages something damages a copy.
 """
 
 import fcntl
@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
-
 from octet.artifact import software
 
 __all__ = ["Shared"]
@@ -31,14 +29,14 @@ _KEPT_S = 7 * 24 * 3600
 
 
 class Shared:
-    """Directories in `root`; where that cannot be written, in one of this process."""
+    """Directories in `root`, or `elsewhere` if that cannot be written."""
 
-    def __init__(self, root: Path, temporary: pytest.TempPathFactory) -> None:
+    def __init__(self, root: Path, elsewhere: Path) -> None:
         self._root = root
-        self._temporary = temporary
+        self._elsewhere = elsewhere
 
     def directory(self, name: str, build: Callable[[Path], object], **facts: Any) -> Path:
-        """The directory `path` that `build(path)` makes, for the first who asks.
+        """Returns the directory that `build(path)` has made; the first who asks makes it.
 
         `facts` say what it is made of, apart from the code: anything that JSON can hold.
         """
@@ -47,7 +45,7 @@ class Shared:
         try:
             lock = self._open_lock(name)
         except OSError:
-            self._root = self._temporary.mktemp("shared")
+            self._root = self._elsewhere
             lock = self._open_lock(name)
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

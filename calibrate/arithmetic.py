@@ -1,10 +1,13 @@
-"""How a CPU computes a model: BF16 matmuls in hardware or in float32, and on how many threads.
+"""Chooses how a CPU computes a model: by which instructions and library, on how many threads.
 
 A CPU with BF16 dot products (AVX512-BF16, AMX) multiplies bfloat16 several times as fast as
 float32. Without them torch multiplies bfloat16 ten times slower than float32. The product of two
 BF16 values is exact in float32, so a float32 matmul whose result is rounded to BF16 is what the
 hardware computes, up to the order in which it adds. `benchmarks/cpu_arithmetic.py` measures what
 that changes.
+
+Torch computes float32 linears with MKL, which leaves AVX-512 unused on AMD's CPUs. oneDNN, which
+is in torch too, uses it.
 """
 
 import os
@@ -15,13 +18,14 @@ from functools import cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from octet.cores import THREADS, idle_cores, usable_cores
 from octet.errors import ConfigError
 
-__all__ = ["BF16_SETTING", "Bf16", "bf16_matmuls", "fast_matmuls", "fit_threads"]
+__all__ = ["BF16_SETTING", "Bf16", "bf16_matmuls", "fast_matmuls", "fit_threads", "linear"]
 
 Bf16 = Literal["hardware", "float32"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +39,7 @@ _MATMULS = {
     *(getattr(functional, name) for name in ("grouped_mm",) if hasattr(functional, name)),
     *(getattr(torch, name) for name in ("_grouped_mm",) if hasattr(torch, name)),
 }
+_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _ROUNDS = 8  # of the probe, a few milliseconds each
 _FASTER = 0.9  # of the time: fewer threads have to be this much faster to be taken
 
@@ -58,14 +63,35 @@ def bf16_matmuls() -> Bf16:
 
 
 def fast_matmuls(model: Any) -> Any:
-    """`model`, whose bfloat16 matmuls on a CPU run as `bf16_matmuls` says from now on.
+    """Returns `model`, which multiplies on a CPU as fast as it can from now on.
 
-    Those of its linears, its attention and its experts, in its own `forward` and its decoder's.
+    Its bfloat16 linears, attention and experts as `bf16_matmuls` says, in its own `forward` and its
+    decoder's; its float32 linears by oneDNN.
     """
     if model.dtype == torch.bfloat16 and bf16_matmuls() == "float32":
         for module in {model, model.base_model}:
             module.forward = _in_float32(module.forward)
+    if model.dtype == torch.float32:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = _Linear
     return model
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes `torch.nn.functional.linear`: in float32 on a CPU, by oneDNN.
+
+    `x` [..., K], `weight` [N, K], `bias` [N] → [..., N].
+    """
+    together = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu
+    if together and _ONEDNN and x.numel() and not torch.is_grad_enabled():
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+    return functional.linear(x, weight, bias)
+
+
+class _Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 def fit_threads(recorded: int | None = None) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from calibrate.arithmetic import linear
 from calibrate.batches import Batch
 from calibrate.experts import tap_experts
 from octet.errors import NumericsError

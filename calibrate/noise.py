@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from calibrate.arithmetic import linear
 from calibrate.batches import Batch
 from calibrate.divergence import real_tokens
 

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
+from calibrate.arithmetic import linear
 from calibrate.divergence import Advance, Divergence, Reference
 from calibrate.histogram import SMALL, Histogram
 from calibrate.noise import Noise

@@ -25,7 +25,7 @@ from calibrate import journal, journal_files, records
 from calibrate.activations import ActivationFiles
 from tests.calibrate.runs import batches_of, run, save_counts
 
-EVERY = 7  # of the moments, one is tried
+EVERY = 5  # of the moments, one is tried
 HOWS = ("every layer", "in between", "none", "spilled", "restart")
 
 

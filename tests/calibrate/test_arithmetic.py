@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from calibrate import arithmetic
-from calibrate.arithmetic import BF16_SETTING, bf16_matmuls, fit_threads
+from calibrate.arithmetic import BF16_SETTING, bf16_matmuls, fit_threads, linear
 from calibrate.batches import Batch
 from calibrate.layers import LayeredModel
 from calibrate.loading import load_model, resolve_dtype
@@ -61,6 +61,26 @@ def layered_logits(checkpoint: Checkpoint) -> torch.Tensor:
     for _ in model.sweep():
         states = model.forward(states, None)
     return model.logits([states])[0]
+
+
+@pytest.mark.parametrize("shape", [(48,), (0, 48), (1, 48), (2, 5, 48), (64, 48)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_float32_linear_is_that_of_torch(shape: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(shape), torch.randn(32) if biased else None
+    stored = torch.randn(48, 32)
+    for weight in (stored.T, stored.T.contiguous()):
+        with torch.inference_mode():
+            found = linear(x, weight, bias)
+        expected = torch.nn.functional.linear(x.double(), weight.double())
+        expected += 0 if bias is None else bias.double()
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+
+
+def test_gradients_go_through_a_linear() -> None:
+    weight = torch.ones(3, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(linear(torch.ones(4, 2), weight).sum(), weight)
+    assert gradient.eq(4).all()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "phi3", "qwen3_moe", "gemma2", "olmoe"])

@@ -31,7 +31,7 @@ def export(proof_calibration: Path, shared: Shared) -> Path:
 
 @pytest.fixture(scope="module")
 def facts_of_onnx(export: Path) -> dict[str, Any]:
-    return prove(export, threads=2)
+    return prove(export, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_an_export_with_other_scales_is_refused(
 ) -> None:
     broken = with_changed(export, tmp_path / "broken", names, lambda scale: scale * factor)
     with pytest.raises(ExportError, match=r"reading prompts.* nats, outside .*expected\.json"):
-        prove(broken, threads=2)
+        prove(broken, threads=1)
 
 
 def test_an_export_that_is_not_quantized_at_all_is_refused(
@@ -105,13 +105,13 @@ def test_an_export_that_is_not_quantized_at_all_is_refused(
     shutil.copyfile(proof_calibration / EXPECTED_FILE, tmp_path / "plain" / EXPECTED_FILE)
     rewritten(tmp_path / "plain", quantized=True)
     with pytest.raises(ExportError, match="nats, below"):
-        prove(tmp_path / "plain", threads=2)
+        prove(tmp_path / "plain", threads=1)
 
 
 def test_nan_is_refused(export: Path, tmp_path: Path) -> None:
     nan = with_changed(export, tmp_path / "nan", "model.norm.weight", lambda w: w * np.nan)
     with pytest.raises(ExportError, match=r"is (nan|inf) nats"):
-        prove(nan, threads=2)
+        prove(nan, threads=1)
 
 
 def test_an_engine_whose_cache_is_off_is_refused_for_its_decoding(
@@ -165,24 +165,24 @@ class TestRange:
         one = Expectation(path=E5M2, mean=0.01, low=0.01 * low, high=0.01 * high, prompts=64)
         ExpectedSet(recipe="fp8", expectations=(one,)).save(copy)
         rewritten(copy)
-        found = expected_range(copy, Manifest.load(copy), load_runner(copy, 2))
+        found = expected_range(copy, Manifest.load(copy), load_runner(copy, 1))
         assert (100 * found.low, 100 * found.high) == pytest.approx(accepted)
 
     def test_of_a_bfloat16_path_only_the_top(self, proof_calibration: Path, tmp_path: Path) -> None:
         export_onnx(proof_calibration, tmp_path / "onnx", kv_cache="e4m3")
         accepted = expected_range(
-            tmp_path / "onnx", Manifest.load(tmp_path / "onnx"), load_runner(tmp_path / "onnx", 2)
+            tmp_path / "onnx", Manifest.load(tmp_path / "onnx"), load_runner(tmp_path / "onnx", 1)
         )
         assert accepted.low == 0 and "e4m3 (nearest), bfloat16" in accepted.source
-        assert prove(tmp_path / "onnx", threads=2)["status"] == "proven"
+        assert prove(tmp_path / "onnx", threads=1)["status"] == "proven"
 
     def test_without_a_prediction_a_bound_for_the_format(
         self, export: Path, proof_calibration: Path, tmp_path: Path
     ) -> None:
         copy = shutil.copytree(export, tmp_path / "copy")
         (copy / EXPECTED_FILE).unlink()
-        facts = prove(rewritten(copy), threads=2)
+        facts = prove(rewritten(copy), threads=1)
         assert facts["accepted"]["high"] == 0.1 and "bound of fp8" in facts["accepted"]["from"]
         assert "in_predicted_range" not in facts
         export_onnx(proof_calibration, tmp_path / "plain", quantize=False)
-        assert prove(tmp_path / "plain", threads=2)["accepted"]["high"] == 0.01
+        assert prove(tmp_path / "plain", threads=1)["accepted"]["high"] == 0.01

@@ -20,7 +20,7 @@ def test_an_unquantized_export_answers_as_its_checkpoint(
 ) -> None:
     from calibrate.reference import CheckpointTarget
 
-    reference, export = CheckpointTarget(tiny_model), Export(exports["plain"], threads=2)
+    reference, export = CheckpointTarget(tiny_model), Export(exports["plain"], threads=1)
     sequences = reference.sequences(example_samples / "heldout.jsonl", count=8, max_length=300)
     assert max(map(len, sequences.ids)) == 300  # more than one chunk of the engine
     result = compare(evaluate([export], reference, sequences, k=20))
@@ -35,7 +35,7 @@ def test_a_quantized_export_diverges_and_both_tokenizers_are_one(
 ) -> None:
     from calibrate.reference import CheckpointTarget
 
-    reference, export = CheckpointTarget(tiny_model), Export(exports["fp8"], threads=2)
+    reference, export = CheckpointTarget(tiny_model), Export(exports["fp8"], threads=1)
     own = read_texts(
         example_samples / "heldout.jsonl", lambda t: export.encode(t) or [], count=8, max_length=40
     )

@@ -1,13 +1,13 @@
-"""BF16 matmuls in hardware and in float32: are predictions the same, and what do they take?
+"""Compares predictions with BF16 matmuls in hardware and in float32, and what they cost.
 
-The claim it checks: for every serving path of the example, and for the same weights served without
-quantization, the mean divergence that is predicted with either arithmetic lies inside the range
-that is predicted with the other. Golden records and scales are computed once, so that nothing but
-the arithmetic differs; float32 paths are computed alike and are left out. A second repeat of the
-hardware's arithmetic, from embeddings that are off in their last bit, is what the ranges are made
-of: `octet/scatter.py`. Both arithmetics run in turns, twice; seconds are the faster of the two.
+Checks one claim: for every serving path of the example, and for the same weights served without
+quantization, the mean divergence predicted with either arithmetic lies inside the range predicted
+with the other. Golden records and scales are computed once, so that only the arithmetic differs.
+Paths that compute in float32 do not depend on it and are left out. A range comes from repeating
+a prediction with embeddings that differ in their last bit: see `octet/scatter.py`. The two
+arithmetics run in turns, twice; the time is the shorter of the two.
 
-On a CPU without BF16 instructions "hardware" is what torch does there: slow, but the same numbers.
+On a CPU without BF16 instructions, "hardware" is torch's own BF16: slow, with the same results.
 
     python benchmarks/cpu_arithmetic.py [--threads N] [--output FILE]
 """

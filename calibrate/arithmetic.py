@@ -30,7 +30,7 @@ __all__ = ["BF16_SETTING", "Bf16", "bf16_matmuls", "fast_matmuls", "fit_threads"
 Bf16 = Literal["hardware", "float32"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-BF16_SETTING = "OCTET_BF16"  # of the environment: overrides what is chosen
+BF16_SETTING = "OCTET_BF16"  # environment variable that overrides the choice
 
 _MATMULS = {
     *(functional.linear, functional.scaled_dot_product_attention, torch.einsum),
@@ -40,15 +40,15 @@ _MATMULS = {
     *(getattr(torch, name) for name in ("_grouped_mm",) if hasattr(torch, name)),
 }
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_ROUNDS = 8  # of the probe, a few milliseconds each
-_FASTER = 0.9  # of the time: fewer threads have to be this much faster to be taken
+_ROUNDS = 8  # of matmuls in the probe, a few milliseconds each
+_FASTER = 0.9  # fewer threads are chosen if they take less than this share of the time
 
 
 @cache
 def bf16_matmuls() -> Bf16:
-    """How this CPU multiplies bfloat16: OCTET_BF16 if it is set, else what is faster.
+    """Returns how to multiply bfloat16 on this CPU: OCTET_BF16 if it is set, else what is faster.
 
-    ConfigError for a setting that is neither "hardware" nor "float32".
+    Raises ConfigError for a setting that is neither "hardware" nor "float32".
     """
     chosen = os.environ.get(BF16_SETTING, "")
     if chosen in ("hardware", "float32"):
@@ -63,10 +63,10 @@ def bf16_matmuls() -> Bf16:
 
 
 def fast_matmuls(model: Any) -> Any:
-    """Returns `model`, which multiplies on a CPU as fast as it can from now on.
+    """Returns `model`, changed to use the fastest matmuls that a CPU has for its dtype.
 
-    Its bfloat16 linears, attention and experts as `bf16_matmuls` says, in its own `forward` and its
-    decoder's; its float32 linears by oneDNN.
+    bfloat16: linears, attention and experts as `bf16_matmuls` chooses, in the model's `forward` and
+    its decoder's. float32: linears by oneDNN.
     """
     if model.dtype == torch.bfloat16 and bf16_matmuls() == "float32":
         for module in {model, model.base_model}:
@@ -95,11 +95,11 @@ class _Linear(nn.Linear):
 
 
 def fit_threads(recorded: int | None = None) -> None:
-    """Lets torch compute on as many threads as are worth it here, for a command to call once.
+    """Sets the number of torch's threads; a command calls it once.
 
-    They are the usable cores. Where others keep cores busy, a probe halves their number while that
-    is faster. A run that is continued takes the threads that were `recorded`, to find the same
-    bits. OMP_NUM_THREADS overrides both.
+    It is the number of usable cores. If other processes keep cores busy, a probe halves it for as
+    long as that is faster. A continued run uses the `recorded` number, because another one changes
+    the last bits of its results. OMP_NUM_THREADS overrides both.
     """
     torch.set_num_threads(_chosen(recorded))
 
@@ -119,7 +119,7 @@ def _chosen(recorded: int | None) -> int:
 
 
 def _probe(count: int) -> float:
-    """Seconds that a few matmuls take on `count` threads, of the size of a small model's."""
+    """Times a few matmuls of a small model's size on `count` threads; returns seconds."""
     torch.set_num_threads(count)
     x, weight = torch.ones(512, 256), torch.ones(1024, 256)
     functional.linear(x, weight)  # starts the threads
@@ -130,7 +130,7 @@ def _probe(count: int) -> float:
 
 
 def _in_float32(forward: F) -> F:
-    """`forward` with each bfloat16 matmul on a CPU computed in float32 and rounded."""
+    """Wraps `forward` to compute each bfloat16 matmul on a CPU in float32, and round it."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

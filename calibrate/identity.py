@@ -56,7 +56,7 @@ def run_identity(
 
 
 def arithmetic_of(device: torch.device) -> dict[str, Any]:
-    """What decides the last bits of a result on `device`, as an artifact records it."""
+    """Returns what affects the last bits of a result on `device`, as an artifact records it."""
     found: dict[str, Any] = {
         "device": device_name(device),
         "torch_threads": torch.get_num_threads(),

@@ -1,8 +1,8 @@
-"""How many CPU cores this process may use, and how OpenMP's threads wait for each other.
+"""Counts the CPU cores that this process may use, and sets how OpenMP threads wait.
 
-A container with half a core of a 64-core machine still sees 64, and 64 threads that take turns on
-half a core are many times slower than one. Threads that spin while they wait hold cores that other
-processes, or the thread they wait for, need; threads that sleep at once are slow to wake.
+A container limited to half a core of a 64-core machine still sees 64 cores, and 64 threads that
+share half a core are many times slower than one. A thread that spins while it waits occupies a
+core that other processes need; a thread that sleeps at once is slow to wake.
 """
 
 import math
@@ -14,17 +14,17 @@ __all__ = ["THREADS", "idle_cores", "usable_cores", "wait_briefly"]
 
 THREADS = "OMP_NUM_THREADS"
 
-# libgomp polls so often before a waiting thread sleeps: about 20 µs. Two threads are then as fast
-# as two that spin for milliseconds (the default) on idle cores, and eight times as fast on busy
-# ones; with none (OMP_WAIT_POLICY=passive) two are slower than one (docs/LOG.md).
+# How often libgomp polls before a waiting thread sleeps; 1,000 polls take about 20 µs. On idle
+# cores two threads are then as fast as with libgomp's default of milliseconds, on busy cores three
+# times as fast. Without polling (OMP_WAIT_POLICY=passive) two are slower than one (docs/LOG.md).
 _POLLS = "1000"
 _SAMPLE_S = 0.05
 
 
 def wait_briefly() -> None:
-    """Lets OpenMP's threads sleep soon after they begin to wait, unless the environment says how.
+    """Lets OpenMP threads sleep soon after they begin to wait, unless the environment sets this.
 
-    OpenMP reads it once, when torch is imported: call it before.
+    OpenMP reads the setting once, when torch is imported. Call this before.
     """
     ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
     if not ours & os.environ.keys():
@@ -33,8 +33,11 @@ def wait_briefly() -> None:
 
 
 def usable_cores() -> int:
-    """How many cores to compute on, at least 1: OMP_NUM_THREADS if it is set, else those that this
-    process may run on, no more than its control group has the time of, rounded up."""
+    """Returns the number of cores to compute on, at least 1.
+
+    OMP_NUM_THREADS if it is set; else the cores that this process may run on, limited by the CPU
+    quota of its control group, rounded up.
+    """
     chosen = os.environ.get(THREADS, "").partition(",")[0].strip()
     if chosen.isdecimal() and int(chosen) > 0:
         return int(chosen)
@@ -43,8 +46,10 @@ def usable_cores() -> int:
 
 
 def idle_cores() -> float:
-    """How many of this machine's cores had nothing to do in the last 50 ms; all where Linux's
-    /proc/stat is not there to tell."""
+    """Measures for 50 ms how many of this machine's cores are idle.
+
+    Returns all cores where Linux's /proc/stat does not exist.
+    """
     before = _ticks()
     time.sleep(_SAMPLE_S)
     after = _ticks()
@@ -54,7 +59,7 @@ def idle_cores() -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """(idle, all) ticks of all cores since the machine started."""
+    """Returns the (idle, total) ticks of all cores since the machine started."""
     try:
         with open("/proc/stat") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
@@ -64,7 +69,7 @@ def _ticks() -> tuple[int, int]:
 
 
 def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """The cores' worth of time that this control group and those above it grant; inf for no limit.
+    """Returns the CPU quota of this control group and its parents, in cores; inf without one.
 
     Version 2 has `cpu.max` ("50000 100000" or "max 100000"), version 1 two files of microseconds.
     In a container, `own` may name a path of the host's: then the root is the container's own group.
@@ -84,7 +89,7 @@ def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgr
 
 
 def _granted(directory: Path) -> float:
-    """What one control group grants."""
+    """Returns the CPU quota of one control group, in cores."""
     try:
         if (directory / "cpu.max").exists():
             quota, period = (directory / "cpu.max").read_text().split()

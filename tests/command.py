@@ -1,4 +1,4 @@
-"""The command line in this process: `octet` takes longer to start than most commands to run."""
+"""Runs the command line in this process: `octet` starts slower than most commands run."""
 
 import io
 import signal
@@ -13,7 +13,7 @@ __all__ = ["octet"]
 
 
 def octet(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """What `octet` with these arguments prints and its exit code, as of a process of its own."""
+    """Runs `octet` with these arguments; returns its output and exit code as a process would."""
     words = [str(argument) for argument in arguments]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     out, errors = io.StringIO(), io.StringIO()

@@ -35,7 +35,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process a core, and one that computes while others wait; each needs some 2 GB."""
+    """Returns one process per core, and one more because tests wait; each needs 2 GB of memory."""
     return max(1, min(usable_cores() + 1, memory_gb() // 2, 8))
 
 
@@ -61,7 +61,7 @@ def example_samples() -> Path:
 
 @pytest.fixture(scope="session")
 def shared(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """Directories in pytest's cache; without one, they are of this process."""
+    """Shares directories through pytest's cache; without a cache, within this process."""
     elsewhere = tmp_path_factory.mktemp("shared")
     if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
         return Shared(elsewhere, elsewhere)

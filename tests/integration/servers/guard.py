@@ -1,10 +1,11 @@
-"""Ends a group of processes when whoever started it is gone, in whatever way.
+"""Ends a process group when the process that started it has ended, however it ended.
 
-    python guard.py GROUP     with a pipe as standard input, whose other end its starter holds
+    python guard.py GROUP     with a pipe as standard input; its starter holds the other end
 
-A test run that is killed stops no server, and servers have groups of their own, which no signal to
-the run reaches. The kernel closes the pipe of any process that ends: then SIGTERM goes to GROUP,
-and SIGKILL after a while. A starter that has stopped the group itself says so with a line.
+A killed test run stops no server, and a signal to the run does not reach its servers, which have
+process groups of their own. But the kernel closes the pipes of every process that ends. The guard
+then sends SIGTERM to GROUP, and SIGKILL after a while. A starter that has stopped the group itself
+writes a line to the pipe, and the guard exits.
 """
 
 import os

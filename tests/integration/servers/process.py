@@ -1,6 +1,6 @@
-"""A server as a child process: started in a group of its own, awaited, stopped surely.
+"""Starts a server as a child process in a group of its own, waits for it, and stops it.
 
-A guard (`guard.py`) stops it where this process cannot: when it is killed itself.
+A guard (`guard.py`) stops the server if this process is killed and cannot.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on, and that was not given before.
+    """Returns a TCP port of 127.0.0.1 that nothing listens on, each one only once.
 
-    Servers take theirs up to a minute later: until then the kernel must not give it to somebody who
-    asks for any, as the other servers do. So it is below the range that the kernel gives from.
-    Processes of pytest-xdist share that range out.
+    A server binds its port up to a minute later. Until then the kernel must not hand it out to a
+    process that asks for any free port, so it lies below the range that the kernel uses for these.
+    Each process of pytest-xdist uses its own part of the ports.
     """
     said = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(said.read_text().split()[0]) if said.exists() else 32768

@@ -25,7 +25,15 @@ from torch.overrides import TorchFunctionMode
 from octet.cores import THREADS, idle_cores, usable_cores
 from octet.errors import ConfigError
 
-__all__ = ["BF16_SETTING", "Bf16", "bf16_matmuls", "fast_matmuls", "fit_threads", "linear"]
+__all__ = [
+    "BF16_SETTING",
+    "Bf16",
+    "bf16_matmuls",
+    "fast_matmuls",
+    "fit_threads",
+    "linear",
+    "stock_linears",
+]
 
 Bf16 = Literal["hardware", "float32"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,6 +83,14 @@ def fast_matmuls(model: Any) -> Any:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = _Linear
+    return model
+
+
+def stock_linears(model: Any) -> Any:
+    """Returns `model` with torch's own linears again, for a library that looks for their class."""
+    fast: list[Any] = [module for module in model.modules() if type(module) is _Linear]
+    for module in fast:
+        module.__class__ = nn.Linear
     return model
 
 

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
+from calibrate.arithmetic import stock_linears
 from calibrate.batches import Batch
 from calibrate.loading import ComputeDtype, load_model
 from calibrate.modelopt_backend import BACKEND, attach_rounding, register_backend
@@ -89,7 +90,7 @@ def apply_algorithm(
     with _quiet():
         quantization = _import_modelopt(algorithm)
         register_backend()
-        model = load_model(checkpoint, dtype).to(device)
+        model = stock_linears(load_model(checkpoint, dtype)).to(device)
         config = {"quant_cfg": _config(algorithm, schemes), "algorithm": None}
         quantization.quantize(model, config)
     scales = _grid(checkpoint, recipe) if algorithm == "gptq" else {}

@@ -17,12 +17,12 @@ from typing import Any
 from card import conditions, report
 
 import calibrate
-from calibrate.reference import CheckpointTarget
-from export.onnx import export_onnx
-from octet.evaluation.comparison import compare
-from octet.evaluation.evaluator import evaluate
+from export.onnx.write import export_onnx
 from octet.recipe import Recipe
-from serve.evaluation.export import Export
+from verify.evaluation.comparison import compare
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.targets.checkpoint import CheckpointTarget
+from verify.evaluation.targets.export import Export
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 HELD_OUT = EXAMPLE / "samples" / "heldout.jsonl"

@@ -14,7 +14,7 @@ import numpy as np
 from card import conditions, report
 from evaluate_coverage import SEED, Numbers, arguments, evaluated, figures, population_of
 
-from octet.intervals import CONFIDENCE, hall_ends, moments, student_ends, upper_bound
+from octet.statistics import CONFIDENCE, hall_ends, moments, student_ends, upper_bound
 
 SIZES = (8, 16, 32, 64, 128)  # documents
 DRAWS = 20_000

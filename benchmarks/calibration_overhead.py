@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from card import conditions, report
 
-from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.counting import CpuCounter
-from calibrate.loading import ComputeDtype, load_model, load_tokenizer
-from calibrate.observe import Observer, observe
-from calibrate.samples import load_samples
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import ComputeDtype, load_model, load_tokenizer
+from calibrate.observe.counting_cpu import CpuCounter
+from calibrate.observe.observer import Observer, observe
+from calibrate.samples.batches import Batch, make_batches, tokenize
+from calibrate.samples.source import load_samples
+from octet.model.checkpoint import Checkpoint
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 MAX_LENGTH = 512

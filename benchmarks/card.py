@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from octet.artifact import software
+from octet.artifacts.manifest import software
 
 __all__ = ["conditions", "report"]
 

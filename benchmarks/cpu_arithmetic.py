@@ -4,8 +4,8 @@ Checks one claim: for every serving path of the example, and for the same weight
 quantization, the mean divergence predicted with either arithmetic lies inside the range predicted
 with the other. Golden records and scales are computed once, so that only the arithmetic differs.
 Paths that compute in float32 do not depend on it and are left out. A range comes from repeating
-a prediction with embeddings that differ in their last bit: see `octet/scatter.py`. The two
-arithmetics run in turns, twice; the time is the shorter of the two.
+a prediction with embeddings that differ in their last bit: see `octet/proof/expected_range.py`. The
+two arithmetics run in turns, twice; the time is the shorter of the two.
 
 On a CPU without BF16 instructions, "hardware" is torch's own BF16: slow, with the same results.
 
@@ -23,11 +23,11 @@ import torch
 from card import conditions, report
 
 import calibrate
-from calibrate.arithmetic import BF16_SETTING, bf16_matmuls
-from calibrate.hypotheses import simulated_paths
-from calibrate.predict import predict
-from octet.checkpoint import Checkpoint
-from octet.expected import Expectation, ServingPath
+from calibrate.decoder.arithmetic import BF16_SETTING, bf16_matmuls
+from calibrate.simulate.predict import predict
+from calibrate.simulate.scenarios import simulated_paths
+from octet.artifacts.serving_path import Expectation, ServingPath
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"

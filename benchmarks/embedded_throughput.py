@@ -29,8 +29,8 @@ import transformers
 from card import conditions, report
 
 from serve.backends.embedded import EmbeddedBackend
-from serve.tokenizer import Tokenizer
-from serve.types import Finished, GenerateRequest
+from serve.engine.request import Finished, GenerateRequest
+from serve.engine.tokenizer import Tokenizer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 CONCURRENCY = (1, 4, 16)
@@ -63,7 +63,7 @@ def main() -> None:
 def export_example(scratch: Path) -> Path:
     """The example through the first two stages, as `octet calibrate` and `octet export` would."""
     import calibrate
-    from export.onnx import export_onnx
+    from export.onnx.write import export_onnx
     from octet.recipe import Recipe
 
     samples = EXAMPLE / "samples"

@@ -28,9 +28,9 @@ import numpy as np
 from card import conditions, report
 from numpy.typing import NDArray
 
-from octet.evaluation.evaluator import evaluate
-from octet.evaluation.scores import Evaluation
-from octet.intervals import FEW, hall_ends, interval, moments, student_ends
+from octet.statistics import FEW, hall_ends, interval, moments, student_ends
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.means import Evaluation
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 SIZES = (16, 32, 64, 128)  # documents
@@ -92,11 +92,11 @@ def population_of(options: argparse.Namespace, tokens: Numbers) -> dict[str, str
 
 def scored(directory: Path, recipes: list[str]) -> Evaluation:
     import calibrate
-    from calibrate.reference import CheckpointTarget
     from calibrate.rescale import rescale
-    from export.onnx import export_onnx
+    from export.onnx.write import export_onnx
     from octet.recipe import Recipe
-    from serve.evaluation.export import Export
+    from verify.evaluation.targets.checkpoint import CheckpointTarget
+    from verify.evaluation.targets.export import Export
 
     samples, model = EXAMPLE / "samples", EXAMPLE / "model"
     population = directory / "population.jsonl"

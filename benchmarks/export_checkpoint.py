@@ -30,21 +30,21 @@ import numpy as np
 from card import conditions, report
 from streaming_memory import CONFIG, write_checkpoint
 
-from calibrate.weights import weight_scales
-from octet.artifact import Manifest, software
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.checksum import Digest, xxh3
-from octet.golden import GoldenRecord, GoldenSet, Top
-from octet.provenance import ModelIdentity
+from calibrate.scales.weights import weight_scales
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
+from octet.artifacts.manifest import Manifest, software
+from octet.artifacts.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from octet.storage.files import Digest, xxh3
 
 SPEED = 0.8  # of copying
 MARGIN = 500e6  # bytes over twice the largest shard
 RUN = """
 import json, resource, sys, time
 from pathlib import Path
-from export.checkpoint import export_checkpoint
+from export.checkpoint.write import export_checkpoint
 calibration, out, answer = map(Path, sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 before = used.ru_utime + used.ru_stime

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from card import conditions, report
 
-from calibrate.sweep import best_scales
-from calibrate.weights import weight_scales
-from octet import formats
-from octet.checkpoint import Checkpoint
+from calibrate.scales.group_search import best_scales
+from calibrate.scales.weights import weight_scales
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats
 from octet.recipe import PRESETS, Recipe
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"

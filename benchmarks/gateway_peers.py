@@ -125,7 +125,7 @@ def octet(access_log: bool) -> Callable[[list[str], int, Path], list[str]]:
         file = scratch / "octet.yaml"
         file.write_text(json.dumps(config))
         return [
-            *(sys.executable, "-m", "octet.cli", "serve"),
+            *(sys.executable, "-m", "octet_cli.main", "serve"),
             *("--config", str(file), "--port", str(port)),
         ]
 

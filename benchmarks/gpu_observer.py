@@ -34,9 +34,9 @@ from card import conditions, report
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calibrate.batches import Batch
-from calibrate.observe import Observer, observe
-from octet.model import ModelSpec
+from calibrate.observe.observer import Observer, observe
+from calibrate.samples.batches import Batch
+from octet.model.spec import ModelSpec
 
 # The published shapes of Llama-3-8B and Llama-3.2-3B.
 SHAPES = {

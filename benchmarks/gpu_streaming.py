@@ -19,10 +19,10 @@ import torch
 from card import conditions, report
 from streaming_memory import CONFIG, write_checkpoint
 
-from calibrate.batches import Batch
-from calibrate.loading import load_model
-from calibrate.streaming import observe_checkpoint
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import load_model
+from calibrate.observe.sweep import observe_checkpoint
+from calibrate.samples.batches import Batch
+from octet.model.checkpoint import Checkpoint
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
 

@@ -26,9 +26,9 @@ from proof_study_pool import LENGTHS
 from proof_study_servers import SERVERS, Served
 from proof_study_simulate import GOLDEN, STEP, load_golden, unpack
 
-from calibrate.simulate_runs import fault_records
-from octet.golden import GoldenSet
-from octet.hypotheses import HypothesisSet
+from calibrate.simulate.schedule import fault_records
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import HypothesisSet
 from octet.proof.causes import ANOTHER_MODEL
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.judge import judge

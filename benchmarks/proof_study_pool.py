@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from octet.golden import POSITIONS
+from octet.artifacts.golden import POSITIONS
 
 LENGTHS = np.geomspace(4, 500, 64).round().astype(int)  # of one draw: as calibrate/golden.py
 TOP = 20

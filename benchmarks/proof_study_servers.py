@@ -118,7 +118,7 @@ def make_checkpoints(directory: Path) -> None:
 
 def _export(model: Path, directory: Path, name: str) -> None:
     import calibrate
-    from export.checkpoint import export_checkpoint
+    from export.checkpoint.write import export_checkpoint
     from octet.recipe import PRESETS
 
     calibration = directory / f"{name}-cal"
@@ -140,7 +140,7 @@ def make_inputs(directory: Path, draws: int) -> list[list[int]]:
     """The pool, draw by draw, and the scales, as the simulation reads them; the prompts' ids."""
     from transformers import AutoTokenizer
 
-    from octet.calibration import Calibration
+    from octet.artifacts.calibration import Calibration
 
     inputs = directory / "inputs"
     inputs.mkdir(exist_ok=True)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from octet.golden import GoldenSet
-from octet.hypotheses import Hypothesis, HypothesisSet
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
 
 MODEL = Path(__file__).parents[1] / "examples" / "python-lm" / "model"
 ARTIFACTS = {"under": -16, "plain": 0, "over": 14}  # keys times two to this power
@@ -75,7 +75,7 @@ def _golden(prompts: list[tuple[str, list[int]]]) -> GoldenSet:
     import torch
 
     from calibrate.golden import golden_set
-    from octet.checkpoint import Checkpoint
+    from octet.model.checkpoint import Checkpoint
 
     torch.set_num_threads(1)
     return golden_set(Checkpoint.open(MODEL), [(text, list(ids)) for text, ids in prompts])
@@ -83,8 +83,9 @@ def _golden(prompts: list[tuple[str, list[int]]]) -> GoldenSet:
 
 def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> HypothesisSet:
     """Every hypothesis of the artifact, faults too, over all of `golden`."""
-    from calibrate import predict, simulate_runs
-    from octet.checkpoint import Checkpoint
+    from calibrate.simulate.model import predict
+    from calibrate.simulate.model import schedule as simulate_runs
+    from octet.model.checkpoint import Checkpoint
     from octet.recipe import PRESETS
     from tests.proof_servers import scale_keys
 

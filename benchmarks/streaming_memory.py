@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from card import conditions, report
 
-from octet.model import ModelSpec
-from octet.tensors import PendingTensor, write_tensors
+from octet.model.spec import ModelSpec
+from octet.storage.tensors import PendingTensor, write_tensors
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 LIMIT = 4e9  # bytes
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
 }
 RUN = """
-from octet.cli import main
+from octet_cli.main import main
 try:
     main()
 finally:

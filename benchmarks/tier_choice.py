@@ -15,12 +15,12 @@ from typing import Any
 
 from card import conditions, report
 
-from octet.proof.measure import Measure
+from octet.proof.divergence import Measure
 from octet.proof.verdict import Verdict
-from serve.api.provenance import provenance, requested_tier
+from serve.api.request.headers import provenance, requested_tier
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import GatewayConfig, HttpConfig
-from serve.proof.state import MemberProof
+from serve.members.proof_state import MemberProof
 from serve.routing import Member, Pool, Route, Routes
 
 ROUNDS, CALLS = 300, 1_000

@@ -18,14 +18,14 @@ from card import conditions, report
 from export_checkpoint import calibrate
 from streaming_memory import CONFIG, write_checkpoint
 
-from export.checkpoint import export_checkpoint
+from export.checkpoint.write import export_checkpoint
 from octet.recipe import Recipe
 
 LIMIT = 500e6  # bytes
 RUN = """
 import json, sys, time
 from pathlib import Path
-from export.verify import verify
+from verify.artifact import verify
 calibration, out = map(Path, sys.argv[1:])
 started = time.perf_counter()
 found = verify(out, calibration=calibration)

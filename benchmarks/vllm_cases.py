@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from octet.engines import Machine, vllm_path
-from octet.expected import Expectation, ServingPath
+from octet.artifacts.serving_path import Expectation, ServingPath
+from octet.proof.engines import Machine, vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
@@ -81,9 +81,9 @@ def prepare(
     """Calibrates the example, exports every checkpoint and predicts every case."""
     import torch
 
-    from calibrate.predict import predict
-    from export.checkpoint import export_checkpoint
-    from octet.checkpoint import Checkpoint
+    from calibrate.simulate.predict import predict
+    from export.checkpoint.write import export_checkpoint
+    from octet.model.checkpoint import Checkpoint
 
     place = "cuda" if machine != "cpu" and torch.cuda.is_available() else "cpu"
     found: dict[Case, Expectation] = {}
@@ -119,7 +119,7 @@ def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) ->
     """The Calibration of the example for `recipe`: observed once, and derived."""
     import calibrate
     from calibrate.rescale import rescale
-    from octet.calibration import Calibration
+    from octet.artifacts.calibration import Calibration
 
     model, suffix = EXAMPLE / "model", ""
     if untied:
@@ -145,7 +145,7 @@ def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) ->
 
 def untie(model: Path, out: Path) -> None:
     """A copy of `model` whose head is a tensor of its own, equal to the embeddings."""
-    from octet.tensors import TensorFile, write_tensors
+    from octet.storage.tensors import TensorFile, write_tensors
 
     shutil.copytree(model, out)
     file = TensorFile.open(model / "model.safetensors")

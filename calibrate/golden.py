@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from calibrate.golden_prompts import CONTINUATION
-from calibrate.layers import LayeredModel
-from calibrate.progress import Spread
-from octet.artifact import software
-from octet.checkpoint import Checkpoint
-from octet.golden import POSITIONS, GoldenRecord, GoldenSet, Top
+from calibrate.decoder.layers import LayeredModel
+from calibrate.samples.golden_prompts import CONTINUATION
+from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
+from octet.artifacts.manifest import software
+from octet.model.checkpoint import Checkpoint
+from octet.progress import Spread
 
 __all__ = ["golden_set"]
 

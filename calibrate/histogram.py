@@ -8,8 +8,8 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.bits import bf16_to_float32
-from octet.calibration import BINS, Observation
+from octet.artifacts.calibration import BINS, Observation
+from octet.numerics.bits import bf16_to_float32
 
 __all__ = ["SMALL", "CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
 

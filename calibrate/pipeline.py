@@ -7,31 +7,31 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from calibrate.algorithm import changed_model
-from calibrate.budget import check_samples
-from calibrate.counting import make_counter
-from calibrate.distributed import process_group
-from calibrate.evidence import check_refused, drop_refused, refused_directory
-from calibrate.gate import Gate
+from calibrate.algorithms.apply import changed_model
+from calibrate.decoder.loading import resolve_dtype
 from calibrate.golden import golden_set
-from calibrate.identity import arithmetic_of
-from calibrate.inputs import read_inputs
-from calibrate.journal import discard
-from calibrate.limit import Limit
-from calibrate.loading import resolve_dtype
-from calibrate.plan import LongPolicy
-from calibrate.predict import expected_divergence
-from calibrate.progress import progress_bar
-from calibrate.report_console import print_report
-from calibrate.reporting import PAGE, keep_evidence, report_files, report_on
-from calibrate.scales import check_finite, check_quantizes, check_recipe
+from calibrate.journal.distributed import process_group
+from calibrate.journal.identity import arithmetic_of
+from calibrate.journal.journal import discard
+from calibrate.observe.counting_cpu import make_counter
+from calibrate.observe.sweep import observe_checkpoint
+from calibrate.quality.budget import check_samples
+from calibrate.quality.gate import Gate
+from calibrate.quality.limit import Limit
+from calibrate.quality.refused import check_refused, drop_refused, refused_directory
+from calibrate.report.console import print_report
+from calibrate.samples.inputs import read_inputs
+from calibrate.samples.plan import LongPolicy
+from calibrate.scales.derive import check_finite, check_quantizes, check_recipe
+from calibrate.simulate.predict import expected_divergence
 from calibrate.solve import solve
-from calibrate.streaming import observe_checkpoint
-from octet.artifact import Manifest, check_destination, software
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest, check_destination, software
+from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ConfigError, UnsupportedError
-from octet.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
+from octet.progress import progress_bar
 from octet.recipe import Recipe
 
 __all__ = ["progress_directory", "run"]

@@ -17,23 +17,23 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.convergence import Convergence, convergence
-from calibrate.evidence import check_refused, drop_refused, refused_directory
-from calibrate.experts import MIN_TOKENS, fallback_warnings, with_fallback
-from calibrate.gate import Gate, Outcome
-from calibrate.gate_prompts import PromptCost, check_prompts, judge_prompts
+from calibrate.decoder.experts import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.histogram import Histograms
-from calibrate.identity import arithmetic_of
-from calibrate.predict import expected_divergence
-from calibrate.report import build_report
-from calibrate.report_console import print_report
-from calibrate.reporting import keep_evidence, report_files
-from calibrate.scales import check_alive, check_recipe
+from calibrate.journal.identity import arithmetic_of
+from calibrate.quality.gate import Gate, Outcome
+from calibrate.quality.golden_cost import PromptCost, check_prompts, judge_prompts
+from calibrate.quality.refused import check_refused, drop_refused, refused_directory
+from calibrate.report.console import print_report
+from calibrate.report.document import build_report
+from calibrate.scales.convergence import Convergence, convergence
+from calibrate.scales.derive import check_alive, check_recipe
+from calibrate.simulate.predict import expected_divergence
 from calibrate.solve import fitted_scales
-from octet.artifact import Manifest, check_destination, software
-from octet.calibration import WEIGHTS_FILE, Calibration
-from octet.checkpoint import Checkpoint
+from calibrate.write_report import keep_evidence, report_files
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.manifest import Manifest, check_destination, software
 from octet.errors import ArtifactError, ConfigError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 __all__ = ["rescale"]

@@ -9,20 +9,20 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.convergence import Convergence, convergence
-from calibrate.experts import with_fallback
-from calibrate.gate import Gate, Outcome
+from calibrate.decoder.experts import with_fallback
+from calibrate.decoder.loading import ComputeDtype
 from calibrate.histogram import Histogram, Histograms
-from calibrate.inputs import Inputs
-from calibrate.limit import Limit
-from calibrate.loading import ComputeDtype
-from calibrate.measure import Bench, Measured, measure_gate, measure_model
-from calibrate.scales import WeightScale, check_alive, derive_scales
-from calibrate.streaming import Observed
-from octet import formats, microscaling, scaling
-from octet.checkpoint import Checkpoint
+from calibrate.observe.sweep import Observed
+from calibrate.quality.gate import Gate, Outcome
+from calibrate.quality.limit import Limit
+from calibrate.quality.measure import Bench, Measured, measure_gate, measure_model
+from calibrate.samples.inputs import Inputs
+from calibrate.scales.convergence import Convergence, convergence
+from calibrate.scales.derive import WeightScale, check_alive, derive_scales
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.scaling import Granularity
 from octet.recipe import Recipe
-from octet.scaling import Granularity
 
 __all__ = ["Solution", "fitted_scales", "solve"]
 

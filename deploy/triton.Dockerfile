@@ -7,6 +7,8 @@ COPY octet octet
 COPY calibrate calibrate
 COPY export export
 COPY serve serve
+COPY verify verify
+COPY octet_cli octet_cli
 RUN sed -i '/^numpy==/d' constraints.txt \
   && python3 -m pip install --no-cache-dir --break-system-packages -c constraints.txt \
     '.[serve]' 'numpy<2'

@@ -1,5 +1,5 @@
 """calibration + checkpoint → checkpoint | ONNX decoder | engine | Triton entry.
 
-One module each, imported by whoever needs it: `export.checkpoint`, `export.onnx`, `export.engine`
-and `export.triton`.
+One module each, imported by whoever needs it: `export.checkpoint.write`, `export.onnx.write`,
+`export.engine.build` and `export.triton.write`.
 """

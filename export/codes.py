@@ -1,9 +1,10 @@
 """Weights as the codes that every export stores, made at memory speed.
 
-`octet.scaling.quantize` to the bit: the weight in float32, divided by its scale, rounded to nearest
-even and saturated. Loops in machine code have no temporaries and need no table: a float32 rounds to
-fewer mantissa bits by an addition to its own bits, which carries into the exponent, and to the step
-of the subnormals by an addition of 2^(23 + the step's exponent), whose last bits are then the code.
+`octet.numerics.scaling.quantize` to the bit: the weight in float32, divided by its scale, rounded
+to nearest even and saturated. Loops in machine code have no temporaries and need no table: a
+float32 rounds to fewer mantissa bits by an addition to its own bits, which carries into the
+exponent, and to the step of the subnormals by an addition of 2^(23 + the step's exponent), whose
+last bits are then the code.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octet import formats, microscaling, scaling
-from octet.bits import pack_e2m1
 from octet.errors import NumericsError
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.bits import pack_e2m1
 from octet.recipe import TensorScheme
-from octet.tensors import Tensor
+from octet.storage.tensors import Tensor
 
 __all__ = ["weight_codes"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from export.source import Source
 from octet.errors import ArtifactError, UnsupportedError
-from octet.model import Linear
+from octet.model.spec import Linear
 from octet.recipe import TensorScheme
 
 __all__ = ["check_fused", "describe", "groups_by_input", "groups_by_kernel"]

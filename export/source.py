@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from export.codes import weight_codes
-from octet import scaling
-from octet.artifact import Kind, Manifest, software
-from octet.calibration import WEIGHTS_FILE, Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.artifacts.manifest import Kind, Manifest, software
+from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import ArtifactError, ExportError
-from octet.expected import EXPECTED_FILE, ExpectedSet
-from octet.golden import GOLDEN_FILE
-from octet.hypotheses import HYPOTHESES_FILE
-from octet.model import Linear, ModelSpec
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear, ModelSpec
+from octet.numerics import scaling
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]

@@ -1,5 +1,5 @@
 """`python -m octet`."""
 
-from octet.cli import main
+from octet_cli.main import main
 
 main()

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from octet.artifact import Manifest
+from octet.artifacts.manifest import Manifest
 from octet.errors import OctetError
+from serve.backends.factory import make_backend
 from serve.config import (
     BackendConfig,
     EmbeddedConfig,
@@ -17,11 +18,10 @@ from serve.config import (
 from serve.config.checks import pools_of
 from serve.config.document import Document, Loc, Problem
 from serve.config.load import load_backends, refuse
-from serve.gateway import Gateway
-from serve.lifecycle.unproven import unproven
+from serve.engine.tokenizer import Tokenizer
+from serve.gateway.state import Gateway
+from serve.gateway.unproven import unproven
 from serve.proof.exam import Exams, directory_of
-from serve.routing.make import make_backend
-from serve.tokenizer import Tokenizer
 
 __all__ = ["check"]
 

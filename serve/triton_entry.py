@@ -19,12 +19,12 @@ from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, OctetError, RequestError
 from serve.backends.embedded import Loaded, load_export
-from serve.engine import Delivery, Engine
-from serve.generation import Generation
-from serve.runner import Runner
-from serve.tokenizer import Tokenizer
+from serve.engine.engine import Delivery, Engine
+from serve.engine.generation import Generation
+from serve.engine.request import Event, Finished
+from serve.engine.tokenizer import Tokenizer
+from serve.runner.protocol import Runner
 from serve.triton_messages import Asked, outputs, read_request
-from serve.types import Event, Finished
 
 __all__ = ["TritonEntry"]
 

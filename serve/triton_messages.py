@@ -25,10 +25,17 @@ from typing import Any
 import numpy as np
 
 from octet.errors import RequestError
-from serve.api.fields import refuse_unsupported
 from serve.api.schemas import COMPLETION_MAX_TOKENS, CompletionRequest, validate
+from serve.api.unsupported import refuse_unsupported
 from serve.config import Limits
-from serve.types import Delta, Event, Finished, GenerateRequest, PositionLogprobs, TokenLogprob
+from serve.engine.request import (
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenLogprob,
+)
 
 __all__ = ["Asked", "Tensors", "outputs", "read_request"]
 

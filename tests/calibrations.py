@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from octet.artifact import Manifest, software
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.golden import GoldenRecord, GoldenSet, Top
-from octet.provenance import ModelIdentity
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
+from octet.artifacts.manifest import Manifest, software
+from octet.artifacts.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 

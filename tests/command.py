@@ -7,7 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from octet import cli
+from octet_cli import main as cli
 
 __all__ = ["octet"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from octet.cores import THREADS, usable_cores, wait_briefly
+from octet.hardware.cores import THREADS, usable_cores, wait_briefly
 from tests.patient_loop import PatientLoop
 from tests.shared import Shared
 

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from octet.errors import BackendError
-from octet.model import ModelSpec
+from octet.model.spec import ModelSpec
 from serve.backends.embedded import EmbeddedBackend
-from serve.cache import CacheDtype, SlotCache
-from serve.chat import ChatTemplate
-from serve.runner import Runner, StepBatch
-from serve.tokenizer import Tokenizer
+from serve.engine.chat_template import ChatTemplate
+from serve.engine.tokenizer import Tokenizer
+from serve.runner.cache import CacheDtype, SlotCache
+from serve.runner.protocol import Runner, StepBatch
 
 END = 256  # <|end|>: the end token of the byte vocabulary
 VOCABULARY = 257

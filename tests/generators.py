@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.formats import FORMATS, Format
+from octet.numerics.formats import FORMATS, Format
 
 FLOAT8 = [FORMATS["e4m3"], FORMATS["e5m2"]]
 MX_ELEMENTS = [FORMATS["e2m1"], FORMATS["e3m2"], FORMATS["e2m3"]]  # no NaN, no Inf

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from octet.bits import bf16_to_float32, float32_to_bf16
-from octet.checkpoint import Checkpoint
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.numerics.bits import bf16_to_float32, float32_to_bf16
+from octet.storage.tensors import Tensor, write_tensors
 
 NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

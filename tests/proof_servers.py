@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octet.bits import bf16_to_float32, float32_to_bf16
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.numerics.bits import bf16_to_float32, float32_to_bf16
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["fine_tune", "halve_weight_scales", "remove_key_scales", "scale_keys", "texts_of"]
 

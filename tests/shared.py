@@ -18,12 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from octet.artifact import software
+from octet.artifacts.manifest import software
 
 __all__ = ["Shared"]
 
 ROOT = Path(__file__).parent.parent
-_CODE = ("octet", "calibrate", "export", "serve", "tests")
+_CODE = ("octet", "calibrate", "export", "serve", "verify", "octet_cli", "tests")
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "onnx", "onnxruntime")
 _KEPT_S = 7 * 24 * 3600
 
@@ -84,6 +84,6 @@ def _code() -> str:
 def _arithmetic() -> dict[str, Any]:
     import torch
 
-    from calibrate.identity import arithmetic_of
+    from calibrate.journal.identity import arithmetic_of
 
     return arithmetic_of(torch.device("cpu"))

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.reference import CheckpointTarget
 from calibrate.rescale import rescale
-from export.onnx import export_onnx
-from octet.evaluation.comparison import compare
-from octet.evaluation.evaluator import evaluate
+from export.onnx.write import export_onnx
 from octet.recipe import Recipe
-from serve.evaluation.export import Export
+from verify.evaluation.comparison import compare
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.targets.checkpoint import CheckpointTarget
+from verify.evaluation.targets.export import Export
 
 COUNT, LENGTH = 48, 256
 

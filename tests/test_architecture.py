@@ -69,6 +69,6 @@ def test_the_vocabulary_and_the_command_line_load_no_heavy_library() -> None:
     assert not loaded_by(statement) & HEAVY
 
 
-@pytest.mark.parametrize("module", ["serve.server", "serve.engine"])
+@pytest.mark.parametrize("module", ["serve.run", "serve.engine.engine"])
 def test_serving_does_not_load_torch(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"torch", "transformers"}

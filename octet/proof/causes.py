@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from octet.expected import ServingPath
-from octet.hypotheses import Fault, Hypothesis
+from octet.artifacts.scenarios import Fault, Hypothesis
+from octet.artifacts.serving_path import ServingPath
 
 __all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "partly_wrong"]
 

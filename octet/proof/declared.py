@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from octet.engines import vllm_path
-from octet.expected import ServingPath
-from octet.hypotheses import HypothesisSet
+from octet.artifacts.scenarios import HypothesisSet
+from octet.artifacts.serving_path import ServingPath
+from octet.proof.engines import vllm_path
 from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["Declared", "Engine", "declared_paths"]

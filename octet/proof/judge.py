@@ -15,8 +15,9 @@ three tests says so, each at a third of `ALPHA` over the looks that a probe may 
    implementation may round in up to twice as many places as the simulation does; independent
    roundings add, so that |x - m|² may be (2 + 1/R) for (1 + 1/R). That is the margin.
 3. **Tail.** More prompts are far off than chance allows, among all or among those of a quarter by
-   length, whatever the others are: `octet.proof.tail`, with the same margin. The first two compare
-   means with their own scatter, which rubbish in a part of the answers makes as large as itself.
+   length, whatever the others are: `octet.proof.outliers`, with the same margin. The first two
+   compare means with their own scatter, which rubbish in a part of the answers makes as large as
+   itself.
 
 Which hypotheses take part is decided by their own repeats and those of the best honest path, on all
 golden prompts, each repeat as if it were a server. Let z_h be what an honest repeat scores against
@@ -56,9 +57,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from octet.golden import GoldenSet
-from octet.hypotheses import Hypothesis, HypothesisSet
-from octet.proof.bound import by_bound
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
 from octet.proof.causes import (
     ANOTHER_MODEL,
     CLOSER,
@@ -67,12 +67,13 @@ from octet.proof.causes import (
     cause_of,
     partly_wrong,
 )
-from octet.proof.contest import Contest
 from octet.proof.declared import Declared
-from octet.proof.measure import Measure, measure
+from octet.proof.divergence import Measure, measure
+from octet.proof.divergence_bound import by_bound
+from octet.proof.expected_range import expectations
+from octet.proof.likelihood_ratio import Contest
 from octet.proof.responses import Response, complete, improper
 from octet.proof.verdict import Outcome, Range, Score, Verdict, range_text, sentence
-from octet.scatter import expectations
 from octet.student import t_quantile
 
 __all__ = ["ALPHA", "BETA", "judge"]
@@ -95,8 +96,8 @@ def judge(
     """Whether `responses`, the last to each golden record, are those of a `declared` server.
 
     `looks` is how often a probe may be judged in all, while its answers come in. `bound` is the
-    mean divergence in nats that is accepted where no honest path was simulated (`octet.expected.
-    bound_of`).
+    mean divergence in nats that is accepted where no honest path was simulated
+    (`octet.artifacts.serving_path.bound_of`).
     """
     last = {response.record: response for response in responses}
     count = len(golden.records)
@@ -275,7 +276,10 @@ class _Judgement:
         return tuple(sorted(found, key=lambda score: -score.log_likelihood))
 
     def _expected(self) -> Range:
-        """Of the best honest path; its range from how all paths scatter (`octet.scatter`)."""
+        """Returns the range of the best honest path, from the scatter of all paths.
+
+        See `octet.proof.expected_range`.
+        """
         found = {
             h.path: self._contest.answers.divergences(self._hypotheses.logprobs[h])
             for h, candidate in self._contest.candidates.items()

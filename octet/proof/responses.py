@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octet.golden import POSITIONS, GoldenRecord
+from octet.artifacts.golden import POSITIONS, GoldenRecord
 
 __all__ = ["Response", "agreement", "comparable", "complete", "improper"]
 

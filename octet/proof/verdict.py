@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from octet.expected import ServingPath
+from octet.artifacts.serving_path import ServingPath
 from octet.proof.causes import Cause
-from octet.proof.measure import Measure
+from octet.proof.divergence import Measure
 
 __all__ = ["Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octet.errors import RequestError
-from serve.api.fields import UnsupportedField
 from serve.api.generate import LOWEST_LOGPROB
-from serve.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from serve.api.unsupported import UnsupportedField
+from serve.engine.request import Delta, Finished, PositionLogprobs, TokenLogprob
 
 __all__ = ["ChatDialect", "plain_messages"]
 

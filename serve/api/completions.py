@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve.api.generate import LOWEST_LOGPROB
-from serve.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from serve.engine.request import Delta, Finished, PositionLogprobs, TokenLogprob
 
 __all__ = ["CompletionDialect"]
 

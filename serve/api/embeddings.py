@@ -7,9 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from serve.admission.estimate import prompt_tokens
 from serve.api.answer import Answer
 from serve.api.call import Call
-from serve.api.fields import UnsupportedField
 from serve.api.relay import open_relay
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
+from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Backend, RelayingBackend
 
 __all__ = ["EmbeddingRequest", "Embeddings"]

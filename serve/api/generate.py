@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from serve.api.answer import DONE, EVENT_STREAM, JSON, Answer, Tally
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.backends.base import Backend
-from serve.types import (
+from serve.engine.request import (
     Delta,
     Event,
     Finished,

@@ -23,8 +23,8 @@ from serve.api.events import (
     lost_by_abort,
     read_usage,
 )
-from serve.api.fields import UnsupportedField
 from serve.api.splice import outgoing
+from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Backend, Relay, RelayingBackend
 from serve.backends.openai_errors import failure, from_event
 

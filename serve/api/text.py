@@ -11,10 +11,10 @@ from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.chat import ChatDialect, plain_messages
 from serve.api.completions import CompletionDialect
-from serve.api.fields import refuse_unsupported
 from serve.api.generate import open_generate, requests_of
 from serve.api.relay import open_relay, relays
 from serve.api.schemas import ChatRequest, CompletionRequest
+from serve.api.unsupported import refuse_unsupported
 from serve.backends.base import Backend
 
 __all__ = ["Chats", "Completions"]

@@ -13,11 +13,11 @@ from octet.errors import RequestError
 from serve.api.answer import JSON, Answer
 from serve.api.call import Call
 from serve.api.chat import plain_messages
-from serve.api.fields import NeedsTokenizer, refuse_unsupported
 from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
+from serve.api.unsupported import NeedsTokenizer, refuse_unsupported
 from serve.backends.base import Backend, RelayingBackend
-from serve.tokenizer import Tokenizer
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from octet.errors import BackendError, BackendUnavailable
-from serve.types import Event, GenerateRequest
+from serve.engine.request import Event, GenerateRequest
 
 if TYPE_CHECKING:  # tokenizers is not needed where no backend has one
-    from serve.tokenizer import Tokenizer
+    from serve.engine.tokenizer import Tokenizer
 
 __all__ = [
     "PROBE",

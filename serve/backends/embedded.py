@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from octet.model import ModelSpec
+from octet.model.spec import ModelSpec
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.config import EmbeddedConfig
-from serve.engine import Delivery, Engine, EngineStats
-from serve.generation import Generation
-from serve.runner import Runner, load_runner
-from serve.tokenizer import Tokenizer
-from serve.types import Event, Finished, GenerateRequest
+from serve.engine.engine import Delivery, Engine, EngineStats
+from serve.engine.generation import Generation
+from serve.engine.request import Event, Finished, GenerateRequest
+from serve.engine.tokenizer import Tokenizer
+from serve.runner.protocol import Runner, load_runner
 
 __all__ = ["EmbeddedBackend", "Loaded", "load_export"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from octet.errors import BackendError
 from serve.backends.openai_errors import from_event
-from serve.types import (
+from serve.engine.request import (
     Delta,
     Event,
     Finished,

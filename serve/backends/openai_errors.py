@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
-from serve.backends.held import reason_of
+from serve.backends.connection import reason_of
 
 __all__ = [
     "Refusal",

@@ -17,12 +17,12 @@ from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
-from serve.backends.held import hold_open, kept_alive
+from serve.backends.connection import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
 from serve.backends.openai_reports import LOAD_SOURCES, context_length, incarnation
 from serve.config import HttpConfig
-from serve.types import Event, GenerateRequest
+from serve.engine.request import Event, GenerateRequest
 
 __all__ = ["OpenAiHttpBackend"]
 

@@ -21,9 +21,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
-from serve.api.fields import NeedsTokenizer
+from serve.api.unsupported import NeedsTokenizer
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
-from serve.backends.held import hold_open
+from serve.backends.connection import hold_open
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_prompt import end_tokens, unsupported
 from serve.backends.triton_reports import described, incarnation, load_report
@@ -31,8 +31,8 @@ from serve.backends.triton_tensors import Inputs, Outputs, Signature, read_outpu
 from serve.backends.triton_trtllm import IdsDialect, TextDialect
 from serve.backends.triton_vllm import VllmDialect
 from serve.config import TritonConfig
-from serve.tokenizer import Tokenizer
-from serve.types import Delta, Event, GenerateRequest
+from serve.engine.request import Delta, Event, GenerateRequest
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["TritonBackend"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve.api.fields import NeedsTokenizer, UnsupportedField
-from serve.tokenizer import Tokenizer
+from serve.api.unsupported import NeedsTokenizer, UnsupportedField
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]
 

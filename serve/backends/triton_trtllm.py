@@ -15,9 +15,9 @@ from octet.errors import BackendUnavailable
 from serve.backends.triton_prompt import prompt_ids, prompt_text, unsupported
 from serve.backends.triton_tensors import Inputs, Outputs, Signature
 from serve.backends.triton_vllm import NO_LIMIT
-from serve.detokenizer import StopChecker
-from serve.tokenizer import Tokenizer
-from serve.types import Delta, Event, Finished, GenerateRequest, Usage
+from serve.engine.detokenizer import StopChecker
+from serve.engine.request import Delta, Event, Finished, GenerateRequest, Usage
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["IdsDialect", "TextDialect"]
 

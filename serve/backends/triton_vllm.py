@@ -11,8 +11,7 @@ from typing import Any
 from octet.errors import BackendError
 from serve.backends.triton_prompt import prompt_text, unsupported
 from serve.backends.triton_tensors import Inputs, Outputs, Signature
-from serve.tokenizer import Tokenizer
-from serve.types import (
+from serve.engine.request import (
     Delta,
     Event,
     Finished,
@@ -22,6 +21,7 @@ from serve.types import (
     TokenLogprob,
     Usage,
 )
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["NO_LIMIT", "VllmDialect"]
 

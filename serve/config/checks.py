@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
-from serve.config import tiers
+from serve.config import tier_checks as tiers
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
 from serve.config.document import Loc, Problem
 from serve.config.models import ModelConfig

@@ -5,8 +5,8 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from octet.artifacts.golden import GOLDEN_FILE
 from octet.errors import ArtifactError
-from octet.golden import GOLDEN_FILE
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend

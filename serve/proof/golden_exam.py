@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from octet.expected import bound_of
-from octet.proof.artifact import Proofs, load_proofs
+from octet.artifacts.serving_path import bound_of
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
+from octet.proof.reference import Proofs, load_proofs
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config.proof import Proof
+from serve.engine.tokenizer import Tokenizer
+from serve.proof.engine_report import engine_report, structural_findings
 from serve.proof.plan import Slices, looks, order, simulated
 from serve.proof.probe import Probed, probe
-from serve.proof.structure import engine_report, structural_findings
-from serve.tokenizer import Tokenizer
 
 __all__ = ["GoldenExam"]
 

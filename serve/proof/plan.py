@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from octet.golden import POSITIONS, GoldenSet
-from octet.hypotheses import HypothesisSet
+from octet.artifacts.golden import POSITIONS, GoldenSet
+from octet.artifacts.scenarios import HypothesisSet
 
 __all__ = ["FIRST_LOOK", "Slices", "cost", "looks", "order", "simulated"]
 

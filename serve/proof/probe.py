@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.errors import BackendError, RequestError
-from octet.golden import POSITIONS, GoldenSet
 from octet.proof.responses import Response
 from serve.backends.base import Backend
-from serve.proof.probed import ALTERNATIVES, Failure, FailureKind, Probed, Unprovable
+from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogprobs
+from serve.engine.tokenizer import Tokenizer
+from serve.proof.result import ALTERNATIVES, Failure, FailureKind, Probed, Unprovable
 from serve.proof.tokens import UNKNOWN, TokenNames
-from serve.tokenizer import Tokenizer
-from serve.types import Delta, Finished, GenerateRequest, PositionLogprobs
 
 __all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from octet.errors import BackendError, BackendUnavailable
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
+from serve.members.proof_state import MemberProof, ProofState, measured
+from serve.proof.admission import OVER, Examined, examine, silent
+from serve.proof.backoff import REFUSED_S, UNCLEAR_S, Backoff, allowance
 from serve.proof.exam import Exam
-from serve.proof.examination import OVER, Examined, examine, silent
 from serve.proof.probe import Probed, Unprovable
-from serve.proof.rounds import Rounds
-from serve.proof.schedule import REFUSED_S, UNCLEAR_S, Backoff, allowance
-from serve.proof.state import MemberProof, ProofState, measured
+from serve.proof.recheck import Rounds
 
 if TYPE_CHECKING:
-    from serve.routing.member import Member
+    from serve.members.member import Member
 
 __all__ = ["Prover"]
 

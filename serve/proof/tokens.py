@@ -9,8 +9,8 @@ elsewhere it is one of the rest.
 from collections.abc import Collection, Sequence
 from functools import cached_property
 
-from serve.tokenizer import Tokenizer
-from serve.types import PositionLogprobs, TokenLogprob
+from serve.engine.request import PositionLogprobs, TokenLogprob
+from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["UNKNOWN", "TokenNames"]
 

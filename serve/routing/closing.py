@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from serve.routing.member import Member
-from serve.routing.watches import Watches
+from serve.members.member import Member
+from serve.routing.members import Watches
 
 __all__ = ["Closing"]
 

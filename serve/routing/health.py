@@ -17,9 +17,9 @@ from typing import Any
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
 from serve.config import Health
+from serve.members.member import Member
 from serve.proof.prover import Prover
-from serve.routing.lives import Lives
-from serve.routing.member import Member
+from serve.routing.incarnation import Lives
 
 __all__ = ["Watch"]
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from serve.routing.member import Member
+from serve.members.member import Member
 
 __all__ = ["may_eject", "spare_the_last"]
 

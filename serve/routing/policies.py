@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from serve.config import Routing
+from serve.members.member import Member
 from serve.routing.ask import Ask
 from serve.routing.hashring import HashRing
-from serve.routing.member import Member
 
 __all__ = ["Policy", "make_policy"]
 

@@ -10,18 +10,18 @@ from functools import partial
 from typing import Self
 
 from serve.backends.base import Backend
+from serve.backends.factory import make_backend
 from serve.config import BackendConfig, PoolConfig
+from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of
 from serve.routing.ask import Ask
-from serve.routing.budget import RetryBudget
 from serve.routing.closing import Closing
+from serve.routing.ejection import LONGEST_WAIT_S, one_is_well, room, wait_s
 from serve.routing.last import may_eject, spare_the_last
-from serve.routing.make import make_backend
-from serve.routing.member import Member
+from serve.routing.members import Watches
 from serve.routing.policies import Policy, make_policy
-from serve.routing.proving import Proven, Provers, examined, make_provers, proven_by
-from serve.routing.waiting import LONGEST_WAIT_S, one_is_well, room, wait_s
-from serve.routing.watches import Watches
+from serve.routing.provers import Proven, Provers, examined, make_provers, proven_by
+from serve.routing.retry_budget import RetryBudget
 
 __all__ = ["FIRST_PROOF_S", "Pool"]
 

@@ -16,10 +16,10 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from serve.telemetry.collector import GatewayCollector
+from serve.gateway.collector import GatewayCollector
 
 if TYPE_CHECKING:
-    from serve.gateway import Gateway
+    from serve.gateway.state import Gateway
 
 __all__ = ["Metrics"]
 

@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from octet.errors import BackendError
-from octet.model import ModelSpec
-from serve.cache import Slots, window
+from octet.model.spec import ModelSpec
+from serve.runner.cache import Slots, window
 from serve.tensorrt.gpu import Gpu, Memory, aligned
 from serve.tensorrt.kernels import Arguments, Kernels
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.errors import BackendError, ConfigError, UnsupportedError
-from serve.runner import RunnerLost
+from serve.runner.protocol import RunnerLost
 
 __all__ = ["Event", "Gpu", "Memory", "PinnedMemory", "aligned", "checked"]
 

@@ -1,6 +1,6 @@
 """What an engine takes and gives: names, element types, and the sizes that its profiles allow.
 
-export/onnx_decoder.py describes the graph that it was built from.
+export/onnx/decoder.py describes the graph that it was built from.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from octet.errors import ArtifactError
-from octet.model import ModelSpec
+from octet.model.spec import ModelSpec
 
 __all__ = ["Dtypes", "Limits", "caches_named"]
 

@@ -4,7 +4,7 @@ import ctypes
 from importlib import resources
 
 from octet.errors import UnsupportedError
-from octet.nvrtc import Target, architectures, compile_source, load_nvrtc
+from octet.hardware.nvrtc import Target, architectures, compile_source, load_nvrtc
 from serve.tensorrt.gpu import Gpu, checked
 
 __all__ = ["Arguments", "Kernels", "compile_kernels"]

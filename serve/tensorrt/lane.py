@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.errors import BackendError
-from octet.model import ModelSpec
-from serve.cache import window
-from serve.runner import StepBatch
+from octet.model.spec import ModelSpec
+from serve.runner.cache import window
+from serve.runner.protocol import StepBatch
 from serve.tensorrt.cache import DeviceCache, Window
 from serve.tensorrt.gpu import Gpu, Memory, PinnedMemory, aligned
 from serve.tensorrt.interface import Dtypes, Limits, caches_named

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from octet.artifact import Manifest
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, UnsupportedError
-from octet.tensorrt_log import logger
+from octet.hardware.tensorrt_log import logger
 from serve.tensorrt.gpu import Gpu
 
 __all__ = ["load_engine", "load_library", "require_gpu"]

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifact import PLAN_FILE, Manifest
+from octet.artifacts.manifest import PLAN_FILE, Manifest
 from octet.errors import BackendError, ConfigError
-from octet.model import ModelSpec
-from octet.tensorrt_log import logger
-from serve.cache import CacheDtype
-from serve.runner import RunnerLost, StepBatch
+from octet.hardware.tensorrt_log import logger
+from octet.model.spec import ModelSpec
+from serve.runner.cache import CacheDtype
+from serve.runner.protocol import RunnerLost, StepBatch
 from serve.tensorrt.cache import DeviceCache
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.interface import Dtypes, Limits

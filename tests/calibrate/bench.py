@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.batches import Batch, make_batches
-from calibrate.divergence import Reference
+from calibrate.decoder.loading import load_model
 from calibrate.histogram import Histogram
-from calibrate.loading import load_model
-from calibrate.observe import observe
-from calibrate.scales import derive_scales
-from octet.checkpoint import Checkpoint
+from calibrate.observe.observer import observe
+from calibrate.quality.divergence import Reference
+from calibrate.samples.batches import Batch, make_batches
+from calibrate.scales.derive import derive_scales
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 

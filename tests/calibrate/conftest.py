@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from calibrate import run
-from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.loading import load_model, load_tokenizer
-from calibrate.samples import load_samples
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.samples.batches import Batch, make_batches, tokenize
+from calibrate.samples.source import load_samples
+from octet.artifacts.calibration import Calibration
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from tests.shared import Shared
 

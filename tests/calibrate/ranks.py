@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from calibrate.distributed import process_group
+from calibrate.journal.distributed import process_group
 from octet.errors import OctetError
 from tests.calibrate.runs import batches_of, run, save_counts
 

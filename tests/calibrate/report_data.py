@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.convergence import convergence
-from calibrate.counting import count_reference
 from calibrate.histogram import Histogram
-from calibrate.report import Report, build_report
-from calibrate.scales import input_scales, kv_scales
-from calibrate.weights import WeightScale
-from octet.calibration import Observation
-from octet.model import ModelSpec
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.report.document import Report, build_report
+from calibrate.scales.convergence import convergence
+from calibrate.scales.derive import input_scales, kv_scales
+from calibrate.scales.weights import WeightScale
+from octet.artifacts.calibration import Observation
+from octet.model.spec import ModelSpec
 from octet.recipe import Recipe
 
 COUNTS = (32, 64, 128)
@@ -116,7 +116,7 @@ def make_report(
 
 
 def sensitivity(perplexity: float = 10.05) -> dict[str, Any]:
-    """In the shape of `calibrate.measure.Measured.sensitivity`; 10 before quantization."""
+    """In the shape of `calibrate.quality.measure.Measured.sensitivity`; 10 before quantization."""
     groups: dict[str, list[str]] = {}
     for linear in SPEC.linears():
         groups.setdefault(linear.input, []).append(linear.name)
@@ -147,7 +147,7 @@ def sensitivity(perplexity: float = 10.05) -> dict[str, Any]:
 
 
 def budget() -> dict[str, Any]:
-    """In the shape of `calibrate.budget.Budget.as_json`."""
+    """In the shape of `calibrate.quality.budget.Budget.as_json`."""
     return {
         "metric": "kl",
         "limit": 0.005,
@@ -179,7 +179,7 @@ def budget() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """In the shape of the facts of `calibrate.experts.with_fallback`."""
+    """In the shape of the facts of `calibrate.decoder.experts.with_fallback`."""
     return {
         "min_tokens": 256,
         "rule": "the sum of the histograms of all experts of the same layer and projection",

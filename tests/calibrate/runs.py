@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from calibrate.batches import Batch, make_batches, tokenize
-from calibrate.loading import ComputeDtype
-from calibrate.observe import observe
-from calibrate.samples import load_samples
-from calibrate.streaming import Observed, observe_checkpoint
-from octet.checkpoint import Checkpoint
-from octet.model import ModelSpec
-from octet.tensors import Tensor, write_tensors
+from calibrate.decoder.loading import ComputeDtype
+from calibrate.observe.observer import observe
+from calibrate.observe.sweep import Observed, observe_checkpoint
+from calibrate.samples.batches import Batch, make_batches, tokenize
+from calibrate.samples.source import load_samples
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.storage.tensors import Tensor, write_tensors
 
 __all__ = [
     "DTYPE",

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.counting import count_reference
-from calibrate.divergence import experts_one_by_one
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.decoder.tail import Tail
 from calibrate.golden import CONTINUATION, golden_set
-from calibrate.layers import LayeredModel
-from calibrate.loading import ComputeDtype, load_model
-from calibrate.predict import predict
-from calibrate.simulate import simulate
-from calibrate.streaming import observe_checkpoint
-from calibrate.tail import Tail
-from octet.checkpoint import Checkpoint
-from octet.expected import ServingPath
-from octet.formats import E4M3, round_to
-from octet.golden import top_k_divergence
-from octet.scaling import Granularity, fake_quantize
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.sweep import observe_checkpoint
+from calibrate.quality.divergence import experts_one_by_one
+from calibrate.samples.batches import Batch
+from calibrate.simulate.model import simulate
+from calibrate.simulate.predict import predict
+from octet.artifacts.golden import top_k_divergence
+from octet.artifacts.serving_path import ServingPath
+from octet.model.checkpoint import Checkpoint
+from octet.numerics.formats import E4M3, round_to
+from octet.numerics.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
 from tests.calibrate.runs import batches_of
 from tests.models import GENERIC, KNOWN, UNDESCRIBED, write_model

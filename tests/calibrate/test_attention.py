@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from calibrate.attention import e4m3_attention, replace_attention, tap_queries
-from calibrate.rounding import round_cache
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.attention import e4m3_attention, replace_attention, tap_queries
+from calibrate.decoder.rounding import round_cache
+from octet.model.checkpoint import Checkpoint
 
 IDS = torch.arange(40).reshape(2, 20) + 7
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from calibrate.batches import chunk_ends, make_batches
+from calibrate.samples.batches import chunk_ends, make_batches
 
 
 def test_longest_first_padded_on_the_right() -> None:

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.budget import Budget, Limit, check_reachable, choose
-from calibrate.divergence import Reference, evaluation_batches
-from calibrate.levels import build_recipe, levels_above, total_bytes, weight_bytes
-from calibrate.loading import load_model, load_tokenizer
-from calibrate.observe import observe
-from calibrate.scales import derive_scales
-from calibrate.sensitivity import measure_sensitivity
-from calibrate.simulate import simulate, simulate_modules
-from calibrate.units import find_units
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.observe.observer import observe
+from calibrate.quality.budget import Budget, Limit, check_reachable, choose
+from calibrate.quality.divergence import Reference, evaluation_batches
+from calibrate.quality.fused_units import find_units
+from calibrate.quality.precision_levels import build_recipe, levels_above, total_bytes, weight_bytes
+from calibrate.quality.sensitivity import measure_sensitivity
+from calibrate.samples.batches import Batch
+from calibrate.scales.derive import derive_scales
+from calibrate.simulate.model import simulate, simulate_modules
 from octet.errors import ConfigError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
 from tests.calibrate.runs import batches_from

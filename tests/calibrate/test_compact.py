@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from calibrate.compact import CompactCounts
-from octet.calibration import BINS
+from calibrate.journal.compact_counts import CompactCounts
+from octet.artifacts.calibration import BINS
 
 
 def normal(scale: float, elements: int, seed: int) -> np.ndarray:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from calibrate.convergence import TOLERANCE_DB, Convergence, convergence
 from calibrate.histogram import Histogram
-from calibrate.search import find_scale, measure
-from calibrate.treatment import treatment_of
-from octet.formats import E4M3
+from calibrate.scales.activations import find_scale, measure
+from calibrate.scales.convergence import TOLERANCE_DB, Convergence, convergence
+from calibrate.scales.tensor_scheme import treatment_of
+from octet.numerics.formats import E4M3
 from octet.recipe import Recipe
 from tests.calibrate.report_data import COUNTS, chunks, observation, observations
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.counting import CpuCounter, count_reference, make_counter
-from octet.calibration import BINS
+from calibrate.observe.counting_cpu import CpuCounter, count_reference, make_counter
+from octet.artifacts.calibration import BINS
 from tests.calibrate.contents import contents
 
 SIZES = [1, 2, 3, 4, 5, 127, 2047, 2048, 2049, 65_537, 200_003]

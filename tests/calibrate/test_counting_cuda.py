@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import calibrate.cuda_kernels as cuda_kernels
-import calibrate.cuda_layout as cuda_layout
-from calibrate.batches import Batch
-from calibrate.counting import count_reference
-from calibrate.counting_cuda import CudaCounter
-from calibrate.cuda_layout import batched, layout_of, pieces
-from calibrate.observe import observe
-from octet.calibration import BINS
+import calibrate.observe.cuda_kernels as cuda_kernels
+import calibrate.observe.cuda_layout as cuda_layout
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.counting_cuda import CudaCounter
+from calibrate.observe.cuda_layout import batched, layout_of, pieces
+from calibrate.observe.observer import observe
+from calibrate.samples.batches import Batch
+from octet.artifacts.calibration import BINS
 from octet.errors import NumericsError, UnsupportedError
-from octet.model import ModelSpec
+from octet.model.spec import ModelSpec
 from tests.calibrate.contents import contents
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -137,7 +137,7 @@ def test_says_what_does_not_fit_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB.")
 
-    monkeypatch.setattr("calibrate.counting_cuda.kernels_of", lambda index: None)
+    monkeypatch.setattr("calibrate.observe.counting_cuda.kernels_of", lambda index: None)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.zeros", full)
     with pytest.raises(UnsupportedError) as error:

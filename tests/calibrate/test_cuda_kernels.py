@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import calibrate.cuda_kernels as cuda_kernels
-from calibrate.cuda_kernels import compile_kernels, load_module, parts_for
+import calibrate.observe.cuda_kernels as cuda_kernels
+from calibrate.observe.cuda_kernels import compile_kernels, load_module, parts_for
 from octet.errors import UnsupportedError
-from octet.nvrtc import load_nvrtc
+from octet.hardware.nvrtc import load_nvrtc
 
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 ELF = b"\x7fELF"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.distributed import Group, process_group, require_agreement
-from octet.checkpoint import Checkpoint
+from calibrate.journal.distributed import Group, process_group, require_agreement
 from octet.errors import ConfigError
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.runs import batches_of, run, save_counts
 from tests.models import write_model
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch, make_batches
-from calibrate.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
-from calibrate.loading import load_model, load_tokenizer
-from calibrate.observe import observe
-from calibrate.scales import derive_scales
-from calibrate.simulate import simulate
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.observe.observer import observe
+from calibrate.quality.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
+from calibrate.samples.batches import Batch, make_batches
+from calibrate.scales.derive import derive_scales
+from calibrate.simulate.model import simulate
 from octet.errors import NumericsError
-from octet.intervals import upper_bound
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from octet.statistics import upper_bound
 from octet.student import t_quantile
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
 from tests.calibrate.runs import batches_from

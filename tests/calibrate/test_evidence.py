@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.evidence import (
+from calibrate.quality.refused import (
     EVIDENCE_FILE,
     check_refused,
     drop_refused,

@@ -13,9 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from calibrate.batches import Batch
-from calibrate.counting import count_reference
-from calibrate.experts import (
+from calibrate.decoder.experts import (
     MIN_TOKENS,
     Tap,
     assemble,
@@ -25,9 +23,11 @@ from calibrate.experts import (
     with_fallback,
 )
 from calibrate.histogram import Histogram
-from octet.checkpoint import Checkpoint
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.samples.batches import Batch
 from octet.errors import UnsupportedError
-from octet.model import ModelSpec
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 from tests.models import write_model
 
 KINDS = ("qwen3_moe", "mixtral")

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 from calibrate import run
-from calibrate.experts import MIN_TOKENS
-from calibrate.loading import load_model
+from calibrate.decoder.experts import MIN_TOKENS
+from calibrate.decoder.loading import load_model
 from calibrate.rescale import rescale
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import Calibration
 from octet.errors import ConfigError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.command import octet
 from tests.models import write_model
 

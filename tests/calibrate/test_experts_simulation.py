@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.divergence import Reference
-from calibrate.experts import with_fallback
+from calibrate.decoder.experts import with_fallback
+from calibrate.decoder.loading import load_model
 from calibrate.histogram import Histogram
-from calibrate.loading import load_model
-from calibrate.scales import derive_scales
-from calibrate.sensitivity import measure_sensitivity
-from calibrate.simulate import module_schemes, simulate, simulate_modules
-from calibrate.streaming import observe_checkpoint
-from octet import scaling
-from octet.checkpoint import Checkpoint
-from octet.formats import E4M3
-from octet.model import ModelSpec
+from calibrate.observe.sweep import observe_checkpoint
+from calibrate.quality.divergence import Reference
+from calibrate.quality.sensitivity import measure_sensitivity
+from calibrate.samples.batches import Batch
+from calibrate.scales.derive import derive_scales
+from calibrate.simulate.model import module_schemes, simulate, simulate_modules
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.numerics import scaling
+from octet.numerics.formats import E4M3
 from octet.recipe import Recipe
 from tests.models import write_model
 

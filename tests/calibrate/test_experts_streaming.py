@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.counting import count_reference
-from calibrate.loading import ComputeDtype, load_model
-from calibrate.streaming import observe_checkpoint
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.sweep import observe_checkpoint
+from calibrate.samples.batches import Batch
 from octet.errors import NumericsError
-from octet.model import ModelSpec
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.runs import assert_counts_of_the_whole
 from tests.models import write_model
 

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from calibrate import measure, run
-from calibrate.evidence import refused_directory
-from calibrate.gate import Gate, Judged, Outcome, Part
-from calibrate.gate_prompts import PromptCost
-from calibrate.journal import Journal
-from calibrate.limit import Limit
+from calibrate import run
+from calibrate.journal.journal import Journal
+from calibrate.quality import measure
+from calibrate.quality.gate import Gate, Judged, Outcome, Part
+from calibrate.quality.golden_cost import PromptCost
+from calibrate.quality.limit import Limit
+from calibrate.quality.refused import refused_directory
 from calibrate.rescale import rescale
-from octet.artifact import Manifest
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
-from octet.golden import GoldenSet
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.tensors import TensorFile
+from octet.storage.tensors import TensorFile
 from tests.models import write_model
 from tests.outliers import write_outlier_checkpoint
 from tests.shared import Shared

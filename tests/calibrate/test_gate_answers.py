@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.gate import Gate
-from calibrate.gate_answers import judge_answers, measure_answers
 from calibrate.golden import golden_set
-from octet.checkpoint import Checkpoint
+from calibrate.quality.gate import Gate
+from calibrate.quality.runner_cost import judge_answers, measure_answers
 from octet.errors import ConfigError, NumericsError
-from octet.intervals import upper_bound
+from octet.model.checkpoint import Checkpoint
+from octet.statistics import upper_bound
 
 LENGTHS = (1, 2, 5, 9, 14, 20, 31, 40, 44, 57)
 TAIL = 8

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from calibrate.golden import golden_set
-from calibrate.golden_prompts import CONTINUATION
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.golden import GoldenSet
+from calibrate.samples.golden_prompts import CONTINUATION
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenSet
+from octet.model.checkpoint import Checkpoint
 
 
 def test_records_can_be_computed_again_without_a_cache(
@@ -83,7 +83,7 @@ def test_neither_rounds_nor_slices_of_the_head_change_a_record(
     monkeypatch.setattr("calibrate.golden._CACHE_BYTES", 1)
     monkeypatch.setattr("calibrate.golden._KEPT_BYTES", 0)
     assert golden_set(checkpoint, PROMPTS).records == golden.records
-    monkeypatch.setattr("calibrate.layers._HEAD_BYTES", 1 << 20)
+    monkeypatch.setattr("calibrate.decoder.layers._HEAD_BYTES", 1 << 20)
     sliced = golden_set(checkpoint, PROMPTS)
     for item, other in zip(golden.records, sliced.records, strict=True):
         assert item.continuation_token_ids == other.continuation_token_ids

@@ -7,9 +7,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from calibrate.golden_prompts import CONTINUATION, LONGEST, choose_prompts, too_short
-from calibrate.sample import Sample
-from calibrate.tokens import tokenize
+from calibrate.samples.golden_prompts import CONTINUATION, LONGEST, choose_prompts, too_short
+from calibrate.samples.sample import Sample
+from calibrate.samples.tokens import tokenize
 from octet.errors import SampleError
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.counting import count_reference
 from calibrate.histogram import SMALL, Histogram, bin_widths, magnitudes
-from calibrate.noise import Noise
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.quality.sqnr import Noise
 
 
 def of(x: torch.Tensor) -> Histogram:

@@ -5,9 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrate.hypotheses import FACTORS, MOST_LAYERS, hypotheses_of, serving_paths, simulated_paths
-from octet.engines import vllm_path
-from octet.model import ModelSpec
+from calibrate.simulate.scenarios import (
+    FACTORS,
+    MOST_LAYERS,
+    hypotheses_of,
+    serving_paths,
+    simulated_paths,
+)
+from octet.model.spec import ModelSpec
+from octet.proof.engines import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from calibrate.journal import discard
-from calibrate.streaming import Observed
+from calibrate.journal.journal import discard
+from calibrate.observe.sweep import Observed
 from octet.errors import ArtifactError
 from tests.calibrate.killed import HOWS
 from tests.calibrate.runs import assert_same_counts, batches_of, run
@@ -35,7 +35,7 @@ def whole(llama: Path) -> Observed:
 @pytest.fixture(autouse=True)
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are kept of every layer, as if each took long."""
-    monkeypatch.setattr("calibrate.journal.KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr("calibrate.journal.journal.KEEP_EVERY_S", 0.0)
 
 
 def stopped(llama: Path, journal: Path, *, layers: float, **settings: Any) -> Path:
@@ -97,7 +97,7 @@ def test_one_set_of_activations_is_kept(llama: Path, tmp_path: Path) -> None:
 def test_what_was_not_kept_is_computed_again_and_not_counted(
     llama: Path, tmp_path: Path, whole: Observed, spill: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calibrate.journal.KEEP_EVERY_S", 3600.0)
+    monkeypatch.setattr("calibrate.journal.journal.KEEP_EVERY_S", 3600.0)
     journal = stopped(llama, tmp_path / "journal", layers=2.5)
     assert list(tmp_path.rglob("activations-*")) == []
     assert len(list(journal.glob("layer-*.json"))) == 2
@@ -297,7 +297,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(
         if what == "activations":
             patch.setattr(Path, "open", opened)
         elif what == "histograms":
-            patch.setattr("calibrate.journal.write_tensors", full)
+            patch.setattr("calibrate.journal.journal.write_tensors", full)
         else:
             patch.setattr(Path, "write_text", full)
         told = r"^\S+: no space left on the disk; free some( or name .* --spill,)? and run the same"

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from calibrate import run
-from calibrate.layers import LayeredModel
-from calibrate.loading import load_skeleton
-from calibrate.make import check_make, window_of
-from calibrate.sharing import require_shared_inputs
-from calibrate.streaming import observe_checkpoint
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import load_skeleton
+from calibrate.decoder.supported import check_make, window_of
+from calibrate.observe.sharing import require_shared_inputs
+from calibrate.observe.sweep import observe_checkpoint
 from octet.errors import UnsupportedError
-from octet.model import Linear
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear
 from octet.recipe import Recipe
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.runs import batches_of
 from tests.models import write_model
 
@@ -87,7 +87,7 @@ def test_tensors_that_transformers_renames(olmo: Path, tmp_path: Path) -> None:
 
 def test_weights_around_the_layers(gemma: Path) -> None:
     """OPT's decoder, say, projects what leaves its last layer."""
-    from calibrate.stack import find_norm
+    from calibrate.decoder.partial import find_norm
 
     decoder = load_skeleton(Checkpoint.open(gemma), "float32").base_model
     assert find_norm(decoder) == "norm"

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.modelopt import apply_algorithm, unpadded
-from calibrate.modelopt_backend import Rounding, update_blockwise
-from calibrate.rounding import fake_quantize
-from calibrate.weights import scale_of_weight
-from octet.checkpoint import Checkpoint
+from calibrate.algorithms.modelopt import apply_algorithm, unpadded
+from calibrate.algorithms.modelopt_backend import Rounding, update_blockwise
+from calibrate.decoder.rounding import fake_quantize
+from calibrate.samples.batches import Batch
+from calibrate.scales.weights import scale_of_weight
 from octet.errors import UnsupportedError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
-from octet.tensors import Tensor
+from octet.storage.tensors import Tensor
 
 
 def test_without_modelopt_the_error_says_what_to_install(
@@ -43,7 +43,7 @@ def test_a_recipe_that_quantizes_nothing_is_refused(checkpoint: Checkpoint, batc
 def test_experts_are_refused_before_anything_is_loaded(
     checkpoint: Checkpoint, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("calibrate.modelopt.load_model", None)
+    monkeypatch.setattr("calibrate.algorithms.modelopt.load_model", None)
     spec = checkpoint.spec.model_copy(update={"experts": 4, "sparse_layers": (0, 1)})
     mixture = Checkpoint(checkpoint.path, checkpoint.config, spec, checkpoint.shards)
     with pytest.raises(UnsupportedError, match="not brought in for experts"):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch, make_batches
-from calibrate.counting import count_reference
-from calibrate.loading import load_model
-from calibrate.observe import Observer, observe
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import load_model
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.observer import Observer, observe
+from calibrate.samples.batches import Batch, make_batches
 from octet.errors import ConfigError, NumericsError
-from octet.model import ModelSpec
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 
 
 def observed(model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> Observer:

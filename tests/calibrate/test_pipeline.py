@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from calibrate import run
-from calibrate.hypotheses import hypotheses_of, serving_paths
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from calibrate.simulate.scenarios import hypotheses_of, serving_paths
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import (
     ArtifactError,
     CheckpointError,
@@ -28,10 +29,9 @@ from octet.errors import (
     SampleError,
     UnsupportedError,
 )
-from octet.expected import EXPECTED_FILE, ExpectedSet
-from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.command import octet
 
 FP8 = Recipe.load("fp8")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.observe import observe
-from calibrate.plan import LongPolicy, SamplePlan, plan_batches
-from calibrate.sample import Sample
-from octet.checkpoint import Checkpoint
+from calibrate.observe.observer import observe
+from calibrate.samples.plan import LongPolicy, SamplePlan, plan_batches
+from calibrate.samples.sample import Sample
 from octet.errors import ConfigError, SampleError
+from octet.model.checkpoint import Checkpoint
 
 CONVERSATION = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"})
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate import predict as predict_module
 from calibrate.golden import golden_set
-from calibrate.predict import hypotheses, predict, serving_paths
-from calibrate.simulate import module_schemes, simulate_modules
-from calibrate.simulate_hypotheses import Answers
-from octet.checkpoint import Checkpoint
-from octet.engines import vllm_path
-from octet.expected import Expectation, ServingPath
-from octet.golden import GoldenSet, top_k_divergence
-from octet.hypotheses import Hypothesis
+from calibrate.simulate.model import module_schemes, simulate_modules
+from calibrate.simulate.model import predict as predict_module
+from calibrate.simulate.predict import hypotheses, predict, serving_paths
+from calibrate.simulate.run import Answers
+from octet.artifacts.golden import GoldenSet, top_k_divergence
+from octet.artifacts.scenarios import Hypothesis
+from octet.artifacts.serving_path import Expectation, ServingPath
+from octet.model.checkpoint import Checkpoint
+from octet.proof.engines import vllm_path
+from octet.proof.expected_range import expectations
 from octet.recipe import PRESETS, KvCacheDtype
-from octet.scatter import expectations
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 from tests.models import write_model
 from tests.references import Reference
@@ -163,7 +163,7 @@ def test_neither_company_nor_memory_changes_a_prediction(
     together = predict(bench.checkpoint, recipe, scales, golden, advance=told.append)
     assert [x.path for x in together.expectations] == list(paths)
     assert sum(told) == sum(LENGTHS)
-    monkeypatch.setattr("calibrate.simulate_runs.STATES_BYTES", 1)
+    monkeypatch.setattr("calibrate.simulate.schedule.STATES_BYTES", 1)
     assert predict(bench.checkpoint, recipe, scales, golden) == together
     alone = predict(bench.checkpoint, recipe, scales, golden, paths[3:4])
     assert alone.expectations[0].mean == together.expectations[3].mean

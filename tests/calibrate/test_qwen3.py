@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
-from calibrate.counting import count_reference
+from calibrate.decoder.loading import load_model
 from calibrate.histogram import Histogram
-from calibrate.loading import load_model
-from calibrate.observe import observe
-from octet.checkpoint import Checkpoint
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.observer import observe
+from calibrate.samples.batches import Batch
+from octet.model.checkpoint import Checkpoint
 from tests.models import write_model
 
 EPS, THETA = 1e-6, 5e5  # not the defaults of RoPE

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibrate.samples import Sample, load_samples
+from calibrate.samples.source import Sample, load_samples
 from octet.errors import SampleError
 
 TEXTS = ["def f(x):\n    return x + 1", "Größe: 3 µm\n  indented", "a\n\tb", "última línea"]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.reference import CheckpointTarget
 from octet.errors import NumericsError, SampleError
+from verify.evaluation.targets.checkpoint import CheckpointTarget
 
 
 def test_each_sample_is_scored_by_itself(tiny_model: Path, tiny_samples: Path, model: Any) -> None:
@@ -44,7 +44,7 @@ def test_a_weight_that_is_nan_is_one_clear_error(
     tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = CheckpointTarget(tiny_model)
-    from calibrate import reference
+    from verify.evaluation.targets import checkpoint as reference
 
     loaded = reference.load_model(target.checkpoint, "float32")
     loaded.model.norm.weight.data[3] = float("nan")

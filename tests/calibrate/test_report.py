@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from calibrate.report_console import print_report
+from calibrate.report.console import print_report
 from octet.recipe import Recipe, TensorScheme
 from tests.calibrate.report_data import (
     budget,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
-from calibrate.report_html import render_html
+from calibrate.report.html import render_html
 from tests.calibrate.report_data import budget, chunks, experts, make_report, sensitivity
 
 INPUT = "model.layers.0.self_attn.q_proj.input"

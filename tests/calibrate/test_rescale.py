@@ -12,16 +12,16 @@ from rich.console import Console
 
 from calibrate import run
 from calibrate.rescale import rescale
-from octet import scaling
-from octet.bits import float32_to_bf16
-from octet.calibration import WEIGHTS_FILE, Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ArtifactError, ConfigError, OctetError
-from octet.expected import EXPECTED_FILE
-from octet.formats import E4M3
-from octet.hypotheses import HYPOTHESES_FILE
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import scaling
+from octet.numerics.bits import float32_to_bf16
+from octet.numerics.formats import E4M3
 from octet.recipe import PRESETS, Override, Recipe
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.shared import Shared
 
 STATIC = PRESETS["fp8-static"]

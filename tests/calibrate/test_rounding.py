@@ -7,11 +7,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from calibrate.rounding import fake_quantize, round_cache, round_to
-from octet import formats, microscaling, scaling
-from octet.formats import FORMATS, Format
+from calibrate.decoder.rounding import fake_quantize, round_cache, round_to
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.formats import FORMATS, Format
+from octet.numerics.scaling import Granularity
 from octet.recipe import PRESETS, TensorScheme
-from octet.scaling import Granularity
 from tests.generators import FLOAT8, all_bf16, format_id, rounding_points
 
 SHAPES = [(3, 128), (2, 5, 300), (1, 16), (4, 1)]

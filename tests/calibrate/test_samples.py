@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.samples import MINIMUM, Sample, load_samples, require_enough
+from calibrate.samples.source import MINIMUM, Sample, load_samples, require_enough
 from octet.errors import SampleError
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.counting import count_reference
 from calibrate.histogram import Histogram
-from calibrate.scales import (
+from calibrate.observe.counting_cpu import count_reference
+from calibrate.scales.derive import (
     check_alive,
     check_recipe,
     derive_scales,
@@ -17,9 +17,9 @@ from calibrate.scales import (
     kv_scales,
     weight_scales,
 )
-from octet import formats, scaling
-from octet.checkpoint import Checkpoint
 from octet.errors import ConfigError, NumericsError
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats, scaling
 from octet.recipe import PRESETS, Override, Recipe, TensorScheme
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.divergence import Reference
+from calibrate.decoder.tail import Tail
 from calibrate.histogram import SMALL
-from calibrate.sensitivity import Sensitivity, measure_sensitivity, measurements
-from calibrate.simulate import module_schemes, simulate, simulate_modules
-from calibrate.tail import Tail
-from octet import scaling
-from octet.formats import E4M3
+from calibrate.quality.divergence import Reference
+from calibrate.quality.sensitivity import Sensitivity, measure_sensitivity, measurements
+from calibrate.simulate.model import module_schemes, simulate, simulate_modules
+from octet.numerics import scaling
+from octet.numerics.formats import E4M3
 from octet.recipe import Recipe
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 from tests.models import write_model

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.experts import expert_weights
-from calibrate.simulate import simulate, simulate_modules
-from octet import microscaling, scaling
-from octet.formats import E5M2, FORMATS, round_to
+from calibrate.decoder.experts import expert_weights
+from calibrate.simulate.model import simulate, simulate_modules
+from octet.numerics import microscaling, scaling
+from octet.numerics.formats import E5M2, FORMATS, round_to
+from octet.numerics.scaling import Granularity
 from octet.recipe import PRESETS, Recipe
-from octet.scaling import Granularity
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 from tests.models import write_model
 from tests.references import Reference, divergence

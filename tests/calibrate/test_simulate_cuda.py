@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calibrate.batches import make_batches
-from calibrate.divergence import Divergence, Reference
-from calibrate.rounding import fake_quantize, round_cache
-from calibrate.simulate import simulate
-from octet.model import ModelSpec
+from calibrate.decoder.rounding import fake_quantize, round_cache
+from calibrate.quality.divergence import Divergence, Reference
+from calibrate.samples.batches import make_batches
+from calibrate.simulate.model import simulate
+from octet.model.spec import ModelSpec
 from octet.recipe import PRESETS
 from tests.calibrate.test_rounding import activations, stored_scales
 

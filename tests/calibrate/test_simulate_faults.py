@@ -8,17 +8,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from calibrate.hypotheses import hypotheses_of
-from calibrate.simulate import decoded_weights, module_schemes
-from calibrate.simulate_faults import changes_weights, faulty_scales, faulty_weights
-from calibrate.simulate_scales import DeviceScales
-from octet import scaling
-from octet.expected import ServingPath
-from octet.formats import FORMATS
-from octet.hypotheses import Fault, FaultKind, Hypothesis
-from octet.microscaling import combined
+from calibrate.simulate.faults import changes_weights, faulty_scales, faulty_weights
+from calibrate.simulate.model import decoded_weights, module_schemes
+from calibrate.simulate.scales import DeviceScales
+from calibrate.simulate.scenarios import hypotheses_of
+from octet.artifacts.scenarios import Fault, FaultKind, Hypothesis
+from octet.artifacts.serving_path import ServingPath
+from octet.numerics import scaling
+from octet.numerics.formats import FORMATS
+from octet.numerics.microscaling import combined
+from octet.numerics.scaling import Granularity
 from octet.recipe import PRESETS, TensorScheme
-from octet.scaling import Granularity
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 
 PATH = ServingPath(kv_cache="e5m2")

@@ -11,19 +11,20 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from calibrate import simulate_faults, simulate_runs
 from calibrate.golden import golden_set
-from calibrate.predict import hypotheses
-from calibrate.simulate import module_schemes, simulate_modules
-from calibrate.simulate_packed import Pack
-from calibrate.simulate_runs import REPEATS, fault_records
-from octet import scaling
-from octet.expected import ServingPath
-from octet.formats import E4M3
-from octet.golden import POSITIONS, GoldenSet
-from octet.hypotheses import HYPOTHESES_FILE, Fault, FaultKind, Hypothesis, HypothesisSet
+from calibrate.simulate.model import faults as simulate_faults
+from calibrate.simulate.model import module_schemes, simulate_modules
+from calibrate.simulate.model import schedule as simulate_runs
+from calibrate.simulate.packed import Pack
+from calibrate.simulate.predict import hypotheses
+from calibrate.simulate.schedule import REPEATS, fault_records
+from octet.artifacts.golden import POSITIONS, GoldenSet
+from octet.artifacts.scenarios import HYPOTHESES_FILE, Fault, FaultKind, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
+from octet.numerics import scaling
+from octet.numerics.formats import E4M3
+from octet.numerics.scaling import Granularity
 from octet.recipe import KvCacheDtype, Recipe
-from octet.scaling import Granularity
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 
 LENGTHS = (3, 4, 5, 9, 9, 12, 17, 20, 30, 44)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate import simulate_packed as module
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import ComputeDtype
 from calibrate.golden import golden_set
-from calibrate.golden_batches import golden_batches
-from calibrate.layers import LayeredModel
-from calibrate.loading import ComputeDtype
-from calibrate.simulate_packed import Pack, packs
-from octet.checkpoint import Checkpoint
+from calibrate.samples.golden_batches import golden_batches
+from calibrate.simulate.model import packed as module
+from calibrate.simulate.packed import Pack, packs
+from octet.artifacts.golden import GoldenSet
 from octet.errors import UnsupportedError
-from octet.golden import GoldenSet
+from octet.model.checkpoint import Checkpoint
 from tests.models import KNOWN, write_model
 
 LENGTHS = (1, 3, 4, 9, 20, 30, 44, 130, 150)  # some longer than a block of queries

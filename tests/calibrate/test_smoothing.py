@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calibrate.loading import ComputeDtype, load_model
-from calibrate.smoothing import fold, power_of_two, shared_vector, sites
-from octet.checkpoint import Checkpoint
+from calibrate.algorithms.smoothing import fold, power_of_two, shared_vector, sites
+from calibrate.decoder.loading import ComputeDtype, load_model
 from octet.errors import UnsupportedError
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor, write_tensors
 from tests.models import KNOWN, write_model
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.layers import LayeredModel
-from calibrate.loading import ComputeDtype, load_model
-from calibrate.stored import to_torch
-from calibrate.streaming import observe_checkpoint
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.decoder.stored import to_torch
+from calibrate.observe.sweep import observe_checkpoint
 from octet.errors import ArtifactError, CheckpointError, NumericsError
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.runs import assert_counts_of_the_whole, assert_same_counts, batches_of, run
 from tests.models import write_model
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.loading import ComputeDtype, load_model
-from calibrate.streaming import Observed, observe_checkpoint
-from octet.checkpoint import Checkpoint
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.observe.sweep import Observed, observe_checkpoint
+from octet.model.checkpoint import Checkpoint
 from tests.calibrate.runs import assert_counts_of_the_whole, batches_of
 from tests.models import write_model
 

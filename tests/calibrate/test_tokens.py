@@ -7,8 +7,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from calibrate.sample import Sample
-from calibrate.tokens import encode, tokenize
+from calibrate.samples.sample import Sample
+from calibrate.samples.tokens import encode, tokenize
 from octet.errors import CheckpointError, SampleError
 
 HI: dict[str, Any] = {"role": "user", "content": " Hi!\nBye. "}
@@ -79,7 +79,7 @@ def test_a_text_with_special_tokens_of_its_own_gets_no_second_ones(chat_tokenize
 def test_a_model_without_a_template_is_calibrated_as_it_is_served(
     tokenizer: Any, tiny_model: Path
 ) -> None:
-    from serve.tokenizer import Tokenizer
+    from serve.engine.tokenizer import Tokenizer
 
     (ids,) = ids_of(tokenizer, Sample("", "line 1", (HI,)))
     served = Tokenizer.load(tiny_model).chat_prompt([HI])

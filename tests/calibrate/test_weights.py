@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from calibrate import weights as module
-from calibrate.sweep import best_scales, tile_errors
-from calibrate.weights import WeightScale, weight_scales
-from octet import formats, scaling
-from octet.checkpoint import Checkpoint
+from calibrate.scales.derive import weights as module
+from calibrate.scales.group_search import best_scales, tile_errors
+from calibrate.scales.weights import WeightScale, weight_scales
 from octet.errors import NumericsError
-from octet.formats import E2M1, E4M3, Format
-from octet.microscaling import combined
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats, scaling
+from octet.numerics.formats import E2M1, E4M3, Format
+from octet.numerics.microscaling import combined
 from octet.recipe import PRESETS, Override, Recipe, TensorScheme
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.generators import format_id, rounding_points
 from tests.references import (
     E2M1_VALUES,

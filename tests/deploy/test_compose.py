@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from octet.cli import app
+from octet_cli.main import app
 from tests.deploy.conftest import DEPLOY, ROOT
 
 Services = dict[str, dict[str, Any]]

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
-from serve.proof.state import MemberProof
+from serve.members.proof_state import MemberProof
 from tests.deploy.conftest import DEPLOY
 from tests.serve.proof.exams import verdict
 from tests.serve.telemetry.gateways import busy_gateway

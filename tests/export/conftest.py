@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from export.onnx import export_onnx
-from octet import microscaling, scaling
-from octet.calibration import WEIGHTS_FILE
-from octet.checkpoint import Checkpoint
-from octet.formats import E4M3, FORMATS, Float32Array, round_to
-from octet.model import Linear
+from export.onnx.write import export_onnx
+from octet.artifacts.calibration import WEIGHTS_FILE
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear
+from octet.numerics import microscaling, scaling
+from octet.numerics.formats import E4M3, FORMATS, Float32Array, round_to
 from octet.recipe import Recipe, TensorScheme
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrations import save_calibration
 from tests.shared import Shared
 

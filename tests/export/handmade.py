@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from octet.artifact import Manifest, software, write_artifact
-from octet.checkpoint import Checkpoint
-from octet.provenance import ModelIdentity
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 Tensors = dict[str, torch.Tensor]

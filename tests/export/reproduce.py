@@ -6,9 +6,9 @@ python -m tests.export.reproduce CALIBRATIONS OUT
 import sys
 from pathlib import Path
 
-from export.checkpoint import CheckpointFormat, export_checkpoint
-from export.onnx import Target, export_onnx
-from export.triton import Backend, export_triton
+from export.checkpoint.write import CheckpointFormat, export_checkpoint
+from export.onnx.write import Target, export_onnx
+from export.triton.write import Backend, export_triton
 from octet.recipe import KvCacheDtype
 
 CHECKPOINTS: dict[CheckpointFormat, tuple[str, ...]] = {

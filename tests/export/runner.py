@@ -13,7 +13,7 @@ import onnxruntime
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
-from octet import formats
+from octet.numerics import formats
 
 FLOAT = {
     "tensor(float16)": (TensorProto.FLOAT16, np.float16),

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from export import engine
-from export.checkpoint import export_checkpoint
-from export.engine import build_engine
-from export.graph import Graph
-from export.onnx import export_onnx
-from octet.artifact import Manifest
-from octet.checkpoint import Checkpoint
+from export.checkpoint.write import export_checkpoint
+from export.engine.build import build as engine
+from export.engine.build import build_engine
+from export.onnx.graph import Graph
+from export.onnx.write import export_onnx
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.tensors import write_tensors
+from octet.storage.tensors import write_tensors
 from tests.export import fake_tensorrt
 from tests.export.conftest import make_calibration
 
@@ -97,7 +97,7 @@ def test_of_a_checkpoint_the_same(
         write_in_place(calibration / "weights.safetensors")
         return write_tensors(path, *args, **options)
 
-    monkeypatch.setattr("export.checkpoint.write_tensors", write)
+    monkeypatch.setattr("export.checkpoint.write.write_tensors", write)
     with pytest.raises(ArtifactError, match=r"weights\.safetensors was altered while it was read"):
         export_checkpoint(calibration, tmp_path / "out")
     assert not (tmp_path / "out").exists()

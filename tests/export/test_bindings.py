@@ -24,11 +24,12 @@ from tests.serve import fake_gpu, fake_tensorrt
 ROOT = Path(__file__).parents[2]
 # These know CUDA alone, whose `runtime` is another one: see bindings/cuda.py.
 ONLY_CUDA = {"gpu.py", "kernels.py"}
+PLACES = (ROOT / "export" / "engine", ROOT / "serve" / "tensorrt")
 
 
 def knows_tensorrt(path: Path) -> bool:
     """By its place, or because it names the module."""
-    if path.parent.name == "tensorrt" or path.name.startswith("tensorrt"):
+    if path.parent in PLACES or path.name == "tensorrt_log.py":
         return path.name not in ONLY_CUDA
     nodes = ast.walk(ast.parse(path.read_text()))
     return any(isinstance(node, ast.Name) and node.id == "trt" for node in nodes)
@@ -36,11 +37,11 @@ def knows_tensorrt(path: Path) -> bool:
 
 SOURCES = [
     path
-    for pattern in ("octet/*.py", "export/*.py", "serve/**/*.py")
+    for pattern in ("octet/**/*.py", "export/**/*.py", "serve/**/*.py")
     for path in sorted(ROOT.glob(pattern))
 ]
 FILES = [path for path in SOURCES if knows_tensorrt(path)]
-# Only TensorRT-RTX builds for GPUs that are not there; export/tensorrt.py asks which it is.
+# Only TensorRT-RTX builds for GPUs that are not there; export/engine/builder.py asks which it is.
 ONLY_RTX = {
     "ComputeCapability",
     "IBuilderConfig.num_compute_capabilities",
@@ -70,7 +71,8 @@ def test_everything_used_exists_and_takes_what_it_is_given(letter: str) -> None:
 def test_nothing_used_is_overlooked() -> None:
     """An attribute of an object whose type is not known is our own, or one of Python's."""
     found = usage("d")
-    ours = own_names(ROOT.glob("[ces]*/**/*.py")) | own_names(ROOT.glob("octet/**/*.py"))
+    packages = ("octet", "calibrate", "export", "serve", "verify")
+    ours = own_names(path for name in packages for path in ROOT.glob(f"{name}/**/*.py"))
     python = {name for kind in (str, list, dict, set, Path) for name in dir(kind)}
     numpy = {"dtype", "shape"}
     assert found.unknown & found.api.members() <= ours | python | numpy

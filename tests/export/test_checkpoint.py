@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import calibrate
-from export.checkpoint import export_checkpoint
-from octet.artifact import Manifest
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from export.checkpoint.write import export_checkpoint
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest
 from octet.errors import UnsupportedError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from export.checkpoint import CheckpointFormat, export_checkpoint
-from octet.artifact import Manifest
-from octet.calibration import Calibration
+from export.checkpoint.write import CheckpointFormat, export_checkpoint
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
 from octet.recipe import KvCacheDtype, Override, Recipe
-from octet.tensors import Tensor, TensorFile
+from octet.storage.tensors import Tensor, TensorFile
 from tests.export.conftest import make_calibration
 from tests.models import KNOWN, write_model
 

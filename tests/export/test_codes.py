@@ -1,14 +1,14 @@
-"""The compiled encoders are `octet.scaling` to the bit, on every weight that there can be."""
+"""The compiled encoders equal `octet.numerics.scaling` to the bit, on every possible weight."""
 
 import numpy as np
 import pytest
 
 from export import codes
-from octet import formats, microscaling, scaling
-from octet.bits import pack_e2m1
 from octet.errors import NumericsError
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.bits import pack_e2m1
 from octet.recipe import PRESETS, TensorScheme
-from octet.tensors import Tensor
+from octet.storage.tensors import Tensor
 
 SCHEMES = {name: recipe.weights for name, recipe in PRESETS.items()}
 

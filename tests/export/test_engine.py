@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from export import engine
-from export.engine import PROVEN, build_engine
-from export.tensorrt_device import Gpu
-from octet.artifact import Manifest
+from export.engine.build import PROVEN, build_engine
+from export.engine.build import build as engine
+from export.engine.tensorrt_device import Gpu
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ExportError, UnsupportedError
 from tests.export import fake_tensorrt
 

@@ -12,13 +12,13 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from export.engine_cache import round_to_e5m2
-from export.engine_graph import build_engine_graph, engine_graph
-from export.graph import IR_VERSION, OPSET, Graph
-from export.onnx import export_onnx
+from export.onnx.graph import IR_VERSION, OPSET, Graph
+from export.onnx.tensorrt_cache import round_to_e5m2
+from export.onnx.tensorrt_decoder import build_engine_graph, engine_graph
+from export.onnx.write import export_onnx
 from export.source import Source
-from octet import formats, microscaling, scaling
 from octet.errors import UnsupportedError
+from octet.numerics import formats, microscaling, scaling
 from octet.recipe import KvCacheDtype, Override, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel

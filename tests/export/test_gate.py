@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from calibrate.golden import golden_set
-from export import engine
-from octet.artifact import Manifest, software
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.cli import main
-from octet.commands import export as commands
+from export.engine.build import build as engine
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest, software
+from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
-from octet.golden import GoldenSet
-from octet.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from serve.runner import StepBatch, load_runner
+from octet_cli import export as commands
+from octet_cli.main import main
+from serve.runner.protocol import StepBatch, load_runner
 from tests.calibrations import save_calibration
 from tests.export import fake_tensorrt
 from tests.export.conftest import plausible_scales
@@ -125,7 +125,7 @@ class TestCheckpoint:
         self, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The calibration is right, and the export is not: a layer of it is half of what it was."""
-        from octet.commands import next_tokens
+        from verify import next_tokens
 
         read = next_tokens.written_weight
 
@@ -255,7 +255,7 @@ class TestEngine:
             return forward(step, cache) * (0.8 if step.token_ids.shape[1] == 1 else 1)
 
         monkeypatch.setattr(runner, "forward", worse)
-        monkeypatch.setattr("serve.runner.load_runner", lambda path: runner)
+        monkeypatch.setattr("serve.runner.protocol.load_runner", lambda path: runner)
         monkeypatch.setattr(commands, "_prove", lambda path: {"status": "proven", "kl": 0.003})
         out = tmp_path / "good" / "out"
         commands.build_engine(good, out, target="sm89", max_kl="0.9", max_ppl_change="9%")

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from export.graph import Graph, Weight
+from export.onnx.graph import Graph, Weight
 from octet.errors import ExportError
 
 

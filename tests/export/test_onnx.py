@@ -12,24 +12,24 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from export.engine_graph import build_engine_graph
-from export.onnx import Target, export_onnx
+from export.onnx.tensorrt_decoder import build_engine_graph
+from export.onnx.write import Target, export_onnx
 from export.source import Source
-from export.verify import verify
-from octet import scaling
-from octet.artifact import Manifest
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest
+from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.errors import ArtifactError, OctetError
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
-from octet.formats import E4M3
-from octet.golden import GoldenSet
-from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import scaling
+from octet.numerics.formats import E4M3
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, prefill_and_decode, random_ids
 from tests.references import Reference, divergence
 from tests.serve.engines import rewritten
+from verify.artifact import verify
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from calibrate.simulate import simulate
-from export.graph import Graph
-from export.onnx import Target, export_onnx
-from export.onnx_attention import Concatenated
-from export.onnx_cache import _CastCache
-from export.onnx_decoder import build_decoder, check_architecture
+from calibrate.simulate.model import simulate
+from export.onnx.attention import Concatenated
+from export.onnx.cache import _CastCache
+from export.onnx.decoder import build_decoder, check_architecture
+from export.onnx.graph import Graph
+from export.onnx.write import Target, export_onnx
 from export.source import Source
-from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from serve.onnx_rewrite import round_in_float32
-from serve.onnx_weights import store_e2m1_as_e4m3
+from serve.onnx.onnx_weights import store_e2m1_as_e4m3
+from serve.onnx.rewrite import round_in_float32
 from tests.export.conftest import make_calibration
 from tests.export.runner import OnnxModel, decode, prefill_and_decode, random_ids
 from tests.models import GENERIC, KNOWN, write_model

@@ -13,14 +13,14 @@ import pytest
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from export.graph import Graph
-from export.onnx import export_onnx
-from export.onnx_inputs import round_dynamic
+from export.onnx.graph import Graph
+from export.onnx.inputs import round_dynamic
+from export.onnx.write import export_onnx
 from export.source import Source
-from export.triton import export_triton
-from octet import microscaling
-from octet.artifact import Manifest
+from export.triton.write import export_triton
+from octet.artifacts.manifest import Manifest
 from octet.errors import UnsupportedError
+from octet.numerics import microscaling
 from octet.recipe import Override, Recipe
 from tests.export.conftest import GROUPED, RECIPES, make_calibration
 from tests.export.runner import EvaluatedModel, OnnxModel, random_ids

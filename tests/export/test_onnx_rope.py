@@ -9,8 +9,8 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from export.onnx_rope import rope_tables
-from octet.model import ModelSpec, RopeScaling
+from export.onnx.onnx_rope import rope_tables
+from octet.model.spec import ModelSpec, RopeScaling
 
 POSITIONS = 4096
 LLAMA3 = {

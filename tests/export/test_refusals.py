@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.checkpoint import export_checkpoint
-from export.onnx import export_onnx
-from octet.artifact import Manifest
+from export.checkpoint.write import export_checkpoint
+from export.onnx.write import export_onnx
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, CheckpointError, ExportError, UnsupportedError
 from octet.recipe import Recipe, TensorScheme
-from octet.tensors import Tensor, write_tensors
+from octet.storage.tensors import Tensor, write_tensors
 from tests.export.conftest import make_calibration
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -153,7 +153,7 @@ def test_an_export_interrupted_between_shards_leaves_nothing(
         write_tensors(path, dict(list(tensors.items())[:1]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("export.checkpoint.write_tensors", interrupt)
+    monkeypatch.setattr("export.checkpoint.write.write_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(calibrations["fp8"], tmp_path / "out")
     assert not list(tmp_path.iterdir())

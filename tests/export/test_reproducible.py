@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 
-from octet.artifact import MANIFEST_FILE, Manifest
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint, sha256_file
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
-from octet.golden import GOLDEN_FILE
-from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
+from octet.model.checkpoint import Checkpoint, sha256_file
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
 from tests.export.reproduce import BACKENDS, CHECKPOINTS, GRAPHS

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.checkpoint import export_checkpoint
-from export.onnx import export_onnx
+from export.checkpoint.write import export_checkpoint
+from export.onnx.write import export_onnx
 from export.source import Source
-from export.triton import export_triton
+from export.triton.write import export_triton
 from octet.recipe import Recipe
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.export.conftest import make_calibration
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from export.checkpoint import export_checkpoint
+from export.checkpoint.tensor_parallel import check_tensor_parallel
+from export.checkpoint.write import export_checkpoint
 from export.source import Source
-from export.tensor_parallel import check_tensor_parallel
 from octet.errors import UnsupportedError
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from export.tensorrt_layers import from_json, from_log, precision_of, precisions
+from export.engine.layers import from_json, from_log, precision_of, precisions
 
 # A linear with a per-token input on sm89, shortened; the second product is of profile 1.
 LOG = """Layers:

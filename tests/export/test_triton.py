@@ -7,16 +7,16 @@ from typing import Literal
 
 import pytest
 
-from export.checkpoint import export_checkpoint
-from export.graph import Graph
-from export.onnx import export_onnx
+from export.checkpoint.write import export_checkpoint
+from export.onnx.graph import Graph
+from export.onnx.write import export_onnx
 from export.source import Source
-from export.triton import export_all, export_triton
-from export.triton_entries import SLOTS, python_entry, vllm_engine
-from export.triton_steps import read_graph
-from octet.artifact import MANIFEST_FILE, Manifest
+from export.triton.entries import SLOTS, python_entry, vllm_engine
+from export.triton.step_entries import read_graph
+from export.triton.write import export_all, export_triton
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
-from octet.model import ModelSpec
+from octet.model.spec import ModelSpec
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.test_triton_config import config_of, parsed

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from pydantic import ValidationError
 from tritonclient.grpc import model_config_pb2
 
-from export.triton_config import (
+from export.triton.config import (
     All,
     DataType,
     DynamicBatching,
@@ -31,10 +31,10 @@ from export.triton_config import (
     Warmup,
     WarmupInput,
 )
-from export.triton_entries import python_entry, vllm_entry
-from export.triton_steps import onnxruntime_entry, plan_tensors, tensorrt_entry
-from export.triton_text import pbtxt
-from octet.model import ModelSpec
+from export.triton.config_text import pbtxt
+from export.triton.entries import python_entry, vllm_entry
+from export.triton.step_entries import onnxruntime_entry, plan_tensors, tensorrt_entry
+from octet.model.spec import ModelSpec
 
 SPEC = ModelSpec.model_construct(layers=2, kv_heads=3, head_dim=8, vocab_size=99)
 TENSORS = plan_tensors(SPEC, "float16")

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.triton import Backend, export_all, export_triton
-from export.triton_entries import python_entry
-from export.triton_steps import plan_tensors, read_graph, tensorrt_entry
-from octet.artifact import Manifest, software, write_artifact
+from export.triton.entries import python_entry
+from export.triton.step_entries import plan_tensors, read_graph, tensorrt_entry
+from export.triton.write import Backend, export_all, export_triton
+from octet.artifacts.manifest import Manifest, software, write_artifact
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from tests.export.test_triton_config import config_of
 
@@ -162,7 +162,7 @@ def test_an_engine_is_asked_for_where_it_is_needed_and_only_there(
 def test_the_tensors_of_a_plan_are_those_of_its_graph(
     tmp_path: Path, calibrations: dict[str, Path]
 ) -> None:
-    from export.engine_graph import build_engine_graph
+    from export.onnx.tensorrt_decoder import build_engine_graph
     from export.source import Source
 
     source = Source.open(calibrations["fp8-static"])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from export.checkpoint import export_checkpoint
-from export.verify import verify
-from export.written import Written
-from export.written_codes import ELEMENTS, e8m0, unpack
+from export.checkpoint.write import export_checkpoint
 from octet.errors import ArtifactError, CheckpointError, ConfigError, UnsupportedError
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.handmade import FORMATS, write_handmade
+from verify.artifact import verify
+from verify.reader.checkpoint import Written
+from verify.reader.codes import ELEMENTS, e8m0, unpack
 
 # Of weights drawn from a normal distribution, in dB: FP8 31.5, MX with powers of two less.
 AT_LEAST = {"fp8": 31.0, "fp8-static": 31.0, "fp8-block": 31.0, "mxfp8": 31.0, "mxfp4": 17.0}
@@ -228,8 +228,8 @@ def test_a_truncated_shard_is_a_finding(
 def test_weights_that_an_algorithm_changed_are_compared_with_the_calibration(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    from octet.calibration import WEIGHTS_FILE, Calibration
-    from octet.tensors import Tensor, write_tensors
+    from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+    from octet.storage.tensors import Tensor, write_tensors
 
     base = make_calibration(tmp_path / "base", tiny_model, Recipe.load("fp8"))
     opened = Calibration.load(base)

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate.golden import golden_set
-from export.checkpoint import export_checkpoint
-from export.verify import verify
-from octet.artifact import Manifest, write_artifact
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.commands.next_tokens import add_divergence
+from export.checkpoint.write import export_checkpoint
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest, write_artifact
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.models import GENERIC, KNOWN, write_model
+from verify.artifact import verify
+from verify.next_tokens import add_divergence
 
 ROOT = Path(__file__).parents[2]
 MODELS = KNOWN | GENERIC
@@ -107,7 +107,7 @@ def test_what_is_not_quantized_is_compared_in_every_bit(
 PEAK = """
 import sys
 from pathlib import Path
-from export.verify import verify
+from verify.artifact import verify
 assert verify(Path(sys.argv[1]), calibration=Path(sys.argv[2])).exit_code == 0
 lines = Path("/proc/self/status").read_text().splitlines()
 print(*[int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")])

@@ -13,24 +13,24 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from calibrate.golden import golden_set
-from calibrate.predict import predict
-from export.checkpoint import export_checkpoint
-from export.onnx import export_onnx
-from export.triton import export_triton
-from export.verification import Divergence, Row, Verification
-from export.verify import verify as verify_files
-from octet.artifact import Manifest, write_artifact
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.commands.next_tokens import add_divergence
-from octet.commands.verify import report, verify
+from calibrate.simulate.predict import predict
+from export.checkpoint.write import export_checkpoint
+from export.onnx.write import export_onnx
+from export.triton.write import export_triton
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
+from octet.artifacts.manifest import Manifest, write_artifact
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, ServingPath
 from octet.errors import ConfigError
-from octet.expected import EXPECTED_FILE, ExpectedSet, ServingPath
-from octet.golden import GOLDEN_FILE, GoldenSet
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import KvCacheDtype, Recipe
+from octet_cli.verify import report, verify
 from tests.export.conftest import make_calibration
 from tests.export.handmade import Tensors, write_handmade
 from tests.export.test_verify_kinds import described_engine
+from verify.artifact import verify as verify_files
+from verify.checks.findings import Divergence, Row, Verification
+from verify.next_tokens import add_divergence
 
 PATH = ServingPath(kv_cache="e5m2", compute="float32")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from export.verify import verify
 from tests.export.handmade import E4M3_SCHEME, Damage, Tensors, write_handmade
+from verify.artifact import verify
 
 LAYER = "model.layers.1"
 Q, K, V = (f"{LAYER}.self_attn.{p}_proj" for p in "qkv")

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export.checkpoint import export_checkpoint
-from export.triton import Backend, export_triton
-from export.verify import verify
-from octet.artifact import MANIFEST_FILE, Manifest, software, write_artifact
-from octet.checkpoint import sha256_file
+from export.checkpoint.write import export_checkpoint
+from export.triton.write import Backend, export_triton
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest, software, write_artifact
+from octet.model.checkpoint import sha256_file
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.test_triton import make_engine
+from verify.artifact import verify
 
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 
@@ -34,7 +34,7 @@ def rewritten(source: Path, out: Path, change: Callable[[Path], None], **update:
 
 def described_engine(out: Path, calibration: Path, **details: object) -> Path:
     """An engine whose manifest says all that `build-engine` writes; `details` replace some."""
-    from export.engine_graph import INLINE_LIMIT_BYTES, build_engine_graph
+    from export.onnx.tensorrt_decoder import INLINE_LIMIT_BYTES, build_engine_graph
     from export.source import Source
 
     scratch = out.with_name(f"{out.name}.graph")

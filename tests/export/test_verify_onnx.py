@@ -8,13 +8,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from export.graph import Graph
-from export.onnx import Target, export_onnx
-from export.verify import verify
-from export.written_onnx import WrittenGraph
-from octet.artifact import Manifest, write_artifact
+from export.onnx.graph import Graph
+from export.onnx.write import Target, export_onnx
+from octet.artifacts.manifest import Manifest, write_artifact
 from octet.recipe import KvCacheDtype, Recipe
 from tests.export.conftest import make_calibration
+from verify.artifact import verify
+from verify.reader.onnx import WrittenGraph
 
 LAYER = "model.layers.1"
 Q, K, V = (f"{LAYER}.self_attn.{p}_proj.weight" for p in "qkv")

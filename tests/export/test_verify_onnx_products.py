@@ -12,12 +12,12 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from export.onnx import Target, export_onnx
-from export.verify import verify
-from octet.artifact import Manifest, write_artifact
+from export.onnx.write import Target, export_onnx
+from octet.artifacts.manifest import Manifest, write_artifact
 from octet.recipe import Override, Recipe, TensorScheme
 from tests.export.conftest import make_calibration
 from tests.models import KNOWN, write_model
+from verify.artifact import verify
 
 LAYER = "model.layers.1"
 DOWN, Q, UP = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"

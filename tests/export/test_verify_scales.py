@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from export.verify import verify
-from octet.artifact import Manifest, write_artifact
-from octet.calibration import Calibration
+from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest, write_artifact
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
 from tests.export.handmade import E4M3_SCHEME, FORMATS, Tensors, write_handmade
+from verify.artifact import verify
 
 LAYER = "model.layers.1"
 DOWN = f"{LAYER}.mlp.down_proj"

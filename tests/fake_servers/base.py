@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from serve.backends.embedded import EmbeddedBackend
-from serve.types import GenerateRequest
+from serve.engine.request import GenerateRequest
 from tests.fakes import FakeRunner, fake_backend
 
 __all__ = ["FakeServer", "asked", "fault_of", "running"]

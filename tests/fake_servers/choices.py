@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from serve.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from serve.engine.request import Delta, Finished, PositionLogprobs, TokenLogprob
 from tests.fake_servers.flavours import Flavour
 
 __all__ = ["chunk_of", "streamed_choice", "usage_of", "whole_choice"]

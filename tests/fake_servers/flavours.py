@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.engine import EngineStats
+from serve.engine.engine import EngineStats
 
 __all__ = ["FLAVOURS", "Flavour"]
 

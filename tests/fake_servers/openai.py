@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from octet.errors import RequestError
-from serve.types import Delta, Finished, GenerateRequest
+from serve.engine.request import Delta, Finished, GenerateRequest
 from tests.fake_servers.base import FakeServer, asked, fault_of
 from tests.fake_servers.choices import chunk_of, streamed_choice, usage_of, whole_choice
 from tests.fake_servers.flavours import FLAVOURS

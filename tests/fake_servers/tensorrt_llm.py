@@ -5,7 +5,7 @@ from typing import Any, Literal
 import numpy as np
 
 from octet.errors import RequestError
-from serve.types import Delta, Finished, GenerateRequest
+from serve.engine.request import Delta, Finished, GenerateRequest
 from tests.fake_servers.triton import FakeTriton, tensors
 from tests.fakes import END
 

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import RequestError
-from serve.types import Finished, GenerateRequest
+from serve.engine.request import Finished, GenerateRequest
 from tests.fake_servers.base import FakeServer, asked, fault_of
 
 __all__ = ["FakeTriton", "tensors"]

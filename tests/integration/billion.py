@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from octet import scaling
-from octet.checkpoint import Checkpoint
-from octet.model import Linear
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear
+from octet.numerics import scaling
 from octet.recipe import Recipe, TensorScheme
 from tests.calibrations import save_calibration
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octet.cores import usable_cores
+from octet.hardware.cores import usable_cores
 from tests.conftest import memory_gb
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags

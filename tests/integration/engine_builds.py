@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from export.engine import build_engine
+from export.engine.build import build_engine
 from octet.errors import OctetError
 
 

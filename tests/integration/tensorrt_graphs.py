@@ -16,8 +16,8 @@ import onnx
 from onnx import TensorProto as T
 from onnx import helper
 
-from export.tensorrt import Options, build_plan
-from export.tensorrt_library import RTX, load
+from export.engine.builder import Options, build_plan
+from export.engine.library import RTX, load
 from octet.errors import ExportError
 
 Value = tuple[str, int, Sequence[int]]

@@ -23,7 +23,7 @@ from serve.backends.embedded import EmbeddedBackend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
 from serve.config import EmbeddedConfig, HttpConfig
-from serve.tokenizer import Tokenizer
+from serve.engine.tokenizer import Tokenizer
 from tests.integration.model_stand_ins import STAND_INS, config_of
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed

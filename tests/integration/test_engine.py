@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octet.artifact import Manifest
+from octet.artifacts.manifest import Manifest
 from octet.recipe import Override, Recipe
 from tests.export.conftest import make_calibration
 from tests.integration import billion

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.reference import CheckpointTarget
 from octet.errors import UnsupportedError
-from octet.evaluation.comparison import compare
-from octet.evaluation.evaluator import evaluate
-from serve.evaluation.server import Server
 from tests.integration.servers.launch import VllmServer
+from verify.evaluation.comparison import compare
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.targets.checkpoint import CheckpointTarget
+from verify.evaluation.targets.server import Server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
 

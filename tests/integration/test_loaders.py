@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from export.checkpoint import CheckpointFormat, export_checkpoint
+from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from export.source import Source
-from octet import formats, microscaling, scaling
-from octet.bits import unpack_e2m1
-from octet.model import Linear
+from octet.model.spec import Linear
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.bits import unpack_e2m1
 from octet.recipe import Override, Recipe
 from tests.export.conftest import make_calibration
 from tests.integration.conftest import require

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.batches import Batch
+from calibrate.decoder.loading import ComputeDtype, load_model, load_tokenizer
 from calibrate.histogram import Histogram
-from calibrate.loading import ComputeDtype, load_model, load_tokenizer
-from calibrate.observe import observe
-from calibrate.samples import load_samples
-from calibrate.scales import derive_scales
-from calibrate.simulate import simulate
-from octet import formats, scaling
-from octet.bits import bf16_to_float32, float32_to_bf16
-from octet.calibration import Calibration
-from octet.checkpoint import Checkpoint
-from octet.microscaling import combined
+from calibrate.observe.observer import observe
+from calibrate.samples.batches import Batch
+from calibrate.samples.source import load_samples
+from calibrate.scales.derive import derive_scales
+from calibrate.simulate.model import simulate
+from octet.artifacts.calibration import Calibration
+from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats, scaling
+from octet.numerics.bits import bf16_to_float32, float32_to_bf16
+from octet.numerics.microscaling import combined
 from octet.recipe import PRESETS, Recipe
-from octet.tensors import TensorFile
+from octet.storage.tensors import TensorFile
 from tests.outliers import write_outlier_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]

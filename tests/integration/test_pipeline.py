@@ -13,8 +13,8 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from octet.artifact import Manifest
-from octet.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.manifest import Manifest
 from tests.integration.conftest import octet
 from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
 from tests.integration.servers.process import free_port

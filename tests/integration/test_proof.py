@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import yaml
 
-from octet.golden import GoldenRecord, GoldenSet
+from octet.artifacts.golden import GoldenRecord, GoldenSet
 from tests.integration.conftest import EXAMPLE
 from tests.integration.servers.launch import GatewayServer, VllmServer
 from tests.integration.servers.process import free_port

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.report_html import render_html
+from calibrate.report.html import render_html
 from tests.calibrate.report_data import budget, chunks, experts, make_report, sensitivity
 
 BROWSER = next(

@@ -2,7 +2,7 @@
 
 Its quantizer decompresses the weights and rounds each linear's input, by compressed-tensors' own
 code. Octet's side is the original model with its dequantized weights in place and the inputs of its
-linears rounded by `calibrate.rounding`: the logits must be the same numbers.
+linears rounded by `calibrate.decoder.rounding`: the logits must be the same numbers.
 """
 
 import json
@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from calibrate.rounding import fake_quantize
-from export.checkpoint import export_checkpoint
+from calibrate.decoder.rounding import fake_quantize
+from export.checkpoint.write import export_checkpoint
 from export.source import Source
 from octet.recipe import TensorScheme
 from tests.export.conftest import make_calibration

@@ -19,9 +19,9 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub as Stub
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from export.triton import export_all
+from export.triton.write import export_all
 from octet.recipe import Recipe
-from serve.tokenizer import Tokenizer
+from serve.engine.tokenizer import Tokenizer
 from tests.export.conftest import make_calibration
 from tests.export.runner import OnnxModel
 from tests.export.test_triton_engines import make_engine

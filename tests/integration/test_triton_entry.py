@@ -15,13 +15,13 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from export.triton import export_triton
+from export.triton.write import export_triton
 from octet.recipe import Recipe
 from serve.backends.base import Backend
 from serve.backends.embedded import EmbeddedBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.tokenizer import Tokenizer
-from serve.types import Delta, Finished
+from serve.engine.request import Delta, Finished
+from serve.engine.tokenizer import Tokenizer
 from tests.export.conftest import make_calibration
 from tests.integration.conftest import require
 from tests.integration.servers import layout

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub as Stub
 
-from export.triton import export_triton
+from export.triton.write import export_triton
 from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
 from tests.export.conftest import make_calibration

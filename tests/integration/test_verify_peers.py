@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.verify import verify
-from export.written import Written
 from tests.integration.conftest import require
 from tests.integration.servers import layout
+from verify.artifact import verify
+from verify.reader.checkpoint import Written
 
 REPOSITORY = Path(__file__).parents[2]
 # Of compressed-tensors' presets, what reading back costs: its NVFP4 is decompressed to BF16.

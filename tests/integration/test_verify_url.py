@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import pytest
 
-from octet.golden import GoldenSet
-from octet.proof.artifact import load_proofs
+from octet.artifacts.golden import GoldenSet
+from octet.proof.reference import load_proofs
 from serve.backends.base import Backend
+from serve.backends.factory import make_backend
 from serve.config import HttpConfig, TritonConfig
+from serve.engine.tokenizer import Tokenizer
 from serve.proof.plan import FIRST_LOOK, order, simulated
 from serve.proof.probe import probe
-from serve.proof.scores import with_prompts
-from serve.routing.make import make_backend
-from serve.tokenizer import Tokenizer
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.proof.contract import require_probed
 from tests.triton_config import triton_at
+from verify.server.perplexity import with_prompts
 
 ROOT = Path(__file__).parents[2]
 

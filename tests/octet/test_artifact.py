@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from octet.artifact import Manifest, check_destination, software, write_artifact
-from octet.checkpoint import Checkpoint
-from octet.checksum import XXH3
+from octet.artifacts.manifest import Manifest, check_destination, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError
-from octet.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from octet.storage.files import XXH3
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,14 @@ import onnx
 import pytest
 import torch
 
-from octet.bits import bf16_to_float32, e5m2_to_float16, float32_to_bf16, pack_e2m1, unpack_e2m1
-from octet.formats import E2M1, E5M2, decode
+from octet.numerics.bits import (
+    bf16_to_float32,
+    e5m2_to_float16,
+    float32_to_bf16,
+    pack_e2m1,
+    unpack_e2m1,
+)
+from octet.numerics.formats import E2M1, E5M2, decode
 from tests.generators import mismatches
 
 

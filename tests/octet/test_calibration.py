@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octet.artifact import Manifest
-from octet.calibration import BINS, Calibration, Observation
-from octet.checkpoint import Checkpoint
+from octet.artifacts.calibration import BINS, Calibration, Observation
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest
+from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError
-from octet.golden import GoldenSet
-from octet.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 NAME = "model.layers.0.mlp.down_proj.input"
 GOLDEN = GoldenSet(weights_sha256="", compute_dtype="float32", software={}, records=())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError, OctetError, UnsupportedError
+from octet.model.checkpoint import Checkpoint
 
 
 @pytest.fixture

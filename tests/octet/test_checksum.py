@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octet.checksum import XXH3, file_digests, sha256_file, xxh3
+from octet.storage.files import XXH3, file_digests, sha256_file, xxh3
 
 # XXH3-128 of nothing, from the xxHash project's own test vectors.
 NOTHING = "99aa06d3014798d86001c324468d497f"

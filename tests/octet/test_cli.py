@@ -13,10 +13,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from octet import cli
-from octet.artifact import Manifest
-from octet.commands.calibrate import chosen_recipe
+from octet.artifacts.manifest import Manifest
 from octet.recipe import PRESETS, KvCacheDtype
+from octet_cli import main as cli
+from octet_cli.calibrate import chosen_recipe
 from tests.command import octet
 from tests.shared import Shared
 

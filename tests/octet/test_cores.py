@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from octet import cores
-from octet.cores import idle_cores, usable_cores, wait_briefly
+from octet.hardware import cores
+from octet.hardware.cores import idle_cores, usable_cores, wait_briefly
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from octet.engines import vllm_path
-from octet.expected import ServingPath
+from octet.artifacts.serving_path import ServingPath
+from octet.proof.engines import vllm_path
 from octet.recipe import PRESETS
 
 

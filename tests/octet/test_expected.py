@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.errors import ArtifactError
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 
 GPU = ServingPath(kv_cache="e5m2")
 CPU = ServingPath(kv_cache="e5m2", kv_rounding="truncate")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from octet.checkpoint import Checkpoint
 from octet.errors import CheckpointError
-from octet.model import ModelSpec
-from octet.tensors import Tensor, write_tensors
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.storage.tensors import Tensor, write_tensors
 from tests.models import write_model
 from tests.octet.published import QWEN3_30B_A3B
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from octet.errors import NumericsError, UnsupportedError
-from octet.formats import (
+from octet.numerics.formats import (
     E2M1,
     E4M3,
     E5M2,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from octet.formats import E4M3, E5M2, E8M0, Format, decode, encode
+from octet.numerics.formats import E4M3, E5M2, E8M0, Format, decode, encode
 from tests.generators import (
     ALL_FORMATS,
     ML_DTYPES_NAME,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
-from octet.model import ModelSpec
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 from tests.models import GENERIC, write_model
 from tests.octet.published import QWEN3_8B
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
 from octet.errors import ArtifactError
-from octet.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

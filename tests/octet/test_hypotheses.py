@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
+from octet.artifacts.scenarios import HYPOTHESES_FILE, Fault, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from octet.errors import ArtifactError, CheckpointError
-from octet.expected import ServingPath
-from octet.golden import GoldenRecord, GoldenSet, Top
-from octet.hypotheses import HYPOTHESES_FILE, Fault, Hypothesis, HypothesisSet
 
 PATH = ServingPath(kv_cache="e5m2")
 RECORD = GoldenRecord(

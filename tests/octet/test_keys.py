@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from octet.commands.keys import hash_key, new
 from octet.errors import ConfigError
+from octet_cli.keys import hash_key, new
 from serve.access.keys import Keys
 from serve.config import KeyConfig
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from octet import scaling
-from octet.bits import bf16_to_float32
 from octet.errors import NumericsError
-from octet.formats import E2M1, E4M3, Format, encode_e8m0_scale, grid
-from octet.microscaling import (
+from octet.numerics import scaling
+from octet.numerics.bits import bf16_to_float32
+from octet.numerics.formats import E2M1, E4M3, Format, encode_e8m0_scale, grid
+from octet.numerics.microscaling import (
     combined,
     dynamic_scales,
     fake_quantize_dynamic,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from octet.checkpoint import Checkpoint
 from octet.errors import UnsupportedError
-from octet.model import ARCHITECTURES, ModelSpec, RopeScaling
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ARCHITECTURES, ModelSpec, RopeScaling
 from tests.models import KNOWN, write_model
 from tests.octet.published import (
     GEMMA_2B,

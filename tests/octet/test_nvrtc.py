@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from octet.errors import UnsupportedError
-from octet.nvrtc import Target, architectures, compile_source, load_nvrtc
+from octet.hardware.nvrtc import Target, architectures, compile_source, load_nvrtc
 
 KNOWN = [75, 80, 90, 120]
 

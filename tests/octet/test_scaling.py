@@ -14,8 +14,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from octet.errors import NumericsError
-from octet.formats import E2M1, E4M3, E5M2, Format, decode, encode, grid
-from octet.scaling import (
+from octet.numerics.formats import E2M1, E4M3, E5M2, Format, decode, encode, grid
+from octet.numerics.scaling import (
     BLOCK,
     CHANNEL,
     TENSOR,

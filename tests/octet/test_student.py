@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.intervals import upper_bound
+from octet.statistics import upper_bound
 from octet.student import t_quantile
 
 # Abramowitz and Stegun, table 26.10, to its three decimals: 95 % one-sided.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import export.tensorrt
+import export.engine.builder
 import serve.tensorrt.library
 from octet.errors import ArtifactError, ExportError
-from octet.tensorrt_log import logger
+from octet.hardware.tensorrt_log import logger
 from tests.export import fake_tensorrt as builders
 from tests.serve.fake_gpu import FakeGpu
 from tests.serve.fake_tensorrt import FakeTensorRT, ILogger
@@ -15,7 +15,7 @@ from tests.serve.fake_tensorrt import FakeTensorRT, ILogger
 
 def test_building_and_serving_have_the_same(tmp_path: Path) -> None:
     trt = FakeTensorRT(FakeGpu())
-    log = export.tensorrt.logger(trt)
+    log = export.engine.builder.logger(trt)
     log.log(ILogger.ERROR, "of an earlier build")
     (tmp_path / "plan").write_bytes(b"not a plan")
     with pytest.raises(ArtifactError, match=r"not load it: Error Code 1: the plan is damaged$"):

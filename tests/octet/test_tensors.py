@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octet.errors import CheckpointError
-from octet.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 DTYPES = [
     torch.float32,

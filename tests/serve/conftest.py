@@ -15,14 +15,14 @@ import pytest
 
 from serve.backends.base import Backend
 from serve.config import GatewayConfig, Health, PoolConfig
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
-from serve.server import DrainingServer, bind, serve_gateway
+from serve.run import DrainingServer, bind, serve_gateway
 
 if TYPE_CHECKING:
-    from octet.golden import GoldenSet
-    from serve.onnx_runner import OnnxRunner
+    from octet.artifacts.golden import GoldenSet
+    from serve.onnx.runner import OnnxRunner
     from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
     from tests.shared import Shared
@@ -125,7 +125,12 @@ async def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What requests are told to have taken is of the event loop's clock, as deadlines are."""
     now = asyncio.get_running_loop().time
     clock = SimpleNamespace(monotonic=now, perf_counter=now)
-    for module in ("api.attempts", "api.exchange", "api.failures", "telemetry.observation"):
+    for module in (
+        "api.request.attempts",
+        "api.request.exchange",
+        "api.request.failures",
+        "telemetry.observation",
+    ):
         monkeypatch.setattr(f"serve.{module}.time", clock)
 
 
@@ -154,7 +159,7 @@ def exports(tiny_model: Path, shared: "Shared") -> dict[str, Path]:
     recipes = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
 
     def build(root: Path) -> None:
-        from export.onnx import export_onnx
+        from export.onnx.write import export_onnx
         from octet.recipe import Recipe
         from tests.export.conftest import make_calibration
 
@@ -198,8 +203,8 @@ def engines(engine_calibration: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def references(engine_calibration: Path) -> "Callable[[str], OnnxRunner]":
     """ONNX Runtime's runner of the same calibration, with a given cache."""
-    from export.onnx import export_onnx
-    from serve.onnx_runner import OnnxRunner
+    from export.onnx.write import export_onnx
+    from serve.onnx.runner import OnnxRunner
 
     def reference(cache: str) -> OnnxRunner:
         path = engine_calibration.parent / f"{cache}-onnx"
@@ -224,7 +229,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
 @pytest.fixture(scope="session")
 def proof_golden(proof_calibration: Path) -> "GoldenSet":
     """Its 16 golden records."""
-    from octet.golden import GoldenSet
+    from octet.artifacts.golden import GoldenSet
 
     return GoldenSet.load(proof_calibration)
 
@@ -245,8 +250,8 @@ def make_proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet"
     import json
 
     from calibrate.golden import golden_set
-    from octet.checkpoint import Checkpoint
-    from serve.tokenizer import Tokenizer
+    from octet.model.checkpoint import Checkpoint
+    from serve.engine.tokenizer import Tokenizer
 
     lengths = (1, 3, 6, 12, 20, 35, 50, 64, 80, 100, 120, 150, 180, 200, 230, 260)
     tokenizer = Tokenizer.load(example_model)
@@ -258,10 +263,10 @@ def make_proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet"
 
 
 def make_proof_calibration(path: Path, example_model: Path, golden: "GoldenSet") -> None:
-    from calibrate.predict import predict
-    from octet.calibration import Calibration
-    from octet.checkpoint import Checkpoint
-    from octet.expected import ServingPath
+    from calibrate.simulate.predict import predict
+    from octet.artifacts.calibration import Calibration
+    from octet.artifacts.serving_path import ServingPath
+    from octet.model.checkpoint import Checkpoint
     from octet.recipe import Recipe
     from tests.export.conftest import make_calibration
     from tests.serve.engines import rewritten

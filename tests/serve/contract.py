@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from octet.errors import RequestError
-from serve.api.fields import UnsupportedField
+from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Backend
-from serve.types import Delta, Event, Finished, GenerateRequest
+from serve.engine.request import Delta, Event, Finished, GenerateRequest
 
 __all__ = [
     "CHECKS",

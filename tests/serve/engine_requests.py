@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from serve.backends.embedded import EmbeddedBackend
-from serve.sampler import Sampling, sample
-from serve.types import Delta, Event, Finished, GenerateRequest
+from serve.engine.request import Delta, Event, Finished, GenerateRequest
+from serve.engine.sampler import Sampling, sample
 from tests.fakes import END, FakeRunner, fake_backend, fake_logits
 
 __all__ = ["ask", "collect", "expected", "running", "text_of", "until"]

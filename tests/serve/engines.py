@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from export.engine_graph import build_engine_graph
+from export.onnx.tensorrt_decoder import build_engine_graph
 from export.source import Source
-from octet.artifact import MANIFEST_FILE, ArtifactWriter, Manifest, write_artifact
-from octet.model import ModelSpec
+from octet.artifacts.manifest import MANIFEST_FILE, ArtifactWriter, Manifest, write_artifact
+from octet.model.spec import ModelSpec
 from octet.recipe import KvCacheDtype
 from serve.tensorrt import kernels
 from tests.serve.fake_gpu import FakeGpu, fake_code

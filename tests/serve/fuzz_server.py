@@ -14,9 +14,9 @@ from aiohttp import web
 
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import GatewayConfig, HttpConfig
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
 from serve.routing import Pool
-from serve.server import bind, serve_gateway
+from serve.run import bind, serve_gateway
 from tests.fakes import FakeRunner, fake_backend
 
 CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}

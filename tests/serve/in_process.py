@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.app import create_app
 from serve.config import GatewayConfig, Health, PoolConfig
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
+from serve.http.app import create_app
 from serve.proof.exam import Exams
 from serve.routing import Pool
 

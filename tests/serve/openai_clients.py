@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
-from serve.types import GenerateRequest
+from serve.engine.request import GenerateRequest
 
 __all__ = ["asked", "dead_url", "listening", "relay_to", "started"]
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 __all__ = ["octet_serve"]
 
-# As `python -m octet.cli`, but Linux kills it when whoever started it ends, be it killed itself:
-# a test run that is interrupted leaves nothing behind. 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
+# As `python -m octet_cli.main`, but Linux kills it when whoever started it ends, be it killed
+# itself: a test run that is interrupted leaves nothing behind. 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
 MAIN = """
 import ctypes, os, runpy, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
     if os.getppid() != int(sys.argv.pop(1)):
         sys.exit("whoever started this has gone")
-runpy.run_module("octet.cli", run_name="__main__", alter_sys=True)
+runpy.run_module("octet_cli.main", run_name="__main__", alter_sys=True)
 """
 
 

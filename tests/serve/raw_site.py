@@ -15,7 +15,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from serve.config import Limits
-from serve.protocol import GuardedProtocol, guarded_protocol
+from serve.http.protocol import GuardedProtocol, guarded_protocol
 from tests.patient_loop import PatientLoop
 
 __all__ = [

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.runner import Runner, StepBatch
+from serve.runner.protocol import Runner, StepBatch
 
 __all__ = ["forward", "prompt_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.backends.triton_grpc import TritonBackend
-from serve.types import Finished
+from serve.engine.request import Finished
 from tests.fake_servers import FakeTriton, running
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import BODY, NO_BUDGET, pools

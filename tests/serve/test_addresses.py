@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serve.backends import held
+from serve.backends import connection as held
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
 from tests.fake_servers import FakeTriton, running

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from serve.server import bind
+from serve.run import bind
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.test_reload import BODY, ended, one_pool, streaming

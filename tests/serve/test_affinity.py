@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve.api.affinity import ask_for
+from serve.api.request.affinity import ask_for
 from serve.config import Routing
 
 PREFIX = Routing(policy="prefix", prefix_chars=12)

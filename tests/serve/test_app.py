@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from serve import app
-from serve.api import openapi
-from serve.app import OPERATIONS
 from serve.config import GatewayConfig
+from serve.http import app, openapi
+from serve.http.app import OPERATIONS
 from tests.serve.conftest import Served, serving
 from tests.serve.upstreams import Scripted, whole
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.api.fields import UnsupportedField
+from serve.api.unsupported import UnsupportedField
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 

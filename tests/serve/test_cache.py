@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from octet.errors import ConfigError
-from octet.formats import E5M2, decode
-from octet.model import ModelSpec
-from serve.cache import SlotCache, window
+from octet.model.spec import ModelSpec
+from octet.numerics.formats import E5M2, decode
+from serve.runner.cache import SlotCache, window
 from tests.fakes import fake_spec
 
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from octet.cli import app
+from octet_cli.main import app
 
 VLLM = "{type: vllm, url: 'http://h:1', model: x}"
 

@@ -16,7 +16,7 @@ from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
 from serve.config import HttpConfig
-from serve.types import Delta, Event, Finished, GenerateRequest
+from serve.engine.request import Delta, Event, Finished, GenerateRequest
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTensorRtLlm, FakeTriton
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed

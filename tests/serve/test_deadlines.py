@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendError
-from serve.api.deadlines import Deadlines
+from serve.api.request.deadlines import Deadlines
 from tests.serve.conftest import serving
 from tests.serve.in_process import Client, in_process
 from tests.serve.test_attempts import pools

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from serve.config import DnsDiscovery
-from serve.gateway import Gateway
-from serve.lifecycle import discovery
-from serve.lifecycle.discovery import Discovery
+from serve.gateway.discovery import Discovery
+from serve.gateway.state import Gateway, discovery
 from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway

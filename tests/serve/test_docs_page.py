@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from serve.api import docs_page
-from serve.api.openapi import document
 from serve.config import GatewayConfig
+from serve.http import docs_page
+from serve.http.openapi import document
 from tests.serve.conftest import Served
 
 POOL = {"pool": [{"type": "openai", "url": "http://127.0.0.1:1"}]}

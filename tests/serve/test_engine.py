@@ -14,9 +14,9 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
 from serve.backends.embedded import EmbeddedBackend
-from serve.cache import SlotCache
-from serve.runner import StepBatch
-from serve.types import Delta
+from serve.engine.request import Delta
+from serve.runner.cache import SlotCache
+from serve.runner.protocol import StepBatch
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.engine_requests import ask, collect, expected, running, text_of, until
 
@@ -320,7 +320,9 @@ async def test_a_text_that_no_tokens_could_hold_is_not_tokenized(
 ) -> None:
     longest = len("<|end|>")
     async with running(FakeRunner(context=32)) as backend:
-        monkeypatch.setattr("serve.tokenizer.Tokenizer.encode", None)  # would be called to tell
+        monkeypatch.setattr(
+            "serve.engine.tokenizer.Tokenizer.encode", None
+        )  # would be called to tell
         for size, encodes in ((32 * longest + 1, False), (32 * longest, True)):
             with pytest.raises(TypeError if encodes else RequestError):
                 await collect(backend, ask("a" * size, max_tokens=1))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from octet.errors import UnsupportedError
-from serve.engine_benchmark import benchmark, table
+from serve.tensorrt.benchmark import benchmark, table
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu
 

@@ -11,16 +11,16 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-import export.engine as engine_module
-from export.engine import PROVEN, build_engine
-from export.engine_graph import build_engine_graph
+import export.engine.build as engine_module
+from export.engine.build import PROVEN, build_engine
+from export.engine.builder import Plan, Precision
+from export.engine.tensorrt_device import Gpu
+from export.onnx.tensorrt_decoder import build_engine_graph
 from export.source import Source
-from export.tensorrt import Plan, Precision
-from export.tensorrt_device import Gpu
-from octet.artifact import Manifest
+from octet.artifacts.manifest import Manifest
 from octet.errors import ExportError
-from serve.engine_proof import prove
-from serve.runner import load_runner
+from serve.engine.golden_check import prove
+from serve.runner.protocol import load_runner
 from serve.tensorrt.runner import TensorRTRunner
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from serve.sampler import log_softmax
-from serve.types import Delta, Finished
+from serve.engine.request import Delta, Finished
+from serve.engine.sampler import log_softmax
 from tests.fakes import END, fake_logits
 from tests.serve.engine_requests import ask, collect, running
 

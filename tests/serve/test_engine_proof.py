@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export.onnx import export_onnx
-from octet.artifact import Manifest
+from export.onnx.write import export_onnx
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest
+from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.errors import ArtifactError, ExportError
-from octet.expected import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
-from octet.golden import GoldenSet
-from serve.engine_proof import expected_range, prove
-from serve.runner import load_runner
+from serve.engine.golden_check import expected_range, prove
+from serve.runner.protocol import load_runner
 from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.shared import Shared

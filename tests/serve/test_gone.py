@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.routing import Member, member
+from serve.members import member
+from serve.routing import Member
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.routing.stand_ins import Server
 from tests.serve.routing.test_health import play, until

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from serve.backends import held
+from serve.backends import connection as held
 from serve.backends.base import Incarnation
 from serve.backends.openai_reports import incarnation
 from serve.backends.triton_grpc import TritonBackend

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.onnx import export_onnx
+from export.onnx.write import export_onnx
 from octet.errors import ArtifactError, UnsupportedError
 from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
-from serve.cache import SlotCache
-from serve.onnx_runner import OnnxRunner
-from serve.types import Delta, GenerateRequest
+from serve.engine.request import Delta, GenerateRequest
+from serve.onnx.runner import OnnxRunner
+from serve.runner.cache import SlotCache
 from tests.export.conftest import make_calibration
 from tests.serve.runner_steps import forward, prompt_of
 

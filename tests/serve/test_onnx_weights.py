@@ -8,14 +8,14 @@ import onnx
 import pytest
 import torch
 
-from export.graph import Graph
-from export.onnx import export_onnx
-from octet.artifact import Manifest
+from export.onnx.graph import Graph
+from export.onnx.write import export_onnx
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError
-from serve.onnx_rewrite import round_in_float32
-from serve.onnx_runner import OnnxRunner
-from serve.onnx_weights import store_e2m1_as_e4m3
-from serve.runner import StepBatch
+from serve.onnx.onnx_weights import store_e2m1_as_e4m3
+from serve.onnx.rewrite import round_in_float32
+from serve.onnx.runner import OnnxRunner
+from serve.runner.protocol import StepBatch
 from tests.export.runner import OnnxModel, random_ids
 from tests.references import Reference
 

@@ -8,7 +8,7 @@ import pytest
 
 from octet.errors import BackendError
 from serve.backends.openai_completion import completion_events
-from serve.types import Delta, Finished
+from serve.engine.request import Delta, Finished
 
 
 def stream(**changed: Any) -> bytes:

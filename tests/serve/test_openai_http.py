@@ -13,7 +13,7 @@ from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestE
 from serve.backends import openai_http
 from serve.backends.openai_errors import from_event, retry_after
 from serve.backends.openai_http import OpenAiHttpBackend
-from serve.types import Finished
+from serve.engine.request import Finished
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
 from tests.serve.conftest import serving
 from tests.serve.openai_clients import asked, dead_url, listening, relay_to, started

@@ -9,7 +9,8 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.api.events import close
-from serve.backends import held, openai_http
+from serve.backends import connection as held
+from serve.backends import openai_http
 from serve.backends.base import LoadReport
 from serve.backends.openai_reports import LOAD_SOURCES
 from serve.config import Health, PoolConfig

@@ -8,9 +8,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from serve.api.openapi import document
-from serve.app import OPERATIONS
 from serve.config import GatewayConfig
+from serve.http.app import OPERATIONS
+from serve.http.openapi import document
 from tests.serve.conftest import Served
 from tests.serve.fuzz import serving_fuzzed
 

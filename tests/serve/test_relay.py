@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from octet.errors import BackendError, RequestError
 from serve.api.answer import Answer
 from serve.api.call import Call
-from serve.api.fields import UnsupportedField
 from serve.api.relay import AnsweredFailure, open_relay
+from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Relay
 
 USAGE = b'{"prompt_tokens":3,"completion_tokens":2}'

@@ -17,8 +17,8 @@ from octet.errors import OctetError, RequestError
 from serve.access.keys import Keys
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import Access, GatewayConfig
-from serve.lifecycle.epoch import Epoch
-from serve.lifecycle.reload import reload_from
+from serve.gateway.epoch import Epoch
+from serve.gateway.reload import reload_from
 from serve.routing import Routes
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway

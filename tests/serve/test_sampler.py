@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.sampler import Sampling, log_softmax, sample, top_logprobs
+from serve.engine.sampler import Sampling, log_softmax, sample, top_logprobs
 
 VOCABULARY = 50
 

@@ -15,7 +15,7 @@ import pytest
 from octet.errors import ArtifactError, ConfigError
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
-from serve.server import bind, run
+from serve.run import bind, run
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving

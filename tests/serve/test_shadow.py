@@ -9,7 +9,7 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.config import ModelConfig, Shadow
-from serve.lifecycle.epoch import Epoch
+from serve.gateway.epoch import Epoch
 from serve.routing import Routes
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole

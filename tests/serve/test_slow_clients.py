@@ -76,7 +76,7 @@ async def test_an_idle_connection_and_a_slow_application_are_no_slow_client(
         client = await served.connect(GET % b"")
         assert (await client.answer())[0] == 200
         await asyncio.sleep(0.25)
-        monkeypatch.setattr("serve.protocol.LEAST_BYTES_PER_S", math.inf)
+        monkeypatch.setattr("serve.http.protocol.LEAST_BYTES_PER_S", math.inf)
         await client.send((POST % 200_000).replace(b"/", b"/wait", 1) + b"x" * 100_000)
         await asyncio.sleep(0.25)  # the application does not read, so that nobody does
         served.app.go_on.set()

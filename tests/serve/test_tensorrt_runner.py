@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, UnsupportedError
-from octet.tensorrt_log import logger
+from octet.hardware.tensorrt_log import logger
 from serve.backends.embedded import EmbeddedBackend
-from serve.onnx_runner import OnnxRunner
+from serve.engine.request import Delta, GenerateRequest
+from serve.onnx.runner import OnnxRunner
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.runner import TensorRTRunner
-from serve.types import Delta, GenerateRequest
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu, cudaError_t
 from tests.serve.fake_tensorrt import IExecutionContext, ILogger
@@ -39,7 +39,7 @@ def real_engine(calibration: Path, cache: str) -> Path:
         Gpu()
     except UnsupportedError as error:
         pytest.skip(f"{error}; where there is one: see the top of this file")
-    from export.engine import build_engine
+    from export.engine.build import build_engine
 
     path = calibration.parent / f"{cache}-real"
     if not path.exists():
@@ -171,7 +171,7 @@ class TestAnswers:
         engine_calibration: Path,
     ) -> None:
         """Ten requests over eight slots, greedy: the first tokens, before close calls differ."""
-        from serve.tokenizer import Tokenizer
+        from serve.engine.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(engine_calibration.parent / "e5m2-onnx")
         answers = []

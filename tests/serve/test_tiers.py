@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from serve.api.openapi import document
 from serve.config import GatewayConfig, Proof
-from serve.lifecycle.reload import reload_from
+from serve.gateway.reload import reload_from
+from serve.http.openapi import document
 from tests.fake_servers import FakeOpenAI, running
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.test_attempts import STREAM, failed, refused

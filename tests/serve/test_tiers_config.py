@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from octet.cli import app
+from octet_cli.main import app
 from tests.serve.test_config import VLLM, load, refusal
 
 DIGEST = "a" * 64

@@ -6,7 +6,7 @@ from typing import Any
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.config import GatewayConfig
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
 from serve.routing import Pool
 from tests.serve.in_process import Client
 from tests.serve.proof.exams import FakeExam, FakeExams, verdict

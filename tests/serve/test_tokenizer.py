@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers
 
 from octet.errors import ArtifactError, RequestError
-from serve.chat import ChatTemplate
-from serve.detokenizer import StopChecker
-from serve.tokenizer import Tokenizer
+from serve.engine.chat_template import ChatTemplate
+from serve.engine.detokenizer import StopChecker
+from serve.engine.tokenizer import Tokenizer
 from tests.fakes import END, byte_tokenizer
 
 BYTES = byte_tokenizer()

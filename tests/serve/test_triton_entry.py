@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
+from serve.engine.request import Delta, Finished, GenerateRequest
 from serve.triton_entry import TritonEntry
-from serve.types import Delta, Finished, GenerateRequest
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.triton_python import PbUtils, Request, Tensor, TritonError, string
 

@@ -18,11 +18,11 @@ from octet.errors import (
     OctetError,
     RequestError,
 )
-from serve.api.fields import UnsupportedField
+from serve.api.unsupported import UnsupportedField
 from serve.backends import triton_grpc
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
-from serve.types import Finished, GenerateRequest
+from serve.engine.request import Finished, GenerateRequest
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend
 from tests.serve.conftest import serving

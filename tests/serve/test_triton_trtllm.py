@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable, RequestError
-from serve.api.fields import UnsupportedField
+from serve.api.unsupported import UnsupportedField
 from serve.backends.triton_grpc import TritonBackend
 from serve.backends.triton_prompt import end_tokens
 from serve.backends.triton_trtllm import TextAnswer
-from serve.types import Delta, Finished, GenerateRequest, Usage
+from serve.engine.request import Delta, Finished, GenerateRequest, Usage
 from tests.fake_servers import FakeTensorRtLlm, running
 from tests.fakes import END, byte_tokenizer
 from tests.triton_config import triton_at

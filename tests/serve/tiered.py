@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from serve.config import GatewayConfig
-from serve.gateway import Gateway
-from serve.proof.state import MemberProof
+from serve.gateway.state import Gateway
+from serve.members.proof_state import MemberProof
 from serve.routing import Pool
-from serve.routing.proving import Proven
+from serve.routing.provers import Proven
 from tests.serve.conftest import Served, serving_gateway
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.upstreams import Scripted, whole

@@ -23,8 +23,8 @@ __all__ = ["CUDA", "FILES", "LISTED", "MODULES", "used", "used_by_all"]
 ROOT = Path(__file__).parents[3]
 FILES = [
     *sorted((ROOT / "serve" / "tensorrt").glob("*.py")),
-    ROOT / "octet/nvrtc.py",
-    ROOT / "calibrate/cuda_kernels.py",
+    ROOT / "octet/hardware/nvrtc.py",
+    ROOT / "calibrate/observe/cuda_kernels.py",
 ]
 CUDA = Path(__file__).parent / "cuda.txt"
 LISTED = {"a": "12.9.10", "b": "13.5.0"}

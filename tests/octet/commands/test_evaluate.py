@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from octet.cli import app
-from octet.commands import harness as harness_module
 from octet.errors import BackendError, ConfigError, OctetError, UnsupportedError
+from octet_cli.main import app
 from tests.serve.evaluation.prompt_server import as_vllm, running
+from verify.evaluation import lm_eval as harness_module
 
 OCTET = [sys.executable, "-m", "octet"]
 

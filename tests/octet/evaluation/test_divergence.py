@@ -1,4 +1,4 @@
-"""The vectorised divergence, against octet.golden's of one position."""
+"""The vectorised divergence, against octet.artifacts.golden's of one position."""
 
 import math
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octet.evaluation import divergence
-from octet.evaluation.answers import Answer, top_k
-from octet.evaluation.divergence import divergences
-from octet.golden import top_k_divergence
+from octet.artifacts.golden import top_k_divergence
+from verify.evaluation import scores as divergence
+from verify.evaluation.scores import divergences
+from verify.evaluation.target import Answer, top_k
 
 
 def answer(logits: np.ndarray, k: int) -> Answer:

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from octet.errors import ArtifactError, BackendError, ConfigError, NumericsError, SampleError
-from octet.evaluation.answers import Answer, top_k
-from octet.evaluation.comparison import Comparison, compare
-from octet.evaluation.evaluator import evaluate
-from octet.evaluation.sequences import Sequences, read_texts
-from octet.evaluation.table import render
+from verify.evaluation.comparison import Comparison, compare
+from verify.evaluation.console import render
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.sequences import Sequences, read_texts
+from verify.evaluation.target import Answer, top_k
 
 VOCABULARY, K = 50, 5
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from octet.evaluation.comparison import compare
-from octet.evaluation.page import write_page
-from octet.evaluation.scores import Evaluation, Scores
-from octet.evaluation.sequences import Sequences
-from octet.intervals import Interval
+from octet.statistics import Interval
+from verify.evaluation.comparison import compare
+from verify.evaluation.html import write_page
+from verify.evaluation.means import Evaluation, Scores
+from verify.evaluation.sequences import Sequences
 
 NAMES = ("onnx", "</script><b>far")
 

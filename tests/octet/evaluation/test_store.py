@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
-from octet.evaluation.answers import Answer
-from octet.evaluation.store import AnswerStore
+from verify.evaluation.store import AnswerStore
+from verify.evaluation.target import Answer
 
 K, SAMPLES = 3, 5
 

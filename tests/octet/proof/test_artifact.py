@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from octet.artifact import Manifest, software, write_artifact
+from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
 from octet.errors import ArtifactError
-from octet.golden import GOLDEN_FILE, GoldenSet
-from octet.hypotheses import HYPOTHESES_FILE, HypothesisSet
-from octet.model import ModelSpec
-from octet.proof.artifact import load_proofs
-from octet.provenance import ModelIdentity
+from octet.model.spec import ModelSpec
+from octet.proof.reference import load_proofs
 from octet.recipe import PRESETS
 from tests.octet.proof.worlds import make_world
 

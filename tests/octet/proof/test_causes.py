@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
-from octet.expected import ServingPath
-from octet.hypotheses import Fault, FaultKind, Hypothesis
+from octet.artifacts.scenarios import Fault, FaultKind, Hypothesis
+from octet.artifacts.serving_path import ServingPath
 from octet.proof.causes import ANOTHER_MODEL, cause_of
 
 E5M2 = ServingPath(kv_cache="e5m2")

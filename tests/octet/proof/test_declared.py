@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from octet.expected import ServingPath
-from octet.hypotheses import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import declared_paths
 from octet.recipe import PRESETS
 

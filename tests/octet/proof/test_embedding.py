@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from octet.proof.embedding import Answers
-from octet.proof.likelihood import distance
+from octet.proof.hellinger import Answers
+from octet.proof.noise import distance
 from tests.octet.proof.worlds import HONEST, TOLD, World, log_softmax, make_world
 
 WORLD = make_world(0, records=6, positions=2)

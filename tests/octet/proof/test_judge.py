@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from octet.expected import ServingPath
-from octet.hypotheses import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response

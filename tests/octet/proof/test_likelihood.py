@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from octet.expected import ServingPath
-from octet.hypotheses import Fault, Hypothesis
-from octet.proof.likelihood import Candidate, Noise, z_score
+from octet.artifacts.scenarios import Fault, Hypothesis
+from octet.artifacts.serving_path import ServingPath
+from octet.proof.noise import Candidate, Noise, z_score
 
 PATHS = [
     ServingPath(kv_cache="e5m2"),

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from octet.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
-from octet.proof.measure import measure
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
+from octet.proof.divergence import measure
 from octet.proof.responses import Response
 
 TOP = Top(token_ids=(1, 2), logprobs=(math.log(0.7), math.log(0.2)))

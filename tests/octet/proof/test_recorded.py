@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octet.golden import GoldenRecord, GoldenSet, Top
-from octet.hypotheses import Hypothesis, HypothesisSet
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
 from octet.proof.declared import declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response

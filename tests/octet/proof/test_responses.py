@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from octet.golden import GoldenRecord, Top
+from octet.artifacts.golden import GoldenRecord, Top
 from octet.proof.responses import Response, agreement, comparable, complete, improper
 
 TOP = Top(token_ids=(1, 2), logprobs=(-0.1, -3.0))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.proof.tail import exceeded, heaviness, tail
+from octet.proof.outliers import exceeded, heaviness, tail
 
 NONE = [1] * 64  # no prompt is longer than another
 

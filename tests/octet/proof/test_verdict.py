@@ -2,7 +2,7 @@
 
 import pytest
 
-from octet.proof.measure import Measure
+from octet.proof.divergence import Measure
 from octet.proof.verdict import Outcome, Range, sentence
 
 EXPECTED = Range(0.02, 0.01, 0.04)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.expected import ServingPath
-from octet.golden import GoldenRecord, GoldenSet, Top
-from octet.hypotheses import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
+from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from octet.proof.responses import Response
 
 TOKENS, TOLD = 60, 20  # of the vocabulary; of them in an answer

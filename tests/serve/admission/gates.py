@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from serve.admission.gate import Gate
+from serve.admission.token_gate import Gate
 from tests.serve.routing.virtual_time import run
 
 __all__ = ["asked", "assert_empty", "busy", "enter", "full", "make_gate", "virtual"]

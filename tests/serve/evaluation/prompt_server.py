@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from octet.evaluation.answers import Answer, top_k
+from verify.evaluation.target import Answer, top_k
 
 VOCABULARY = 64
 

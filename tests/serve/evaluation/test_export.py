@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from octet.errors import ArtifactError, NumericsError
-from octet.evaluation.comparison import compare
-from octet.evaluation.evaluator import evaluate
-from octet.evaluation.sequences import read_texts
-from serve.evaluation import export as module
-from serve.evaluation.export import Export
+from verify.evaluation.comparison import compare
+from verify.evaluation.evaluator import evaluate
+from verify.evaluation.sequences import read_texts
+from verify.evaluation.targets import export as module
+from verify.evaluation.targets.export import Export
 
 
 def test_an_unquantized_export_answers_as_its_checkpoint(
     exports: dict[str, Path], tiny_model: Path, example_samples: Path
 ) -> None:
-    from calibrate.reference import CheckpointTarget
+    from verify.evaluation.targets.checkpoint import CheckpointTarget
 
     reference, export = CheckpointTarget(tiny_model), Export(exports["plain"], threads=1)
     sequences = reference.sequences(example_samples / "heldout.jsonl", count=8, max_length=300)
@@ -33,7 +33,7 @@ def test_an_unquantized_export_answers_as_its_checkpoint(
 def test_a_quantized_export_diverges_and_both_tokenizers_are_one(
     exports: dict[str, Path], tiny_model: Path, example_samples: Path
 ) -> None:
-    from calibrate.reference import CheckpointTarget
+    from verify.evaluation.targets.checkpoint import CheckpointTarget
 
     reference, export = CheckpointTarget(tiny_model), Export(exports["fp8"], threads=1)
     own = read_texts(

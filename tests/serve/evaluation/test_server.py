@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from octet.errors import BackendError, ConfigError, UnsupportedError
-from serve.evaluation import client
-from serve.evaluation.server import Server
 from tests.serve.evaluation.prompt_server import as_octet, as_tokens, as_vllm, running, truth
+from verify.evaluation.targets import client
+from verify.evaluation.targets.server import Server
 
 SAMPLES = [(1, 5, 9, 2), (7, 7), (3, 1, 4, 1, 5, 9, 2, 6)]
 

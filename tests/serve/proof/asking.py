@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from octet.golden import GoldenSet
+from octet.artifacts.golden import GoldenSet
 from serve.backends.base import Backend
 from serve.proof.probe import probe
 from tests.fakes import byte_tokenizer

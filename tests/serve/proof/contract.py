@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from octet.golden import POSITIONS, GoldenSet
+from octet.artifacts.golden import POSITIONS, GoldenSet
 from serve.backends.base import Backend
+from serve.engine.tokenizer import Tokenizer
 from serve.proof.probe import ALTERNATIVES, Probed, probe
-from serve.tokenizer import Tokenizer
 
 __all__ = ["require_probed"]
 

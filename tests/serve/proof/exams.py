@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from octet.proof.causes import Cause
-from octet.proof.measure import Measure
+from octet.proof.divergence import Measure
 from octet.proof.responses import Response
 from octet.proof.verdict import Outcome, Range, Verdict
 from serve.backends.base import Backend

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifact import Manifest, software, write_artifact
-from octet.expected import ServingPath
-from octet.golden import POSITIONS, GoldenRecord, GoldenSet, Top
-from octet.hypotheses import Fault, Hypothesis, HypothesisSet
-from octet.provenance import ModelIdentity
+from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from octet.recipe import PRESETS
-from serve.sampler import log_softmax
+from serve.engine.sampler import log_softmax
 from tests.fake_servers import FakeOpenAI
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend, fake_logits, fake_spec
 

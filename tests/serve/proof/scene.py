@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from serve.config import PoolConfig
-from serve.proof.state import MemberProof
+from serve.members.proof_state import MemberProof
 from serve.routing import Ask, Pool
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.routing.stand_ins import Server

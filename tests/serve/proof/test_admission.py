@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.backends import held, openai_http
+from serve.backends import connection as held
+from serve.backends import openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI

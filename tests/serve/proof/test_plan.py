@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from octet.expected import ServingPath
-from octet.golden import POSITIONS
-from octet.hypotheses import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.golden import POSITIONS
+from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
 from serve.proof.plan import FIRST_LOOK, Slices, cost, looks, order, simulated
 from tests.serve.proof.fake_proofs import fake_golden
 

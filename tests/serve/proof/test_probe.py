@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from octet.artifacts.golden import POSITIONS, top_k_divergence
 from octet.errors import RequestError
-from octet.golden import POSITIONS, top_k_divergence
 from serve.backends.base import Backend
+from serve.backends.factory import make_backend
 from serve.proof.plan import order
 from serve.proof.probe import Unprovable
-from serve.routing.make import make_backend
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend
 from tests.serve.openai_clients import started

@@ -10,9 +10,9 @@ import pytest
 
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
+from serve.engine.request import Delta, Event, GenerateRequest
 from serve.proof.golden_exam import GoldenExam
 from serve.proof.probe import Probed
-from serve.types import Delta, Event, GenerateRequest
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.proof.fake_proofs import HONEST, noisy
 

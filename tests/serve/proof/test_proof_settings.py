@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from octet.cli import app
-from octet.golden import GOLDEN_FILE
-from octet.proof.measure import Measure
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.proof.divergence import Measure
 from octet.proof.verdict import Verdict
+from octet_cli.main import app
 from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig
 from serve.config.proof import Proof
-from serve.gateway import Gateway
-from serve.lifecycle import unproven
-from serve.lifecycle.reload import reload_from
+from serve.gateway.reload import reload_from
+from serve.gateway.state import Gateway, unproven
+from serve.members.proof_state import MemberProof
 from serve.proof.exam import Exams, directory_of
 from serve.proof.probe import Probed
-from serve.proof.state import MemberProof
 from serve.routing import Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octet.artifact import ArtifactWriter, Manifest
-from octet.proof.artifact import load_proofs
-from octet.tensors import Tensor, write_tensors
-from serve.proof.structure import EngineReport, structural_findings
+from octet.artifacts.manifest import ArtifactWriter, Manifest
+from octet.proof.reference import load_proofs
+from octet.storage.tensors import Tensor, write_tensors
+from serve.proof.engine_report import EngineReport, structural_findings
 from tests.serve.proof.test_structure import declared
 
 Change = Callable[[dict[str, Tensor]], Any]

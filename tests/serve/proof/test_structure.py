@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from octet.proof.artifact import load_proofs
 from octet.proof.declared import Declared, Engine, declared_paths
+from octet.proof.reference import load_proofs
 from octet.recipe import PRESETS, KvCacheDtype
-from serve.proof.structure import EngineReport, engine_report, structural_findings
-from serve.routing.make import make_backend
+from serve.backends.factory import make_backend
+from serve.proof.engine_report import EngineReport, engine_report, structural_findings
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.openai_clients import dead_url, started

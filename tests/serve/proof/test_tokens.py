@@ -4,10 +4,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from serve.chat import ChatTemplate
+from serve.engine.chat_template import ChatTemplate
+from serve.engine.request import PositionLogprobs, TokenLogprob
+from serve.engine.tokenizer import Tokenizer
 from serve.proof.tokens import UNKNOWN, TokenNames
-from serve.tokenizer import Tokenizer
-from serve.types import PositionLogprobs, TokenLogprob
 from tests.fakes import END, byte_tokenizer
 
 

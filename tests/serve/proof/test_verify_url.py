@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from serve.proof.report import ServerReport, in_words, show
-from serve.proof.structure import EngineReport
+from serve.proof.engine_report import EngineReport
 from tests.fake_servers import FakeOpenAI, FakeTriton
 from tests.serve.proof.fake_proofs import (
     HONEST,
@@ -20,6 +19,7 @@ from tests.serve.proof.test_probe import Limited
 from tests.serve.proof.test_served import KEY, checkpoint, drop_key
 from tests.serve.proof.test_structure import vllm
 from tests.serve.proof.verifying import Verify, serving, words
+from verify.server.report import ServerReport, in_words, show
 
 
 def assert_readable(out: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octet.cli import main
+from octet_cli.main import main
 from tests import patient_loop
 from tests.fake_servers import running
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octet.errors import FailureKind
 from serve.config import Ejection
-from serve.routing.breaker import Breaker
+from serve.members.breaker import Breaker
 from tests.serve.clock import Clock
 
 COUNTED: tuple[FailureKind, ...] = ("refused", "lost", "timeout", "failed", "garbled")

@@ -3,8 +3,8 @@
 import pytest
 
 from serve.config import Health
-from serve.proof.state import MemberProof, ProofState
-from serve.routing.waiting import wait_s
+from serve.members.proof_state import MemberProof, ProofState
+from serve.routing.ejection import wait_s
 from tests.serve.routing.stand_ins import Server, pool_of
 
 

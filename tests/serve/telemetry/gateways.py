@@ -3,7 +3,7 @@
 from typing import Any
 
 from serve.config import GatewayConfig
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
 from serve.routing import Pool
 from tests.fakes import FakeRunner, fake_backend
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pro
 from octet.errors import BackendError
 from serve.access.principal import ANONYMOUS
 from serve.backends.base import LoadReport
-from serve.gateway import Gateway
+from serve.gateway.state import Gateway
 from serve.routing import Pool
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served

@@ -230,7 +230,7 @@ async def test_a_collector_that_is_away_costs_a_moment(
 def test_without_an_endpoint_nothing_is_imported() -> None:
     code = (
         "import sys\n"
-        "import serve.telemetry.observe\n"
+        "import serve.http.observe\n"
         "from serve.config.telemetry import Traces\n"
         "from serve.telemetry.traces import Tracing\n"
         "assert Tracing.from_config(Traces()) is None\n"

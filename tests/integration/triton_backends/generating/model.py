@@ -19,8 +19,8 @@ import triton_python_backend_utils as pb_utils
 
 from octet.errors import RequestError
 from serve.backends.embedded import Loaded, load_export
-from serve.engine import Engine
-from serve.types import Finished, GenerateRequest
+from serve.engine.engine import Engine
+from serve.engine.request import Finished, GenerateRequest
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

@@ -1,0 +1,125 @@
+"""The weights that SmoothQuant, AWQ or GPTQ changed: made once, and kept while a run is resumed."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from calibrate.decoder.loading import ComputeDtype
+from calibrate.samples.batches import Batch
+from octet.artifacts.calibration import WEIGHTS_FILE
+from octet.errors import ArtifactError
+from octet.model.checkpoint import Checkpoint, sha256_file
+from octet.recipe import Recipe
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
+
+__all__ = ["ChangedModel", "changed_model"]
+
+_SCALES, _FACTS = "scales.safetensors", "algorithm.json"
+
+
+@dataclass(frozen=True)
+class ChangedModel:
+    """`checkpoint` with the changed weights, if any; `scales` that they were fitted to, and must
+    stay. `details` and `files` go into the artifact."""
+
+    checkpoint: Checkpoint
+    scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+
+
+def changed_model(
+    checkpoint: Checkpoint,
+    algorithm: Any,
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    directory: Path,
+    *,
+    dtype: ComputeDtype,
+    device: torch.device,
+    restart: bool = False,
+    console: Console | None = None,
+) -> ChangedModel:
+    """What `algorithm` makes of `checkpoint`, kept in `directory`: read back if it is there.
+
+    Without an algorithm, the checkpoint as it is.
+
+    The directory appears whole or not at all. ArtifactError if it is of another model, recipe,
+    algorithm or set of samples, or was altered, unless `restart`, which discards it.
+    """
+    if algorithm is None:
+        return ChangedModel(checkpoint)
+    key = _key(checkpoint, algorithm, recipe, batches, dtype)
+    if restart:
+        shutil.rmtree(directory, ignore_errors=True)
+    if not directory.exists():
+        from calibrate.algorithms.modelopt import apply_algorithm
+
+        changed = apply_algorithm(
+            checkpoint,
+            algorithm,
+            recipe,
+            batches,
+            dtype=dtype,
+            device=device,
+            console=console,
+        )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            write_tensors(staging / WEIGHTS_FILE, changed.tensors)
+            scales = {name: Tensor.of(scale) for name, scale in changed.scales.items()}
+            write_tensors(staging / _SCALES, scales)
+            hashes = {name: sha256_file(staging / name) for name in (WEIGHTS_FILE, _SCALES)}
+            details = {"name": algorithm, **changed.details}
+            facts = {"key": key, "files": hashes, "details": details}
+            (staging / _FACTS).write_text(json.dumps(facts))
+            os.replace(staging, directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return _read(checkpoint, directory, key)
+
+
+def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+        whole = all(sha256_file(directory / name) == sha for name, sha in facts["files"].items())
+    except (OSError, ValueError, KeyError):
+        whole = False
+    if not whole or facts["key"] != key:
+        state = "is of another run" if whole else "was altered"
+        raise ArtifactError(f"{directory}: {state}; add --restart to begin again")
+    file = TensorFile.open(directory / _SCALES)
+    scales = {name: file.read(name).float32() for name in file.names}
+    path = directory / WEIGHTS_FILE
+    return ChangedModel(
+        checkpoint.with_changes(path),
+        scales,
+        {"algorithm": facts["details"]},
+        {WEIGHTS_FILE: path},
+    )
+
+
+def _key(
+    checkpoint: Checkpoint,
+    algorithm: str,
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    dtype: ComputeDtype,
+) -> str:
+    content = hashlib.sha256(repr(sorted(checkpoint.weight_hashes.items())).encode())
+    content.update(f"{algorithm} {dtype} {recipe.model_dump_json()}".encode())
+    for batch in batches:
+        content.update(batch.token_ids.numpy().tobytes())
+    return content.hexdigest()

@@ -1,0 +1,249 @@
+"""ModelOpt's algorithms on our samples: what they would change, as tensors of the checkpoint.
+
+| algorithm   | in ModelOpt | what it changes              | for                            |
+|-------------|-------------|------------------------------|--------------------------------|
+| smoothquant | smoothquant | scales of input channels     | any recipe                     |
+| awq         | awq_lite    | scales of input channels     | weights of 4 bits in groups    |
+| gptq        | gptq        | weights, moved onto the grid | any recipe                     |
+
+The channel scales that smoothquant and awq find are folded into the layers before (see
+`calibrate.algorithms.smoothing`): the changed checkpoint computes what the original does, and needs
+nothing special to be served. Our observers then run on it, and the recipe's scales come from them.
+
+ModelOpt's own rounding to FP4 and MX formats needs CUDA, and smoothquant takes INT8 alone. So
+ModelOpt runs with a backend of ours, `calibrate.decoder.rounding`, which is what will be served;
+and smoothquant, whose result depends on no format, is told INT8. The whole model is in memory.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from calibrate.algorithms.modelopt_backend import BACKEND, attach_rounding, register_backend
+from calibrate.algorithms.smoothing import fold, power_of_two, shared_vector, sites
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.samples.batches import Batch
+from calibrate.scales.weights import weight_scales
+from octet.errors import NumericsError, UnsupportedError
+from octet.model.checkpoint import Checkpoint
+from octet.numerics.bits import float32_to_bf16
+from octet.progress import progress_bar
+from octet.recipe import Recipe, TensorScheme
+from octet.storage.tensors import Tensor
+
+__all__ = ["Algorithm", "Changed", "apply_algorithm"]
+
+Algorithm = Literal["smoothquant", "awq", "gptq"]
+Schemes: TypeAlias = dict[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by linear
+Float32Array = NDArray[np.float32]
+
+# smoothquant's alpha: how much of the difficulty moves from the inputs to the weights. 0.5 is the
+# paper's (arXiv 2211.10438). ModelOpt's own default, 1, moves all of it: on the example model with
+# outliers in every norm, fp8-static then costs 0.9 % of perplexity, and 0.3 % with 0.5.
+_SETTINGS: dict[Algorithm, dict[str, Any]] = {
+    "smoothquant": {"method": "smoothquant", "alpha": 0.5},
+    "awq": {"method": "awq_lite"},
+    "gptq": {"method": "gptq", "layerwise": {"enable": True}},
+}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What an algorithm changed.
+
+    `tensors` stand in for those of the checkpoint of the same names. `scales` are the grid that
+    gptq has put the weights on, under the calibration's names (`<linear>.weight_scale`, ...): any
+    other scale would round them a second time. `details` are for the manifest.
+    """
+
+    tensors: dict[str, Tensor]
+    scales: dict[str, Float32Array] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def apply_algorithm(
+    checkpoint: Checkpoint,
+    algorithm: Algorithm,
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    *,
+    dtype: ComputeDtype,
+    device: torch.device | str = "cpu",
+    console: Console | None = None,
+) -> Changed:
+    """Runs ModelOpt's `algorithm` for `recipe` on `batches`, the model in `dtype` on `device`.
+
+    UnsupportedError without ModelOpt, for a model with experts, and for a recipe that the algorithm
+    has nothing to do for; NumericsError if what it finds is not finite.
+    """
+    list(sites(checkpoint.spec))  # refuses experts
+    schemes = _schemes(checkpoint, recipe, algorithm)
+    with _quiet():
+        quantization = _import_modelopt(algorithm)
+        register_backend()
+        model = load_model(checkpoint, dtype).to(device)
+        config = {"quant_cfg": _config(algorithm, schemes), "algorithm": None}
+        quantization.quantize(model, config)
+    scales = _grid(checkpoint, recipe) if algorithm == "gptq" else {}
+    if algorithm != "smoothquant":
+        attach_rounding(model, schemes, scales)
+
+    # gptq comes back for the samples once a layer, awq twice.
+    passes = {"smoothquant": 1, "awq": 2, "gptq": checkpoint.spec.layers}[algorithm]
+    tokens = passes * sum(batch.tokens for batch in batches)
+    with progress_bar(console, f"ModelOpt {algorithm}", tokens) as advance, _quiet():
+        loop = _forward_loop(batches, advance)
+        quantization.calibrate(model, _SETTINGS[algorithm], forward_loop=loop)
+    details = {"modelopt": version("nvidia-modelopt"), **_SETTINGS[algorithm]}
+    if algorithm == "gptq":
+        return Changed(_moved(checkpoint, model, schemes), scales, details)
+    vectors = _vectors(checkpoint, model, schemes)
+    factors = {name: [float(v.min()), float(v.max())] for name, v in vectors.items()}
+    return Changed(fold(checkpoint, vectors), {}, details | {"factors": factors})
+
+
+def _schemes(checkpoint: Checkpoint, recipe: Recipe, algorithm: Algorithm) -> Schemes:
+    """The schemes of the linears that the algorithm is to work on; at least one."""
+    schemes = {}
+    for linear in checkpoint.spec.linears():
+        scheme = recipe.scheme_of(linear.name)
+        if scheme is not None and (algorithm != "awq" or scheme[0].format == "e2m1"):
+            schemes[linear.name] = scheme
+    if not schemes:
+        what = "weights of 4 bits (nvfp4, mxfp4)" if algorithm == "awq" else "linears to quantize"
+        raise UnsupportedError(
+            f"recipe {recipe.name}: {algorithm} is for {what}, and it has none"
+            + ("; smoothquant and gptq work with it" if algorithm == "awq" else "")
+        )
+    return schemes
+
+
+def _config(algorithm: Algorithm, schemes: Schemes) -> list[dict[str, Any]]:
+    """ModelOpt's quant_cfg: a list in which later entries override earlier ones."""
+    config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for name, (weights, _) in schemes.items():
+        weight: dict[str, Any] = {"num_bits": 8, "axis": 0}
+        inputs: dict[str, Any] = {"num_bits": 8, "axis": None}
+        if algorithm != "smoothquant":
+            weight = {"num_bits": weights.format, "axis": None, "backend": BACKEND}
+            inputs = {"num_bits": "input", "axis": None, "backend": BACKEND}
+        if algorithm == "awq" and weights.group_size is not None:  # it looks at groups' maxima
+            # "dynamic": our backend gets the weight as it is, not cut into groups.
+            blocks = {-1: weights.group_size, "type": "dynamic"}
+            weight = {"num_bits": weights.format, "block_sizes": blocks, "backend": BACKEND}
+        config.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": weight})
+        if algorithm != "awq":  # which searches with the inputs as they are
+            config.append({"quantizer_name": f"{name}.input_quantizer", "cfg": inputs})
+    return config
+
+
+def _grid(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Float32Array]:
+    """The scales of the weights as they are, which gptq keeps."""
+    scales = {}
+    for name, weight in weight_scales(checkpoint, recipe):
+        scales[f"{name}.weight_scale"] = np.asarray(weight.scale)
+        if weight.global_scale is not None:
+            scales[f"{name}.weight_global_scale"] = np.asarray(weight.global_scale)
+    return scales
+
+
+def _vectors(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Float32Array]:
+    """Powers of two [K] to multiply inputs by, from ModelOpt's pre-quantization scales."""
+    vectors = {}
+    for site in sites(checkpoint.spec):
+        found = []
+        for linear in site.linears:
+            if linear not in schemes:
+                continue
+            scale = model.get_submodule(linear).input_quantizer._pre_quant_scale
+            vector = scale.detach().float().reshape(-1).cpu().numpy()
+            if not (np.isfinite(vector).all() and (vector > 0).all()):
+                raise NumericsError(
+                    f"{linear}: ModelOpt's pre-quantization scale is not positive and finite;"
+                    " use more samples, or calibrate without --algorithm"
+                )
+            found.append(vector)
+        if found:
+            vectors[site.input] = power_of_two(shared_vector(site, found))
+    return vectors
+
+
+def _moved(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Tensor]:
+    """The weights that gptq moved, in the checkpoint's dtype.
+
+    A 16-bit dtype rounds a value of the grid by far less than half the grid's step, so quantizing
+    it with the grid's own scale gives the code that gptq chose.
+    """
+    tensors = {}
+    for linear in schemes:
+        name = f"{linear}.weight"
+        values = model.get_parameter(name).detach().float().cpu().numpy()
+        if not np.isfinite(values).all():
+            raise NumericsError(f"{name}: gptq made NaN or Inf of it; use more samples")
+        dtype = checkpoint.read(name).dtype
+        if dtype == "BF16":
+            tensors[name] = Tensor(dtype, float32_to_bf16(values))
+        else:
+            tensors[name] = Tensor.of(values.astype(np.float16 if dtype == "F16" else np.float32))
+    return tensors
+
+
+def _forward_loop(
+    batches: Sequence[Batch], advance: Callable[[int], None]
+) -> Callable[[Any], None]:
+    """Runs the samples through a model without padding, which ModelOpt would take for tokens."""
+
+    @torch.no_grad()
+    def run(model: Any) -> None:
+        for batch in batches:
+            for token_ids in unpadded(batch):
+                model(token_ids.to(model.device), use_cache=False, logits_to_keep=1)
+            advance(batch.tokens)
+
+    return run
+
+
+def unpadded(batch: Batch) -> Iterator[torch.Tensor]:
+    """The batch's rows, int64 [b, t] each time, as many at once as can be without padding.
+
+    Rows are cut to the shortest that goes with them, and lose less than a tenth of their tokens by
+    it: awq rounds every weight eleven times a forward pass, so that a pass a row would take long.
+    """
+    order = sorted(range(len(batch.lengths)), key=lambda row: -batch.lengths[row])
+    while order:
+        longest = batch.lengths[order[0]]
+        rows = [row for row in order if batch.lengths[row] > 0.9 * longest]
+        order = order[len(rows) :]
+        yield batch.token_ids[rows, : batch.lengths[rows[-1]]]
+
+
+def _import_modelopt(algorithm: Algorithm) -> Any:
+    try:
+        import modelopt.torch.quantization as quantization
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        package = "nvidia-modelopt" if missing == "modelopt" else missing
+        raise UnsupportedError(
+            f"algorithm {algorithm} needs {package}: pip install 'octet[modelopt]'"
+        ) from None
+    return quantization
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """ModelOpt prints and draws bars as it goes; our own report says what matters."""
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(ModuleNotFoundError):  # said better by `_import_modelopt`
+            from modelopt.torch.utils.logging import no_stdout
+
+            stack.enter_context(no_stdout())
+        yield

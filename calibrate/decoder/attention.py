@@ -1,0 +1,110 @@
+"""Attention of one module at a time, seen or replaced; and attention as FP8 kernels compute it.
+
+transformers 5 looks its attention functions up in one mapping by name; each may be overridden in
+this process. The override is there only while a context is.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from calibrate.decoder.rounding import round_cache, round_to
+from octet.numerics.formats import E4M3
+
+__all__ = ["Attention", "e4m3_attention", "replace_attention", "tap_queries"]
+
+# attention(inner, module, query [B, H, T, D], key [B, H', S, D], value, mask, **options) ->
+# ([B, T, H, D], None), as transformers has it; `inner` is what would have been called.
+Attention: TypeAlias = Callable[..., Any]
+
+
+@contextmanager
+def replace_attention(module: nn.Module, attention: Attention) -> Iterator[None]:
+    """While active, `module` attends by `attention`; other modules as before."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    config: Any = module.config
+    name: str = config._attn_implementation
+    inner = functions.get(name, _eager)
+    replaced = name in functions._local_mapping
+
+    def attend(caller: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if caller is not module:
+            return inner(caller, *args, **kwargs)
+        return attention(inner, caller, *args, **kwargs)
+
+    functions[name] = attend
+    try:
+        yield
+    finally:
+        if replaced:
+            functions[name] = inner
+        else:
+            del functions[name]
+
+
+def _eager(caller: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attention in separate steps, of which each architecture has one of its own."""
+    source = sys.modules[type(caller).__module__]
+    return source.eager_attention_forward(caller, *args, **kwargs)
+
+
+@contextmanager
+def tap_queries(module: nn.Module, tap: Callable[[Tensor], None]) -> Iterator[None]:
+    """While active, `tap` is shown each query [B, H, T, D], after RoPE, that `module` attends with.
+
+    Where taps of one module are nested, all are called.
+    """
+
+    def attention(inner: Any, caller: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tap(query)
+        return inner(caller, query, *args, **kwargs)
+
+    with replace_attention(module, attention):
+        yield
+
+
+def e4m3_attention(scale: Tensor) -> Attention:
+    """Attention whose queries, with `scale` [], and probabilities are rounded to E4M3.
+
+    As FlashAttention 3 does it with an E4M3 cache: probabilities are 2^8 times those relative to
+    the largest of a row, so that the small ones keep their bits (`Max_offset` in its softmax.h);
+    their sum is taken before they are rounded.
+    """
+
+    def attention(
+        _inner: Any,
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        heads, length = query.shape[1], query.shape[2]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        keys, values = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        queries = round_cache(query.float(), "e4m3", scale.to(query.device))
+        scores = queries @ keys.transpose(-1, -2) * scaling  # [B, H, T, S]
+        if softcap is not None:  # Gemma 2's
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is None:
+            seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device)
+            mask = seen.tril_(keys.shape[2] - length)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill_(~mask, -torch.inf)
+        else:
+            scores = scores + mask
+        weights = (scores - scores.amax(-1, keepdim=True)).exp_().mul_(256)
+        total = weights.sum(-1, keepdim=True)
+        out = round_to(weights, E4M3) @ values / total
+        return out.to(query.dtype).transpose(1, 2), None
+
+    return attention

@@ -1,0 +1,230 @@
+"""Mixtures of experts: what each expert reads, its weights by name, and experts hardly used.
+
+transformers 5 keeps the experts of a layer in two fused parameters, `gate_up_proj` [E, 2I, H] (gate
+above up) and `down_proj` [E, H, I], and runs them in one module; a checkpoint holds them one by
+one, and so do our histograms and scales. Everything here uses the checkpoint's names.
+
+Where input scales are static, each expert has its own, which a kernel can take that runs experts
+apart. The fused FP8 kernels of vLLM and SGLang take one for all experts of a layer, the largest.
+"""
+
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from operator import add
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calibrate.histogram import Histogram
+from octet.errors import UnsupportedError
+from octet.model.spec import ModelSpec
+
+__all__ = [
+    "MIN_TOKENS",
+    "Tap",
+    "assemble",
+    "expert_weights",
+    "fallback_warnings",
+    "tap_experts",
+    "with_fallback",
+]
+
+# tap(name, rows, token_index) -> rows
+#   name         the observation: `<expert's gate projection>.input` or `<...down projection>.input`
+#   rows         [n, K], n > 0, what this expert's projection reads, one row a token sent to it
+#   token_index  int64 [n], on the device of `rows`: which row of the flattened [B*T, H] input each
+#                is, so token_index // T is the sample and token_index % T the position. No token
+#                occurs twice. Padding is there too: drop what is not real before counting.
+# and what the projection shall read instead, of the same shape and dtype; to observe, just `rows`.
+# It is not called for an expert that no token of the batch is sent to.
+Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+
+Counts = TypeVar("Counts", Histogram, NDArray[np.int64])
+
+# After n tokens, the next of the same distribution exceeds the largest of them with probability
+# 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. A scale that is too
+# large costs a floating-point format little, one that is too small saturates: hence rather many. On
+# the example model the largest of 256 tokens is 0.17 octaves (inputs of gate_proj, median) and 0.28
+# (of down_proj) below that of all 22,238, while that of 64 tokens is 0.51 and 1.10 below.
+MIN_TOKENS = 256
+
+_RULE = "the sum of the histograms of all experts of the same layer and projection"
+_EXPERT = re.compile(
+    r"(?P<layer>|.*\.)(mlp|block_sparse_moe)\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight"
+)
+_HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # of gate_up_proj
+_ROUTER = re.compile(r"(?P<layer>|.*\.)block_sparse_moe\.gate\.weight")
+
+
+@contextmanager
+def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) -> Iterator[None]:
+    """While active, the decoder layer `prefix` (`spec.layer(index)`) runs its experts one by one.
+
+    `tap` is called with what each reads, see `Tap`. With a tap that returns its rows the output is
+    that of transformers' own loop (`experts_implementation="eager"`) to the bit; its grouped matrix
+    products, the default, round and add in another order. Does nothing in a layer without experts.
+    Where two are nested, the inner tap alone is called. Raises UnsupportedError for a transformers
+    release before 5.0, whose experts are not fused.
+    """
+    experts = _experts_module(layer)
+    if experts is None:
+        yield
+        return
+    gate, _, down = spec.expert_projections
+    names = [
+        (
+            f"{spec.experts_of(prefix)}.{e}.{gate}.input",
+            f"{spec.experts_of(prefix)}.{e}.{down}.input",
+        )
+        for e in range(spec.experts)
+    ]
+
+    def forward(
+        hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        # hidden [B*T, H]; top_k_index int64 and top_k_weights, both [B*T, k]
+        out, tokens = torch.zeros_like(hidden), len(hidden)
+        # Sorting once asks the device for sizes once. Within an expert, the order is that of the
+        # loop we replace: by rank among a token's choices, then by token.
+        chosen = top_k_index.t().reshape(-1)
+        sizes = torch.bincount(chosen, minlength=len(names)).tolist()
+        sent = torch.split(torch.argsort(chosen, stable=True), sizes)
+        for expert, (which, (gate_input, down_input)) in enumerate(zip(sent, names, strict=True)):
+            if not len(which):
+                continue
+            index, rank = which % tokens, which // tokens
+            rows = tap(gate_input, hidden[index], index)
+            both = torch.nn.functional.linear(rows, experts.gate_up_proj[expert])
+            gate, up = both.chunk(2, dim=-1)
+            rows = tap(down_input, experts.act_fn(gate) * up, index)
+            rows = torch.nn.functional.linear(rows, experts.down_proj[expert])
+            rows = rows * top_k_weights[index, rank, None]
+            out.index_add_(0, index, rows.to(out.dtype))
+        return out
+
+    outer = vars(experts).get("forward")
+    experts.forward = forward  # of this instance; the class keeps its own
+    try:
+        yield
+    finally:
+        if outer is None:
+            del experts.forward
+        else:
+            experts.forward = outer
+
+
+def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Each expert's linears [N, K] of the decoder layer `prefix`, by name: views, not copies.
+
+    {} for a layer without experts. Writing to one changes the model.
+    """
+    experts = _experts_module(layer)
+    if experts is None:
+        return {}
+    found = {}
+    for expert in range(spec.experts):
+        gate, up = experts.gate_up_proj.data[expert].chunk(2)
+        weights = (gate, up, experts.down_proj.data[expert])
+        for projection, weight in zip(spec.expert_projections, weights, strict=True):
+            found[f"{spec.experts_of(prefix)}.{expert}.{projection}"] = weight
+    return found
+
+
+def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A decoder layer's tensors under the checkpoint's names, under those of transformers' module.
+
+    Names may be whole (`model.layers.0.mlp...`) or relative to the layer (`mlp...`). Experts are
+    copied into fused tensors; everything else is passed on as it is. Each item of `tensors` is
+    asked for once and not kept, so a mapping that reads when asked needs little more memory than
+    the result.
+    """
+    matches = {name: _EXPERT.fullmatch(name) for name in tensors}
+    experts = 1 + max((int(m["index"]) for m in matches.values() if m), default=-1)
+    fused: dict[str, torch.Tensor] = {}
+    for name, match in matches.items():
+        if match is None:
+            fused[_ROUTER.sub(r"\g<layer>mlp.gate.weight", name)] = tensors[name]
+            continue
+        weight = tensors[name]
+        rows, columns = weight.shape
+        half = _HALVES.get(match["projection"])
+        target = f"{match['layer']}mlp.experts.{'down' if half is None else 'gate_up'}_proj"
+        if target not in fused:
+            height = rows if half is None else 2 * rows
+            fused[target] = weight.new_empty(experts, height, columns)
+        start = (half or 0) * rows
+        fused[target][int(match["index"]), start : start + rows] = weight
+    return fused
+
+
+def with_fallback(
+    spec: ModelSpec, histograms: Mapping[str, Counts], min_tokens: int = MIN_TOKENS
+) -> tuple[Mapping[str, Counts], dict[str, Any]]:
+    """`histograms` in which experts that saw fewer than `min_tokens` tokens have the pooled ones.
+
+    An expert's pooled histogram is the exact sum over all experts of its layer and projection, so
+    one that no token was sent to has one too. Counts are int64 [32768], or [chunks, 32768], where
+    the tokens of all chunks decide. The result shows `histograms` through, without a copy. What is
+    kept in an artifact are the histograms before this.
+
+    The facts are {} for a model without experts, else:
+    {"min_tokens", "rule", "layers": {<layer>: {"tokens": [one an expert]}},
+     "fallback": [{"name": <expert>, "tokens"}]}
+    Weights are not concerned: an expert's are always quantized from themselves.
+    """
+    if not spec.sparse_layers:
+        return histograms, {}
+    filled: dict[str, Counts] = {}
+    gate, _, down = spec.expert_projections
+    widths = {gate: spec.hidden_size, down: spec.moe_intermediate_size}
+    layers, fallback = {}, []
+    for layer in map(spec.layer, spec.sparse_layers):
+        names = [f"{spec.experts_of(layer)}.{expert}" for expert in range(spec.experts)]
+        tokens = [_elements(histograms[f"{x}.{gate}.input"]) // widths[gate] for x in names]
+        layers[layer] = {"tokens": tokens}
+        few = [(x, seen) for x, seen in zip(names, tokens, strict=True) if seen < min_tokens]
+        fallback += [{"name": name, "tokens": seen} for name, seen in few]
+        for projection in widths if few else ():
+            pooled = reduce(add, (histograms[f"{x}.{projection}.input"] for x in names))
+            filled |= {f"{name}.{projection}.input": pooled for name, _ in few}
+    facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
+    # A ChainMap writes to the first of its maps alone; typing wants all of them mutable.
+    return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
+
+
+def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """One line on the experts that fell back, naming the first few; none if none did."""
+    few = sorted(facts.get("fallback", ()), key=lambda item: item["tokens"])
+    if not few:
+        return ()
+    total = sum(len(layer["tokens"]) for layer in facts["layers"].values())
+    named = ", ".join(f"{item['name']} ({item['tokens']})" for item in few[:3])
+    more = f" and {len(few) - 3} more in report.json" if len(few) > 3 else ""
+    return (
+        f"{len(few)} of {total} experts saw fewer than {facts['min_tokens']} tokens, and take the"
+        f" input scales of all experts of their layer together: {named}{more}; more or more varied"
+        " samples would reach them",
+    )
+
+
+def _elements(counts: Histogram | NDArray[np.int64]) -> int:
+    return counts.total if isinstance(counts, Histogram) else int(counts.sum())
+
+
+def _experts_module(layer: torch.nn.Module) -> Any:
+    """The fused experts of a decoder layer, None if it has none."""
+    block: Any = getattr(layer, "mlp", None) or getattr(layer, "block_sparse_moe", None)
+    experts = getattr(block, "experts", None)
+    if isinstance(experts, torch.nn.ModuleList):
+        import transformers
+
+        raise UnsupportedError(
+            f"mixtures of experts need transformers 5, {transformers.__version__} is installed:"
+            " pip install 'transformers>=5'"
+        )
+    return experts

@@ -1,0 +1,238 @@
+"""A decoder that holds the weights of one layer at a time, computed by transformers' own modules.
+
+The model is built on the meta device, where tensors have shapes and no memory. A layer's weights
+are copied from the mapped shards when its turn comes and dropped after it; what runs is the
+model's own `forward`, in which the other layers do nothing and there is no final norm. So RoPE,
+masks and kernels are those of the resident model, and results are equal to the last bit. Embeddings
+are gathered row by row, and the output head is applied to a slice of the vocabulary at a time.
+
+What the decoder's `forward` does to embeddings before the first layer (some scale them) is done to
+layer 0's input alone; what the model's does to logits (some scale or cap them), to each slice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from calibrate.decoder.experts import assemble
+from calibrate.decoder.loading import ComputeDtype, load_skeleton
+from calibrate.decoder.partial import Turn, some_layers
+from calibrate.decoder.stored import Stored, to_torch
+from calibrate.decoder.supported import check_make, window_of
+from octet.errors import CheckpointError, UnsupportedError
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor
+
+__all__ = ["LayeredModel"]
+
+_HEAD_BYTES = 256 << 20  # of the output head in memory at a time
+
+
+class LayeredModel:
+    """`checkpoint` in `dtype` on `device`, swept layer by layer; everything runs without gradients.
+
+    Decoder layers that all together fit in `keep_bytes` stay in memory between sweeps.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: ComputeDtype,
+        device: torch.device | str = "cpu",
+        *,
+        keep_bytes: int = 0,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.spec = checkpoint.spec
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device(device)
+        self._model = load_skeleton(checkpoint, dtype)
+        self._decoder = self._model.base_model
+        norm = check_make(self._model, checkpoint)
+        self._layers: list[Any] = list(self._decoder.layers)
+        self._norm, self._input = getattr(self._decoder, norm), self._model.get_input_embeddings()
+        self._names = {module: name for name, module in self._model.named_modules()}
+        name = self._names[self._norm]
+        self._fill(self._norm, name, Stored(checkpoint, f"{name}.", self.dtype))
+        setattr(self._decoder, norm, nn.Identity())
+        self._input.padding_idx = None  # it would have to be a row of a table of some rows
+        for module in self._decoder.modules():
+            if module not in self._layers:
+                self._compute_buffers(module)
+        self._turn = Turn()
+        self._kept: list[dict[str, torch.Tensor]] | None = None
+        if self.parameters * self.dtype.itemsize <= keep_bytes:
+            self._kept = [self._read(index) for index in range(self.spec.layers)]
+
+    @property
+    def parameters(self) -> int:
+        """How many the decoder layers have."""
+        return sum(x.numel() for layer in self._layers for x in layer.parameters())
+
+    @torch.inference_mode()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[..., H] in the model's dtype, on its device, of int64 token ids [...] on the CPU."""
+        table = self.checkpoint.read(f"{self._names[self._input]}.weight")
+        ids, places = torch.unique(token_ids, return_inverse=True)  # each row is read once
+        rows = Tensor(table.dtype, table.codes[ids.numpy()])
+        self.checkpoint.release()
+        whole = self._input.weight
+        try:
+            self._input.weight = _parameter(to_torch(rows, self.dtype).to(self.device))
+            embedded: torch.Tensor = self._input(places.to(self.device))
+            return embedded
+        finally:
+            self._input.weight = whole
+
+    def sweep(self, first: int = 0) -> Iterator[tuple[int, Any]]:
+        """Each layer from `first` on, as (index, module), with its weights while it is yielded.
+
+        With a GPU, the next layer is read from disk meanwhile.
+        """
+        indices = range(first, self.spec.layers)
+        ahead = ThreadPoolExecutor(1, "octet-read") if self.device.type != "cpu" else None
+        try:
+            following = ahead.submit(self._read, first) if ahead and indices else None
+            for index in indices:
+                weights = following.result() if following else self._read(index)
+                layer = self._layers[index]
+                self._fill(layer, self.spec.layer(index), weights)
+                del weights
+                if ahead and index + 1 in indices:
+                    following = ahead.submit(self._read, index + 1)
+                for module in layer.modules():
+                    self._compute_buffers(module)
+                self._decoder.layers = some_layers(self._layers, range(index, index + 1))
+                with self._turn.of(index, layer):
+                    yield index, layer
+                layer.to("meta")
+        finally:
+            if ahead is not None:
+                ahead.shutdown(cancel_futures=True)
+
+    @torch.inference_mode()
+    def forward(self, hidden: torch.Tensor, cache: Any, **kwargs: Any) -> torch.Tensor:
+        """[B, T, H] to [B, T, H] through the layer that is in memory; to be called in a sweep.
+
+        `cache` is a transformers cache, None for one that is dropped; `kwargs` go to the model
+        (`position_ids`, ...).
+        """
+        with self._turn.given(hidden):
+            self._decoder(inputs_embeds=hidden, past_key_values=cache, use_cache=True, **kwargs)
+        result = self._turn.result
+        if result is None or result.shape != hidden.shape:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: a layer of {self.spec.architecture} does not make hidden"
+                " states of hidden states: Octet cannot run it layer by layer"
+            )
+        return result
+
+    def mask(self, visible: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The attention mask [B, 1, 1, S] of the layer that is in memory, for one new token a row.
+
+        `visible` bool [B, S] is what the token may see of the cache, apart from the layer's
+        window; `position` int64 [B], that of the token. Both on the CPU.
+        """
+        window = window_of(self._model, self.checkpoint, self._turn.index)
+        if window is not None:
+            visible = visible & (torch.arange(visible.shape[1]) > position[:, None] - window)
+        mask = visible[:, None, None].to(self.device)
+        if self._decoder.config._attn_implementation != "eager":
+            return mask
+        least = torch.finfo(self.dtype).min  # which it adds
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
+            ~mask, least
+        )
+
+    @torch.inference_mode()
+    def logits(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each [1, n, V] of [1, n, H] after the last layer: final norm, then the output head.
+
+        The head is read once for all of them, a slice of the vocabulary at a time.
+        """
+        head = self._model.get_output_embeddings()
+        tied = self._model.config.tie_word_embeddings
+        name = self._names[self._input if tied else head]
+        stored = self.checkpoint.read(f"{name}.weight")
+        bias = None
+        if head.bias is not None:
+            bias = to_torch(self.checkpoint.read(f"{name}.bias"), self.dtype).to(self.device)
+        normed = [self._norm(rows.to(self.device)) for rows in hidden]
+        step = max(1, _HEAD_BYTES // (self.spec.hidden_size * self.dtype.itemsize))
+        parts: list[list[torch.Tensor]] = [[] for _ in normed]
+        with _decoder_replaced(self._model) as decoder:
+            for start in range(0, self.spec.vocab_size, step):
+                rows = Tensor(stored.dtype, stored.codes[start : start + step])
+                head.weight = _parameter(to_torch(rows, self.dtype).to(self.device))
+                if bias is not None:
+                    head.bias = _parameter(bias[start : start + step])
+                self.checkpoint.release()
+                for part, x in zip(parts, normed, strict=True):
+                    decoder.output = x
+                    part.append(self._model(inputs_embeds=x, use_cache=False).logits)
+        head.to("meta")
+        return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
+
+    def _read(self, index: int) -> dict[str, torch.Tensor]:
+        """The weights of a layer, on the CPU, by the names of its module's parameters."""
+        if self._kept is not None:
+            return self._kept[index]
+        return assemble(Stored(self.checkpoint, f"{self.spec.layer(index)}.", self.dtype))
+
+    def _fill(self, module: Any, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Gives `module` its weights, in place of tensors on the meta device."""
+        for key in module.state_dict():
+            if key in weights:
+                continue
+            if self.spec.generic:  # whose tensors' names and shapes nobody has checked
+                raise UnsupportedError(
+                    f"{self.checkpoint.path}: {self.spec.architecture} has a tensor {name}.{key} in"
+                    " transformers, but not in the checkpoint: an architecture whose tensors are"
+                    " renamed is not supported"
+                )
+            raise CheckpointError(f"{self.checkpoint.path}: tensor {name}.{key} is missing")
+        state = {key: weights[key].to(self.device) for key in module.state_dict()}
+        module.load_state_dict(state, assign=True)
+
+    def _compute_buffers(self, module: nn.Module) -> None:
+        """Gives `module` the tensors that are not weights, such as RoPE's frequencies, which
+        transformers computes from the configuration; on the CPU, as it does."""
+        missing = {
+            name: torch.empty_like(buffer, device="cpu")
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_meta and name in module._non_persistent_buffers_set
+        }
+        if not missing:
+            return
+        module._buffers.update(missing)
+        self._model._init_weights(module)
+        module._buffers.update({name: x.to(self.device) for name, x in missing.items()})
+
+
+class _Decoded(nn.Module):
+    """In the decoder's place: gives what is to be its output, which a dense model reads alike."""
+
+    output: torch.Tensor
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.output)
+
+
+@contextmanager
+def _decoder_replaced(model: Any) -> Iterator[_Decoded]:
+    name, decoder = model.base_model_prefix, _Decoded()
+    before = getattr(model, name)
+    setattr(model, name, decoder)
+    try:
+        yield decoder
+    finally:
+        setattr(model, name, before)
+
+
+def _parameter(value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)

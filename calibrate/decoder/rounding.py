@@ -1,0 +1,120 @@
+"""Quantize and dequantize in torch, on any device, at memory speed.
+
+`octet.numerics.scaling` and `octet.numerics.microscaling` to the bit, with their conventions: `real
+= stored * scale [* global_scale]`, everything in float32, the input divided by its scale, rounded
+to nearest even and saturated. A NaN stays one, even where the format has none.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from octet.numerics.formats import E4M3, E5M2, FORMATS, Format
+from octet.recipe import KvCacheDtype, TensorScheme
+
+__all__ = ["fake_quantize", "round_cache", "round_to"]
+
+_EXPONENT = 0x7F800000  # the exponent bits of a float32: alone, they are 2^floor(log2|x|)
+_TINY = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
+_CACHE = {"e4m3": E4M3, "e5m2": E5M2}
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def fake_quantize(
+    x: Tensor,
+    scheme: TensorScheme,
+    scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """`x` [..., K] as `scheme` stores it and a kernel reads it back; its shape and dtype, a copy.
+
+    `scale` float32: [], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]; None computes it from `x`, as a
+    dynamic scheme does. `global_scale` [] is that of two-level schemes. In bfloat16 the product of
+    code and scale is rounded to bfloat16 once more.
+    """
+    fmt, size = FORMATS[scheme.format], scheme.group_size
+    real = x.float()
+    if size is None:
+        if scale is None:
+            scale = _absmax_scale(real.abs().amax(-1, keepdim=True), fmt)
+        return round_to(real / scale, fmt).mul_(scale).to(x.dtype)
+    columns = x.shape[-1]
+    short = -columns % size  # of a whole group, filled with zeros
+    tiles = (pad(real, (0, short)) if short else real).reshape(*x.shape[:-1], -1, size)
+    if scale is None:
+        scale = _group_scales(tiles.abs().amax(-1), scheme, fmt, global_scale)
+    elif scheme.granularity == "block":  # a row of scales a row of blocks: one a row of weights
+        scale = scale.repeat_interleave(size, 0)[: x.shape[-2]]
+    if global_scale is not None:  # a group of scale 0 becomes 0: so it does when divided by this
+        scale = torch.where(scale == 0, _LARGEST, scale * global_scale)
+    scale = scale.unsqueeze(-1)
+    rounded = round_to(tiles / scale, fmt).mul_(scale).flatten(-2)
+    return rounded[..., :columns].to(x.dtype)
+
+
+def round_cache(
+    x: Tensor,
+    kv_cache: KvCacheDtype,
+    scale: Tensor,
+    *,
+    toward_zero: bool = False,
+    reread: bool = False,
+) -> Tensor:
+    """Keys or values `x`, of any shape, as they come back from a cache with that scale [].
+
+    `toward_zero` is how vLLM's CPU build writes an FP8 cache; everything else rounds to nearest.
+    `reread` takes the bytes for those of the other FP8 format: E4M3 of 384 and more are no number.
+    """
+    if kv_cache == "float16":
+        limit = torch.finfo(torch.float16).max
+        return (x.float() / scale).clamp_(-limit, limit).half().float().mul_(scale).to(x.dtype)
+    rounded = round_to(x.float() / scale, _CACHE[kv_cache], toward_zero=toward_zero)
+    if reread:
+        written, read = _BYTES if kv_cache == "e4m3" else _BYTES[::-1]
+        rounded = rounded.to(written).view(read).float()
+    return rounded.mul_(scale).to(x.dtype)
+
+
+def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
+    """float32 `x` to the nearest values of `fmt`, ties to even, saturating; overwrites `x`.
+
+    Or to the nearest that are no larger in magnitude, `toward_zero`.
+
+    The step between values around x is 2^(floor(log2|x|) - mantissa bits), at least that of the
+    subnormals; dividing by a power of two and multiplying by it are exact, so that one rounding to
+    an integer is all there is. On a CPU that is 7 times as fast as torch's own cast to E4M3; a GPU
+    casts in one kernel.
+    """
+    x = x.clamp_(-fmt.max, fmt.max)
+    if x.is_cuda and not toward_zero and fmt.torch_name in ("float8_e4m3fn", "float8_e5m2"):
+        return x.copy_(x.to(getattr(torch, fmt.torch_name)))
+    step = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    step = step.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
+    x = x.div_(step)
+    return (x.trunc_() if toward_zero else x.round_()).mul_(step)
+
+
+def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """`octet.numerics.scaling.scale_from_absmax`."""
+    # By a tensor: a GPU divides by a number as by its reciprocal, which rounds differently.
+    scale = (amax / amax.new_tensor(fmt.max)).clamp_(min=_TINY)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def _group_scales(
+    amax: Tensor, scheme: TensorScheme, fmt: Format, global_scale: Tensor | None
+) -> Tensor:
+    """`octet.numerics.microscaling.dynamic_scales`, from the largest magnitudes of the groups."""
+    if scheme.scale_format == "e8m0":
+        # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
+        bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)
+        exponent = (bits >> 23) - fmt.emax
+        power = (exponent.clamp_(0, 254) << 23).view(torch.float32)
+        return power.clamp_(min=2.0**-127)
+    if scheme.two_level:
+        if global_scale is None:
+            raise ValueError(f"{scheme.format} with e4m3 scales needs a global scale")
+        sixth = amax.new_tensor(1.0) / fmt.max
+        return round_to(amax * sixth * (torch.reciprocal(global_scale)), E4M3)
+    return _absmax_scale(amax, fmt)

@@ -1,0 +1,116 @@
+"""The directory of a journal: who has it, what in it is the journal's, and how that is removed.
+
+Stopped at any moment, what is left of a journal can be opened, or is nobody's.
+"""
+
+import fcntl
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from calibrate.journal.activations import ActivationFiles, disk_error, flush
+from calibrate.journal.records import read_json
+from octet.errors import ArtifactError, OctetError
+
+__all__ = [
+    "HEAD",
+    "KEPT",
+    "clear_activations",
+    "discard_contents",
+    "flush_activations",
+    "forget_activations",
+    "lock_directory",
+    "make_directory",
+    "remove",
+    "remove_remains",
+]
+
+HEAD, KEPT = "journal.json", "kept.json"
+
+# What may be found where a journal was to begin, or was being discarded, when the process died.
+_OWN = re.compile(
+    r"lock|((journal|kept|layer-\d+)\.json|layer-\d+\.safetensors)(\.partial)?|activations-\d+"
+)
+
+
+def lock_directory(path: Path) -> IO[str]:
+    """The directory, made if need be, for this process alone until the file is closed."""
+    begun = path.is_dir() and (
+        (path / HEAD).exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
+    )
+    if path.exists() and not begun:
+        raise ArtifactError(f"{path}: exists and is not a journal; choose another")
+    make_directory(path)
+    try:
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise disk_error(path / "lock", error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ArtifactError(f"{path}: another process is calibrating with this journal") from None
+    return lock
+
+
+def make_directory(path: Path) -> None:
+    """ArtifactError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(path, error) from None
+
+
+def flush_activations(directory: Path, batches: Iterable[int]) -> None:
+    """Has the activations of `batches` on the disk, by name too."""
+    try:
+        for batch in batches:
+            flush(ActivationFiles.path(directory, batch))
+        flush(directory)
+        flush(directory.parent)
+    except OSError as error:
+        raise disk_error(directory, error) from None
+
+
+def discard_contents(path: Path) -> None:
+    """Discards the journal in `path`, but for its lock."""
+    forget_activations(path)
+    (path / HEAD).unlink(missing_ok=True)  # what is left without it is nobody's
+    remove_remains(path)
+
+
+def remove_remains(path: Path) -> None:
+    """Removes what is left in `path` of a journal without a head."""
+    remove(x for x in path.iterdir() if _OWN.fullmatch(x.name))
+
+
+def forget_activations(path: Path) -> None:
+    """Removes the activations of the journal in `path`, wherever they are."""
+    try:
+        places = read_json(path / HEAD)["activations"]
+    except (OctetError, KeyError):
+        places = ["."]
+    (path / KEPT).unlink(missing_ok=True)  # first: it names what goes next
+    for place in places:
+        clear_activations(path / place)
+
+
+def clear_activations(place: Path, kept: Path | None = None) -> None:
+    """Removes the activations in `place` but those in `kept`, and itself if it is empty."""
+    for directory in sorted(place.glob("activations-*")):
+        if directory != kept:
+            shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        place.rmdir()
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files and directories, but the lock."""
+    for path in list(paths):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != "lock":
+            path.unlink(missing_ok=True)

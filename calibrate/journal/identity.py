@@ -1,0 +1,71 @@
+"""What the counts of a run depend on, to the last bit: the same here, the same there."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from calibrate.decoder.arithmetic import bf16_matmuls
+from calibrate.samples.batches import Batch
+from octet.model.checkpoint import Checkpoint, sha256_file
+
+__all__ = ["THREADS", "arithmetic_of", "device_name", "run_identity"]
+
+THREADS = "number of torch threads"
+
+
+def run_identity(
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    dtype: str,
+    device: torch.device,
+    *,
+    queries: bool = False,
+) -> dict[str, str]:
+    """What the counts depend on, by name: not the recipe, nor how many processes count.
+
+    Of the recipe, only whether `queries` are counted.
+    """
+    import transformers
+
+    model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
+    if checkpoint.changes is not None:
+        model.update(sha256_file(checkpoint.changes.path).encode())
+    samples = hashlib.sha256()
+    for batch in batches:
+        shape = tuple(batch.token_ids.shape)
+        samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
+        samples.update(batch.token_ids.numpy().tobytes())
+    identity = {
+        "model": model.hexdigest(),
+        "selection or length of samples": samples.hexdigest(),
+        "compute dtype": dtype,
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if queries:
+        identity["observation of queries"] = "yes"
+    if device.type == "cpu":
+        identity[THREADS] = str(torch.get_num_threads())
+        if dtype == "bfloat16":
+            identity["way to multiply BF16"] = bf16_matmuls()
+    return identity
+
+
+def arithmetic_of(device: torch.device) -> dict[str, Any]:
+    """Returns what affects the last bits of a result on `device`, as an artifact records it."""
+    found: dict[str, Any] = {
+        "device": device_name(device),
+        "torch_threads": torch.get_num_threads(),
+    }
+    return found | ({"bf16_matmuls": bf16_matmuls()} if device.type == "cpu" else {})
+
+
+def device_name(device: torch.device) -> str:
+    """What arithmetic depends on: the GPU's name, or the CPU's instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.backends.cpu.get_cpu_capability()})"

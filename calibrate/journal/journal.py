@@ -1,0 +1,265 @@
+"""What a killed run continues from: every finished layer's counts, and now and then activations.
+
+    journal.json             what the counts depend on (`journal.identity`), but not the recipe;
+                             and the directories that activations were written to
+    layer-003.safetensors    the counts of layer 3: the bins that occur (`artifacts.calibration`)
+    layer-003.json           the hash of that file; its arrival ends the layer
+    activations-003/         what layer 3 gave, one file a batch; below `--spill`, if that is given
+    kept.json                which layer's activations are whole, where, and their hashes
+
+Counts are small and are kept of every layer. Activations in memory are written only when `due`:
+those of a layer can take longer to write than to compute. What the next layer needs is computed
+again, from the newest that were kept, or from the embeddings.
+
+Records (.json) are moved into place after all that they name is on the disk. What is found of an
+unfinished layer is removed. Several processes share one journal: rank 0 writes it, and each its
+own batches' activations.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.decoder.layers import LayeredModel
+from calibrate.journal.activations import ActivationFiles, disk_error, flush
+from calibrate.journal.compact_counts import CompactCounts
+from calibrate.journal.directory import (
+    HEAD,
+    KEPT,
+    clear_activations,
+    discard_contents,
+    flush_activations,
+    forget_activations,
+    lock_directory,
+    make_directory,
+    remove,
+    remove_remains,
+)
+from calibrate.journal.distributed import Group
+from calibrate.journal.identity import THREADS
+from calibrate.journal.records import altered, read_json, unreadable, write_json
+from calibrate.samples.batches import Batch
+from octet.artifacts.calibration import StoredHistograms, pack_histogram
+from octet.errors import ArtifactError, CheckpointError
+from octet.model.checkpoint import sha256_file
+from octet.storage.tensors import TensorFile, write_tensors
+
+__all__ = ["Journal", "discard", "recorded_threads"]
+
+SCHEMA_VERSION = 2
+KEEP_EVERY_S = 30.0  # so much work may have to be done again
+
+
+class Journal:
+    """The journal in `path`; `finished` layers are in it."""
+
+    def __init__(self, path: Path, place: Path, group: Group, lock: IO[str] | None) -> None:
+        self.path = path
+        self.place = place  # where activations are written
+        self._group = group
+        self._lock = lock
+        self._records: list[dict[str, Any]] = []
+        self._kept: dict[str, Any] | None = None
+        self._since = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        identity: Mapping[str, str],
+        group: Group,
+        *,
+        spill: Path | None = None,
+        restart: bool = False,
+    ) -> "Journal":
+        """Begins a journal, or continues that of the same run. `spill` is for its activations.
+
+        ArtifactError for one of another run unless `restart`, which discards it, for one that was
+        altered, and for one that another process has open.
+        """
+        path = path.absolute()
+        place = path if spill is None else spill.absolute() / _name(path)
+        journal = cls(path, place, group, None)
+        try:
+            found = group.on_first(partial(journal._open, identity, restart))
+        except BaseException:
+            journal.close()
+            raise
+        journal._records, journal._kept = found
+        return journal
+
+    def close(self) -> None:
+        """Lets another process have the journal."""
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def finished(self) -> int:
+        """How many layers are finished."""
+        return len(self._records)
+
+    @property
+    def reached(self) -> int:
+        """The layer that the kept activations enter; 0 if there are none."""
+        return 0 if self._kept is None else int(self._kept["layer"]) + 1
+
+    def histograms(self, index: int, names: Sequence[str]) -> CompactCounts:
+        """int64 [chunks, 32768] of each of a finished layer's tensors, on every rank."""
+        return self._group.on_first(partial(self._read, index, names))
+
+    def kept(self, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles | None:
+        """What enters layer `reached`, if it was kept."""
+        if self._kept is None:
+            return None
+        expected = {int(batch): digest for batch, digest in self._kept["given"].items()}
+        return ActivationFiles(
+            self.path / self._kept["directory"], model, batches, expected=expected
+        )
+
+    def commit(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> None:
+        """Ends layer `index`: `histograms` are the sums of all ranks.
+
+        ArtifactError if it cannot be written; the layers before stay finished.
+        """
+        self._records.append(self._group.on_first(partial(self._write, index, histograms)))
+
+    def due(self) -> bool:
+        """Whether so much was done since activations were last kept that they should be again."""
+        late = time.monotonic() - self._since >= KEEP_EVERY_S
+        return bool(self._group.gather(late)[0])
+
+    def begin(self, index: int, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
+        """Where to write what layer `index` gives, for `keep`."""
+        directory = self._directory(index)
+        self._group.attempt(partial(make_directory, directory))
+        return ActivationFiles(directory, model, batches, hashed=True)
+
+    def keep(self, index: int, files: ActivationFiles) -> None:
+        """Continuing begins behind layer `index`, of which `files`, from `begin`, are whole."""
+        self._group.attempt(partial(flush_activations, files.directory, files.hashes))
+        hashes: dict[str, str] = {}
+        for part in self._group.gather(files.hashes):
+            hashes |= {str(batch): digest for batch, digest in sorted(part.items())}
+        # Relative within the journal, which may be moved.
+        directory = files.directory.name if self.place == self.path else str(files.directory)
+        record = {"layer": index, "directory": directory, "given": hashes}
+        self._group.on_first(partial(write_json, self.path / KEPT, record))
+        before, self._kept = self._kept, record
+        if before is not None and before["directory"] != record["directory"]:
+            shutil.rmtree(self.path / before["directory"], ignore_errors=True)
+        self._since = time.monotonic()
+
+    def forget(self) -> None:
+        """Removes the activations: every layer is finished."""
+        self._kept = None
+        self._group.on_first(partial(forget_activations, self.path))
+
+    def _open(
+        self, identity: Mapping[str, str], restart: bool
+    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """The records of the finished layers, and that of the activations."""
+        self._lock = lock_directory(self.path)
+        head = self.path / HEAD
+        if restart:
+            discard_contents(self.path)
+        places = {"."} if self.place == self.path else {".", str(self.place)}
+        content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
+        if not head.exists():
+            remove_remains(self.path)
+            clear_activations(self.place)
+            write_json(head, content | {"activations": sorted(places)})
+            return [], None
+        found = read_json(head)
+        if found.get("schema_version") != SCHEMA_VERSION:
+            raise ArtifactError(f"{self.path}: a journal of another release; --restart begins anew")
+        for what, value in identity.items():
+            if found["identity"].get(what) != value:
+                raise ArtifactError(
+                    f"{self.path}: the journal of a run with another {what}; --restart discards it"
+                )
+        places |= set(found["activations"])
+        if len(places) > len(found["activations"]):
+            write_json(head, content | {"activations": sorted(places)})
+        records: list[dict[str, Any]] = []
+        while (record := self.path / f"layer-{len(records):03d}.json").exists():
+            records.append(read_json(record))
+        kept = read_json(self.path / KEPT) if (self.path / KEPT).exists() else None
+        if kept is not None and kept["layer"] >= len(records):  # counts before it were removed
+            kept = None
+        remove(self.path.glob("*.partial"))
+        spared = None if kept is None else self.path / kept["directory"]
+        for place in places:
+            clear_activations(self.path / place, spared)
+        return records, kept
+
+    def _write(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
+        path = self._layer(index)
+        temporary = path.with_name(f"{path.name}.partial")
+        try:
+            packed = {
+                key: part
+                for name, counts in histograms.items()
+                for key, part in pack_histogram(name, counts)
+            }
+            write_tensors(temporary, packed)
+            flush(temporary)
+            record = {"histograms": sha256_file(temporary)}
+            os.replace(temporary, path)
+            write_json(path.with_suffix(".json"), record)
+        except OSError as error:
+            raise disk_error(path, error) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+        return record
+
+    def _read(self, index: int, names: Sequence[str]) -> CompactCounts:
+        path = self._layer(index)
+        found = CompactCounts()
+        try:
+            if sha256_file(path) != self._records[index]["histograms"]:
+                raise altered(path)
+            stored = StoredHistograms(TensorFile.open(path), summed=False)
+            found.update((name, stored[name]) for name in names)
+        except FileNotFoundError:
+            raise altered(path) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except (CheckpointError, KeyError):
+            raise altered(path) from None
+        return found
+
+    def _layer(self, index: int) -> Path:
+        return self.path / f"layer-{index:03d}.safetensors"
+
+    def _directory(self, index: int) -> Path:
+        return self.place / f"activations-{index:03d}"
+
+
+def discard(progress: Path) -> None:
+    """Removes the directory `progress`, the journals in it, and what they keep elsewhere."""
+    for head in progress.glob(f"*/{HEAD}"):
+        discard_contents(head.parent)
+    shutil.rmtree(progress, ignore_errors=True)
+
+
+def recorded_threads(progress: Path) -> int | None:
+    """How many threads computed what the directory `progress` keeps; None if nothing tells."""
+    for head in progress.glob(f"*/{HEAD}"):
+        try:
+            return int(read_json(head)["identity"][THREADS])
+        except (ArtifactError, KeyError, ValueError):
+            return None  # what is wrong with it is said by who opens it
+    return None
+
+
+def _name(path: Path) -> str:
+    """The directory that the journal in `path` has below the one for spilling."""
+    return f"octet-{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

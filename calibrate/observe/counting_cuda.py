@@ -1,0 +1,136 @@
+"""Counts of magnitude codes on an NVIDIA GPU: one kernel a tensor, each element read once.
+
+`CudaCounter` implements `calibrate.observe.counting_cpu.Counter` and equals `CpuCounter` bin for
+bin. The kernel, histogram.cu, is compiled for the GPU at hand by `calibrate.observe.cuda_kernels`.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calibrate.observe.cuda_kernels import THREADS, Arguments, kernels_of
+from calibrate.observe.cuda_layout import VECTOR, Layout, batched, layout_of, pieces
+from octet.artifacts.calibration import BINS
+from octet.errors import UnsupportedError
+
+__all__ = ["CudaCounter"]
+
+_WORTHWHILE = 2 * THREADS * VECTOR  # bytes of a tensor for which one more block pays
+_HELD = 6  # tensors that wait to be counted beside a model: those of one decoder layer
+_FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
+
+
+class CudaCounter:
+    """Counts tensors on one GPU, on torch's current stream; `add` returns at once.
+
+    Within `beside` it counts on a stream of its own, of a lower priority than the model's: the
+    matrix products leave no room for its counters on a multiprocessor, but their last wave of
+    blocks rarely fills the GPU, and counting fills it.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        if device.type != "cuda" or torch.version.cuda is None:
+            raise UnsupportedError(f"device {device} has no CUDA: count on the CPU instead")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._kernels = kernels_of(index)
+        try:
+            self._counts = torch.zeros(slots, BINS, dtype=torch.int64, device=self.device)
+            self._bad = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        except torch.OutOfMemoryError:
+            size = f"{slots * BINS * 8 / 1e9:.2g} GB"
+            raise UnsupportedError(
+                f"{self.device} has no room for {slots} histograms ({size}): free memory there, or"
+                " calibrate with --device cpu"
+            ) from None
+        self._front = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._behind = torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
+        self._aside = False
+        self._held: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See `Counter`; the current stream is another one within the block."""
+        caller = torch.cuda.current_stream(self.device)
+        self._front.wait_stream(caller)
+        self._behind.wait_stream(caller)
+        self._aside = True
+        try:
+            with torch.cuda.stream(self._front):
+                yield
+        finally:
+            self._aside = False
+            caller.wait_stream(self._front)
+            caller.wait_stream(self._behind)
+            # Only now: the caller's stream, on which the next block's work waits, has waited.
+            self._held.clear()
+
+    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        """See `Counter`. `x` is copied only if its strides are neither rows nor heads of rows."""
+        if x.device != self.device or x.dtype not in _FIRST_SPECIAL:
+            raise TypeError(f"cannot count {x.dtype} on {x.device} with a counter on {self.device}")
+        x = x.detach()
+        with torch.cuda.device(self.device), self._stream(x):
+            for piece, rows in pieces(*batched(x, lengths)):
+                layout = layout_of(piece, rows) or layout_of(piece.contiguous(), rows)
+                assert layout is not None  # contiguous elements are always read
+                self._launch(slot, layout)
+
+    @contextmanager
+    def _stream(self, x: torch.Tensor) -> Iterator[None]:
+        """The stream to count `x` on, behind all that computed it."""
+        if not self._aside:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._behind.wait_stream(current)
+        with torch.cuda.stream(self._behind):
+            yield
+        # The memory of x must not be given to another tensor while it is read. record_stream would
+        # see to it too, but the host runs far ahead of the GPU and would take new memory all along.
+        self._held.append((x, self._behind.record_event()))
+        if len(self._held) > _HELD:
+            _, counted = self._held[0]
+            current.wait_event(counted)
+            self._held.popleft()
+
+    def bad(self) -> list[int]:
+        return [slot for slot, bad in enumerate(self._bad.tolist()) if bad]
+
+    def counts(self) -> NDArray[np.int64]:
+        return self._counts.cpu().numpy()
+
+    def clear(self) -> None:
+        self._counts.zero_()
+        self._bad.zero_()
+
+    def close(self) -> None:
+        self._counts = self._counts.new_empty(0, BINS)
+        self._bad = self._bad.new_empty(0)
+
+    def _launch(self, slot: int, layout: Layout) -> None:
+        x = layout.x
+        arguments = Arguments(
+            data=x.data_ptr(),
+            counts=self._counts.data_ptr() + slot * BINS * 8,
+            bad=self._bad.data_ptr() + slot * 4,
+            batch_stride=layout.batch_stride,
+            run_stride=layout.run_stride,
+            batches=len(layout.lengths),
+            runs=layout.runs,
+            unit=layout.unit,
+            rows_outer=layout.rows_outer,
+            first_special=_FIRST_SPECIAL[x.dtype],
+            lengths=tuple(layout.lengths),
+        )
+        blocks = max(-(-layout.size_bytes // _WORTHWHILE), 1)
+        self._kernels.launch(
+            "count_float" if x.dtype == torch.float32 else "count_half",
+            min(blocks, self._kernels.blocks),
+            arguments,
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )

@@ -1,0 +1,186 @@
+"""Hooks on decoder layers, which count what flows while a batch passes through them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from calibrate.decoder.attention import tap_queries
+from calibrate.decoder.experts import tap_experts
+from calibrate.observe.counting_cpu import Counter
+from calibrate.observe.finite import require_finite
+from calibrate.observe.sharing import require_shared_inputs
+from calibrate.samples.batches import Batch
+from octet.errors import ConfigError, NumericsError, UnsupportedError
+from octet.model.spec import ModelSpec
+
+__all__ = ["LayerObserver"]
+
+
+class LayerObserver:
+    """Counts what flows in decoder layers while `run` computes a batch.
+
+    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`. NaN
+    and Inf are looked for after each `patience` passes, since a GPU runs dry while it is asked.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int], patience: int = 1
+    ) -> None:
+        self.counter = counter
+        self._patience = patience
+        self._unchecked: list[tuple[Batch, Callable[[DynamicCache], torch.Tensor]]] = []
+        self._spec = spec
+        self._slots = slots
+        self._batch: Batch | None = None
+        self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once an expert asks
+        self._locating = False
+
+    @contextmanager
+    def watching(self, layer: Any, index: int) -> Iterator[None]:
+        """While active, `layer`, the module of decoder layer `index`, is watched."""
+        prefix = self._spec.layer(index)
+        with ExitStack() as stack:
+            for name in self._slots:
+                module_name = name.removeprefix(f"{prefix}.").removesuffix(".input")
+                if not name.startswith(f"{prefix}.") or not name.endswith(".input"):
+                    continue
+                if ".experts." not in name:
+                    hook = self._hook(name)
+                    handle = layer.get_submodule(module_name).register_forward_pre_hook(hook)
+                    stack.callback(handle.remove)
+            stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
+            if self._spec.generic:
+                linears = [x for x in self._spec.linears(index) if ".experts." not in x.name]
+                stack.enter_context(require_shared_inputs(layer, prefix, linears))
+            if f"{prefix}.self_attn.query" in self._slots:
+                stack.enter_context(tap_queries(layer.self_attn, self._count_query(prefix)))
+            yield
+
+    def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
+        """What `compute(cache)` gives, which passes `batch` through layers and must do it again.
+
+        NumericsError is that of `require_finite`; ConfigError, that the GPU has no room for it.
+        """
+        result = self._watched(batch, compute)
+        self._unchecked.append((batch, compute))
+        if len(self._unchecked) >= self._patience:
+            self.require_finite()
+        return result
+
+    @torch.inference_mode()
+    def require_finite(self) -> None:
+        """NumericsError names the first tensor in which NaN or Inf was counted, if any was."""
+        unchecked, self._unchecked = self._unchecked, []
+        if not unchecked:
+            return
+        bad = self.counter.bad()
+        if not bad:
+            return
+        self._locating = True  # the same passes again, looking at each tensor
+        try:
+            for batch, compute in unchecked:
+                self._watched(batch, compute)
+        finally:
+            self._locating = False
+        names = [name for name, slot in self._slots.items() if slot in bad]
+        raise NumericsError(
+            f"NaN or Inf was counted in {', '.join(names[:3])}"
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}, but not found when the"
+            " same batches ran again: the model does not compute the same twice; run it again, or"
+            " with --device cpu"
+        )
+
+    def _watched(
+        self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
+    ) -> torch.Tensor:
+        self._batch, self._real = batch, None
+        try:
+            with self.counter.beside():
+                return compute(_WatchedCache(self))
+        except torch.OutOfMemoryError:
+            rows, tokens = batch.token_ids.shape
+            less = "a smaller --batch-size" if rows > 1 else "a smaller --max-length"
+            raise ConfigError(
+                f"the GPU ran out of memory in a batch of {rows} x {tokens} tokens: give {less},"
+                " or --device cpu"
+            ) from None
+        finally:
+            self._batch = None
+
+    def count(self, name: str, x: torch.Tensor) -> None:
+        """Counts `x` [B, T, ...] of the batch that is running."""
+        if self._batch is None:  # someone else runs the model: not ours to count
+            return
+        if self._locating:
+            rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
+            require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
+        else:
+            self.counter.add(self._slots[name], x, self._batch.lengths)
+
+    def count_rows(self, name: str, rows: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
+        """Counts those of `rows` [n, K] that are no padding, and returns `rows`; see `Tap`."""
+        batch = self._batch
+        if batch is None:
+            return rows
+        width = batch.token_ids.shape[1]
+        real = rows
+        if min(batch.lengths) < width:
+            if self._real is None:
+                lengths = torch.tensor(batch.lengths)[:, None]
+                self._real = (torch.arange(width) < lengths).flatten().to(token_index.device)
+            kept = self._real[token_index]
+            real, token_index = rows[kept], token_index[kept]
+        if self._locating:
+            sample = token_index // width
+            found = [(origin, real[sample == i]) for i, origin in enumerate(batch.origins)]
+            require_finite(name, [(origin, part) for origin, part in found if len(part)])
+        else:
+            self.counter.add(self._slots[name], real, None)
+        return rows
+
+    def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Counts `key` and `value`, both [B, H, T, D]."""
+        attention = f"{self._spec.layer(layer)}.self_attn"
+        for x in (key, value):
+            if (x.shape[1], x.shape[3]) != (self._spec.kv_heads, self._spec.head_dim):
+                raise UnsupportedError(
+                    f"{attention} caches {x.shape[1]} heads of {x.shape[3]} values, where"
+                    f" config.json says {self._spec.kv_heads} of {self._spec.head_dim}: such a"
+                    " cache is not supported"
+                )
+        self.count(f"{attention}.key", key.transpose(1, 2))
+        self.count(f"{attention}.value", value.transpose(1, 2))
+
+    def _count_query(self, prefix: str) -> Callable[[torch.Tensor], None]:
+        return lambda query: self.count(f"{prefix}.self_attn.query", query.transpose(1, 2))
+
+    def _hook(self, name: str) -> Any:
+        def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            x = inputs[0]
+            if x.dim() == 2 and self._batch is not None:  # an expert of all tokens, in some models
+                x = x.reshape(*self._batch.token_ids.shape, -1)
+            self.count(name, x)
+
+        return hook
+
+
+class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """A cache that stores nothing: each batch is one forward pass from position 0."""
+
+    def __init__(self, observer: LayerObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._observer.count_cache(layer_idx, key_states, value_states)
+        return key_states, value_states

@@ -1,0 +1,299 @@
+"""Calibrating layer by layer: all batches through one decoder layer, then through the next.
+
+    embeddings ─▶ layer 0 ─▶ activations ─▶ layer 1 ─▶ activations ─▶ ...
+                     │ counts                  │ counts
+                     ▼                         ▼
+                histograms, journal       histograms, journal
+
+In memory are the weights of one layer and one set of activations (or, spilled, those of one batch).
+A run that continues computes again, without counting, the finished layers behind the activations
+that the journal has kept. The histograms are, bin for bin, those of the whole model in memory: see
+`calibrate.decoder.layers`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import ComputeDtype
+from calibrate.journal.activations import (
+    ActivationFiles,
+    ActivationMemory,
+    Activations,
+    Embedded,
+    Entering,
+    require_space,
+    temporary,
+)
+from calibrate.journal.compact_counts import CompactCounts
+from calibrate.journal.distributed import Group, require_agreement
+from calibrate.journal.identity import arithmetic_of, run_identity
+from calibrate.journal.journal import Journal
+from calibrate.observe.counter import Uncounted
+from calibrate.observe.counting_cpu import Counter, make_counter
+from calibrate.observe.layer_observer import LayerObserver
+from calibrate.observe.observer import check_totals, observations_of
+from calibrate.samples.batches import Batch
+from octet.artifacts.calibration import BINS, Observation
+from octet.model.checkpoint import Checkpoint
+from octet.progress import Spread
+
+__all__ = ["Observed", "observe_checkpoint"]
+
+_AT_ONCE = 32  # tensors whose counts the ranks sum at once; experts make hundreds of a layer
+_USUAL_BINS = 4096  # that occur in a tensor: 32 octaves of BF16
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a run counted: int64 [chunks, 32768], the counts of each chunk of batches, for each of
+    `observations`; `facts` of the run are for the manifest."""
+
+    histograms: Mapping[str, NDArray[np.int64]]
+    observations: dict[str, Observation]
+    facts: dict[str, Any]
+
+
+def observe_checkpoint(
+    checkpoint: Checkpoint,
+    batches: Sequence[Batch],
+    *,
+    dtype: ComputeDtype,
+    device: torch.device | str = "cpu",
+    chunks: int | None = None,
+    queries: bool = False,
+    spill: Path | None = None,
+    journal: Path | None = None,
+    restart: bool = False,
+    group: Group | None = None,
+    threads: int | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Observed:
+    """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts what flows.
+
+    There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
+    asked for. Activations wait in memory, or in files in a directory of the run's own below
+    `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
+    run that was killed continues; the caller discards it (`calibrate.journal.journal.discard`) when
+    its own work is safe. One of another run raises ArtifactError, unless `restart` discards it.
+    Each rank of `group` runs its share of the batches, and has the sums of all. `threads` count on
+    a CPU. `advance` is told tokens as work is done, which add up to those of `batches`.
+
+    NumericsError names tensor, channel and sample of the first NaN or Inf.
+    """
+    device, group = torch.device(device), group or Group()
+    observations = observations_of(checkpoint.spec, getattr(torch, dtype), queries=queries)
+    chunks = chunks or 1 + max(batch.chunk for batch in batches)
+    with ExitStack() as stack:
+        opened: Journal | None = None
+        if journal is not None or group.world > 1:
+            identity = run_identity(checkpoint, batches, dtype, device, queries=queries)
+            require_agreement(group, identity)
+            if journal is not None:
+                opened = Journal.open(journal, identity, group, spill=spill, restart=restart)
+                stack.callback(opened.close)
+        names = [
+            list(observations_of(checkpoint.spec, getattr(torch, dtype), index, queries=queries))
+            for index in range(checkpoint.spec.layers)
+        ]
+        sweep = _Sweep(
+            checkpoint, batches, names, dtype, device, chunks, spill, opened, group, advance
+        )
+        histograms = sweep.run(threads)
+    check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
+    facts = {
+        **arithmetic_of(device),
+        "processes": group.world,
+        "batches": len(batches),
+    }
+    return Observed(histograms, observations, facts)
+
+
+class _Sweep:
+    """One pass over the layers, from the first that the journal does not hold."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        batches: Sequence[Batch],
+        names: Sequence[list[str]],
+        dtype: ComputeDtype,
+        device: torch.device,
+        chunks: int,
+        spill: Path | None,
+        journal: Journal | None,
+        group: Group,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._checkpoint, self._spec = checkpoint, checkpoint.spec
+        self._batches, self._chunks = batches, chunks
+        self._mine = range(group.rank, len(batches), group.world)
+        self._dtype, self._device = dtype, device
+        self._spill, self._journal, self._group = spill, journal, group
+        self._my_tokens = sum(batches[index].tokens for index in self._mine)
+        tokens = sum(batch.tokens for batch in batches)
+        self._finished = 0  # layers whose counts the journal holds
+        self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
+        self._names = names  # of what is observed, layer by layer
+
+    def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
+        """int64 [chunks, 32768] of every observed tensor in order, the sums of all ranks."""
+        histograms = CompactCounts()
+        journal, reached = self._journal, 0
+        if journal is not None:
+            self._finished, reached = journal.finished, journal.reached
+            for index in range(self._finished):
+                histograms.update(journal.histograms(index, self._names[index]))
+                self._progress.step(self._my_tokens)
+            if self._finished == self._spec.layers:
+                return histograms
+        self._check_space(reached)
+        model = LayeredModel(self._checkpoint, self._dtype, self._device)
+        counter = make_counter(self._device, max(map(len, self._names)), threads=threads)
+        with ExitStack() as stack:
+            stack.callback(counter.close)
+            memory = self._memory(model, stack)
+            entering: Entering = Embedded(model, self._batches)
+            if journal is not None:
+                entering = journal.kept(model, self._batches) or entering
+            for index, layer in model.sweep(reached):
+                leaving = self._leaving(index, model, memory)
+                counted = index >= self._finished
+                counts = self._together(
+                    index, layer, model, counter if counted else Uncounted(), entering, leaving
+                )
+                if counted:
+                    histograms.update(counts)
+                    if journal is not None:
+                        journal.commit(index, counts)
+                if leaving is not None:
+                    self._keep(index, model, leaving)
+                    entering = leaving
+        if journal is not None:
+            journal.forget()
+        return histograms
+
+    def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
+        """Where activations wait, None for in files of the journal's alone."""
+        if self._spill is None:
+            return ActivationMemory(self._device)
+        if self._journal is not None:
+            return None
+        name = self._group.attempt(partial(temporary, self._spill, stack))
+        return ActivationFiles(name, model, self._batches)
+
+    def _leaving(
+        self, index: int, model: LayeredModel, memory: Activations | None
+    ) -> Activations | None:
+        """Where what layer `index` gives goes."""
+        if index + 1 == self._spec.layers:  # nobody reads it
+            return None
+        if memory is None:
+            assert self._journal is not None
+            return self._journal.begin(index, model, self._batches)
+        return memory
+
+    def _keep(self, index: int, model: LayeredModel, leaving: Activations) -> None:
+        """Lets the journal have what layer `index` gave, if it is in files or it is time."""
+        journal = self._journal
+        if journal is None:
+            return
+        if isinstance(leaving, ActivationFiles):
+            journal.keep(index, leaving)
+        elif journal.due():
+            files = journal.begin(index, model, self._batches)
+
+            def write() -> None:
+                for batch in self._mine:
+                    files.write(batch, leaving.read(batch))
+
+            self._group.attempt(write)
+            journal.keep(index, files)
+
+    def _together(
+        self,
+        index: int,
+        layer: Any,
+        model: LayeredModel,
+        counter: Counter,
+        entering: Entering,
+        leaving: Activations | None,
+    ) -> CompactCounts:
+        """The counts of one layer over the batches of all ranks; an error of any stops all."""
+        slots = {name: slot for slot, name in enumerate(self._names[index])}
+        observer = LayerObserver(self._spec, counter, slots)
+
+        def work() -> list[CompactCounts]:
+            with observer.watching(layer, index):
+                return self._layer(model, observer, entering, leaving, list(slots))
+
+        chunks = self._group.attempt(work)
+        summed = CompactCounts()
+        if isinstance(counter, Uncounted):
+            return summed
+        for names in _batched(list(slots), _AT_ONCE):
+            counts = np.zeros((len(names), self._chunks, BINS), np.int64)
+            for chunk, found in enumerate(chunks):
+                for row, name in enumerate(names):
+                    if name in found:
+                        counts[row, chunk] = found[name]
+            summed.update(zip(names, self._group.sum(counts), strict=True))
+        return summed
+
+    def _layer(
+        self,
+        model: LayeredModel,
+        observer: LayerObserver,
+        entering: Entering,
+        leaving: Activations | None,
+        names: Sequence[str],
+    ) -> list[CompactCounts]:
+        """One layer over the batches of this rank: for each chunk, the counts by name, or none."""
+        found = [CompactCounts() for _ in range(self._chunks)]
+        counting = not isinstance(observer.counter, Uncounted)
+        observer.counter.clear()
+        for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
+            batch = self._batches[index]
+            given = observer.run(batch, partial(model.forward, entering.read(index)))
+            if leaving is not None:
+                leaving.write(index, given)
+            if not counting:
+                continue
+            if following is None or self._batches[following].chunk != batch.chunk:
+                found[batch.chunk].update(zip(names, observer.counter.counts(), strict=False))
+                observer.counter.clear()
+            self._progress.step(batch.tokens)
+        return found
+
+    def _check_space(self, reached: int) -> None:
+        """ArtifactError, on every rank, if rank 0's disk cannot hold what will be written."""
+        self._group.on_first(partial(self._require_space, reached))
+
+    def _require_space(self, reached: int) -> None:
+        values = sum(batch.token_ids.numel() for batch in self._batches) * self._spec.hidden_size
+        activations = values * getattr(torch, self._dtype).itemsize
+        remedy = "name another directory with --spill"
+        if self._journal is None:
+            if self._spill is not None:
+                require_space(self._spill, activations, "one set of activations", remedy)
+            return
+        # What enters a layer and what leaves it; of the first one nothing enters.
+        sets = min(2, self._spec.layers - 1) - (reached > 0)
+        require_space(self._journal.place, sets * activations, "keeping activations", remedy)
+        tensors = sum(map(len, self._names[self._finished :]))
+        counts = tensors * _USUAL_BINS * (2 + 4 * self._chunks)
+        where = "write the output elsewhere"
+        require_space(self._journal.path, counts, "keeping the counts", where)
+
+
+def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), size):
+        yield names[start : start + size]

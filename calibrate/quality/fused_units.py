@@ -1,0 +1,85 @@
+"""Units of precision: the linears that share an input, and so a format, once served."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from calibrate.decoder.experts import expert_weights
+from octet.model.spec import Linear, ModelSpec
+from octet.recipe import PRESETS, Recipe, TensorScheme
+
+__all__ = ["Unit", "find_units", "format_label", "unit_weights"]
+
+# What engines call the fused linears.
+_FUSED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj", "w1+w3": "w13"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that are quantized together: q/k/v, gate/up, or one alone.
+
+    All experts of a layer are one kernel's work: their gates and ups are one unit, their downs one.
+    """
+
+    name: str  # such as model.layers.0.self_attn.qkv_proj, or model.layers.0.mlp.experts.down_proj
+    layer: int
+    linears: tuple[Linear, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(linear.name for linear in self.linears)
+
+    @property
+    def weights(self) -> int:
+        """How many weights it has."""
+        return sum(linear.out_features * linear.in_features for linear in self.linears)
+
+
+def find_units(spec: ModelSpec, recipe: Recipe) -> list[Unit]:
+    """The units of the linears that `recipe` quantizes, in execution order."""
+    layers = {spec.layer(index): index for index in range(spec.layers)}
+    found: dict[tuple[str, str], list[Linear]] = {}
+    for linear in spec.linears():
+        if recipe.scheme_of(linear.name) is not None:
+            block, _, first = linear.input.removesuffix(".input").rpartition(".")
+            if ".experts." in block:
+                block = block.rpartition(".")[0]
+            found.setdefault((block, first), []).append(linear)
+    units = []
+    for (block, _), linears in found.items():
+        projections = dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears)
+        joined = "+".join(projections)
+        layer = ".".join(block.split(".")[:3])
+        units.append(Unit(f"{block}.{_FUSED.get(joined, joined)}", layers[layer], tuple(linears)))
+    return units
+
+
+def unit_weights(model: Any, spec: ModelSpec, unit: Unit) -> dict[str, Tensor]:
+    """Each linear's weight [N, K] as the model has it now, without a copy."""
+    if ".experts." not in unit.linears[0].name:
+        return {name: model.get_submodule(name).weight for name in unit.names}
+    prefix = spec.layer(unit.layer)
+    weights = expert_weights(model.get_submodule(prefix), prefix, spec)
+    return {name: weights[name] for name in unit.names}
+
+
+def format_label(schemes: Iterable[tuple[TensorScheme, TensorScheme] | None]) -> str:
+    """The preset that these schemes are those of, whatever the method of its scales."""
+    labels = {_label(scheme) for scheme in schemes}
+    return " and ".join(sorted(labels))
+
+
+def _label(scheme: tuple[TensorScheme, TensorScheme] | None) -> str:
+    if scheme is None:
+        return "bfloat16"
+    plain = tuple(_plain(part) for part in scheme)
+    for name, preset in PRESETS.items():
+        if plain == (_plain(preset.weights), _plain(preset.activations)):
+            return name
+    return f"{scheme[0].format} {scheme[0].granularity}"
+
+
+def _plain(scheme: TensorScheme) -> TensorScheme:
+    return scheme.model_copy(update={"method": "max", "percentile": 99.99})

@@ -1,0 +1,223 @@
+"""What a recipe costs on the golden prompts, for who has no held-out text: `rescale` and exports.
+
+The prompts are text, and every token of theirs counts: some thousands of positions where the
+golden records have one a prompt. They were held out of the calibration; a bound for them is
+clustered by prompt, as that of held-out text is by sample. A prompt that another begins with, as
+where both are cut from one sample, says nothing that the other does not, and is left out.
+
+The original and the quantized model run side by side, in float32, layer by layer: in memory are one
+layer and hidden states (`_STATES_BYTES` of them at a time). What a part costs alone is measured on
+some of the prompts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from calibrate.decoder.layers import LayeredModel
+from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Tally, real
+from calibrate.quality.fused_units import find_units
+from calibrate.quality.gate import Gate, Outcome, Part
+from calibrate.quality.sensitivity import CACHE
+from calibrate.samples.batches import make_batches
+from calibrate.simulate.cache import CacheRounding, round_attention
+from calibrate.simulate.model import (
+    decoded_weights,
+    layer_weights,
+    module_schemes,
+    replace_weights,
+    round_inputs,
+)
+from calibrate.simulate.scales import DeviceScales, Scales
+from octet.artifacts.golden import GoldenSet
+from octet.model.checkpoint import Checkpoint
+from octet.progress import progress_bar
+from octet.recipe import KvCacheDtype, Recipe
+
+__all__ = ["ON", "PromptCost", "check_prompts", "distinct_prompts", "judge_prompts"]
+
+ON = "golden prompts"
+_BATCH = 8  # prompts of similar length
+_BLAMED_TOKENS = 2048  # of the prompts that parts are measured on, or a little more
+_STATES_BYTES = 512 << 20
+_ROW_ELEMENTS = 1 << 24  # logits of the original, and as many of a variant, at a time
+
+
+def check_prompts(gate: Gate, golden: GoldenSet) -> None:
+    """ConfigError if `golden` has too little text to bound what is limited."""
+    lengths = [len(prompt) for prompt in distinct_prompts(golden)]
+    gate.check_samples(lengths, ON, "calibrate again with more samples with --held-out")
+
+
+def judge_prompts(gate: Gate, cost: "PromptCost", how: str, console: Console | None) -> Outcome:
+    """`cost` held against every limit; where it is over one, with what each part costs alone."""
+    with progress_bar(console, "Gate", cost.tokens) as advance:
+        outcome = gate.judge(cost.together(advance), ON, how)
+    return outcome if outcome.met else outcome.blaming(cost.parts())
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The model with those linears quantized, and the cache if so."""
+
+    linears: frozenset[str]
+    cache: bool
+
+
+class PromptCost:
+    """`recipe` with `scales` on the prompts of `golden`, against the checkpoint as it was.
+
+    `kv_cache` is the cache that is served with, the recipe's own if not given. `weights(name)`
+    gives those that were written, float32 [N, K], None for one that is as the recipe says; with
+    `quantized` False, all are as the checkpoint has them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        scales: Scales,
+        golden: GoldenSet,
+        *,
+        kv_cache: KvCacheDtype | None = None,
+        weights: Callable[[str], NDArray[np.float32] | None] | None = None,
+        quantized: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
+        self._scales = DeviceScales(scales, torch.device(device))
+        self._cache: KvCacheDtype = kv_cache or recipe.kv_cache
+        self._given = weights
+        self._schemes = module_schemes(self._spec, recipe) if quantized else {}
+        self._prompts = distinct_prompts(golden)
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self._prompts))
+
+    def together(self, advance: Advance = lambda tokens: None) -> Divergence:
+        """All of it; `advance` is told `tokens` in all."""
+        whole = _Variant(frozenset(self._schemes), True)
+        return self._measure([whole], self._prompts, advance)[0]
+
+    def parts(self) -> tuple[Part, ...]:
+        """Each unit of the model, and the cache, alone, on some prompts of every length."""
+        units = find_units(self._spec, self._recipe) if self._schemes else []
+        named: list[tuple[str, tuple[str, ...]]] = [(unit.name, unit.names) for unit in units]
+        if self._cache != "float16":
+            named.append((CACHE, ()))
+        variants = [_Variant(frozenset(names), not names) for _, names in named]
+        prompts = _spread(self._prompts)
+        size = sum(map(len, prompts)) * self._spec.hidden_size * 4
+        together = max(1, _STATES_BYTES // size)
+        costs: list[Divergence] = []
+        for start in range(0, len(variants), together):
+            costs += self._measure(variants[start : start + together], prompts, lambda tokens: None)
+        return tuple(
+            Part(name, linears, cost.kl, cost.kl_error)
+            for (name, linears), cost in zip(named, costs, strict=True)
+        )
+
+    @torch.inference_mode()
+    def _measure(
+        self, variants: Sequence[_Variant], prompts: Sequence[list[int]], advance: Advance
+    ) -> list[Divergence]:
+        """One sweep through the layers; a variant is the model as it was until its first layer."""
+        batches = make_batches(prompts, [""] * len(prompts), batch_size=_BATCH)
+        original = LayeredModel(self._checkpoint.unchanged(), "float32", self._scales.device)
+        before = [original.embed(batch.token_ids) for batch in batches]
+        now: list[list[Tensor] | None] = [None] * len(variants)
+        model, plain = original, before
+        if self._checkpoint.changes is not None:  # by an algorithm, before it was quantized
+            model = LayeredModel(self._checkpoint, "float32", self._scales.device)
+            plain = [model.embed(batch.token_ids) for batch in batches]
+        for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):
+            index, layer = pairs[-1]
+            decoded = self._decoded(layer, index, variants)
+            for number, variant in enumerate(variants):
+                names = variant.linears & decoded.keys()
+                states = now[number]
+                if states is None and not names and not variant.cache:
+                    continue
+                weights = {name: decoded[name] for name in names}
+                with self._as(layer, index, weights, cache=variant.cache):
+                    now[number] = [model.forward(x, None) for x in states or plain]
+            with self._as(layer, index, {}, cache=False):
+                plain = [model.forward(x, None) for x in plain]
+            before = plain
+            if model is not original:
+                with self._as(pairs[0][1], index, {}, cache=False):
+                    before = [original.forward(x, None) for x in before]
+        found = [Tally() for _ in variants]
+        for number, batch in enumerate(batches):
+            for tally, states in zip(found, now, strict=True):
+                rows = (real(x[number], batch) for x in (before, states or plain))
+                tally.add(batch, _logits(original, model, *rows))
+            advance(batch.tokens)
+        return [tally.divergence() for tally in found]
+
+    def _decoded(
+        self, layer: Any, index: int, variants: Sequence[_Variant]
+    ) -> Mapping[str, Tensor]:
+        """float32, what the codes of those linears of a layer decode to that a variant has."""
+        prefix = f"{self._spec.layer(index)}."
+        names = {n for variant in variants for n in variant.linears if n.startswith(prefix)}
+        found: dict[str, Tensor] = {}
+        for name in sorted(names):
+            given = None if self._given is None else self._given(name)
+            if given is not None:
+                weight = torch.from_numpy(np.asarray(given, np.float32))
+                found[name] = weight.to(self._scales.device)
+        left = {name: self._schemes[name] for name in names - found.keys()}
+        own = layer_weights(layer, prefix.removesuffix("."), self._spec, left)
+        return found | decoded_weights(own, left, self._scales)
+
+    @contextmanager
+    def _as(
+        self, layer: Any, index: int, weights: Mapping[str, Tensor], *, cache: bool
+    ) -> Iterator[None]:
+        """While active, the layer has `weights` and rounds the inputs of those linears."""
+        prefix = self._spec.layer(index)
+        schemes = {name: self._schemes[name] for name in weights}
+        with ExitStack() as stack:
+            stack.enter_context(replace_weights(layer, prefix, self._spec, weights))
+            stack.enter_context(round_inputs(layer, index, self._spec, schemes, self._scales))
+            if cache:
+                rounding = CacheRounding(self._cache, own=self._cache == self._recipe.kv_cache)
+                stack.enter_context(round_attention(layer, prefix, rounding, self._scales))
+            yield
+
+
+def _logits(
+    original: LayeredModel, model: LayeredModel, before: Tensor, now: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of hidden states [n, H] after the last layer, some rows at a time."""
+    step = max(1, _ROW_ELEMENTS // original.spec.vocab_size)
+    for start in range(0, len(now), step):
+        part = slice(start, start + step)
+        yield original.logits([before[None, part]])[0][0], model.logits([now[None, part]])[0][0]
+
+
+def distinct_prompts(golden: GoldenSet) -> list[list[int]]:
+    """Token ids of those that no other begins with."""
+    ordered = sorted({record.prompt_token_ids for record in golden.records})
+    following = [*ordered[1:], ()]  # a prompt comes right before what begins with it
+    pairs = zip(ordered, following, strict=True)
+    return [list(ids) for ids, after in pairs if after[: len(ids)] != ids]
+
+
+def _spread(prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Prompts of every length, `_BLAMED_TOKENS` tokens of them or a little more."""
+    ordered = sorted(prompts, key=len)
+    average = max(1, sum(map(len, ordered)) // len(ordered))
+    count = min(len(ordered), max(LEAST_SAMPLES, _BLAMED_TOKENS // average))
+    at = np.linspace(0, len(ordered) - 1, count).round().astype(int)
+    return [ordered[index] for index in sorted(set(at.tolist()))]

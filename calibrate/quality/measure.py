@@ -1,0 +1,176 @@
+"""What the recipe costs the model, measured with the whole model in memory, on held-out text."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from calibrate.decoder.loading import ComputeDtype, apply_changes, load_model
+from calibrate.histogram import Histogram
+from calibrate.quality.budget import check_reachable, choose
+from calibrate.quality.divergence import LEAST_SAMPLES, Reference, evaluation_batches
+from calibrate.quality.gate import Gate, Outcome, Part
+from calibrate.quality.limit import Limit
+from calibrate.quality.sensitivity import (
+    EMBEDDINGS,
+    HEAD,
+    Sensitivity,
+    measure_sensitivity,
+    measurements,
+)
+from calibrate.samples.inputs import Inputs
+from calibrate.samples.split import CALIBRATION
+from calibrate.simulate.model import simulate
+from octet.model.checkpoint import Checkpoint
+from octet.progress import progress_bar
+from octet.recipe import Recipe
+
+__all__ = ["Bench", "Measured", "measure_gate", "measure_model"]
+
+# Held-out tokens that everything is measured on: some 30 samples of 512, whose mean KL has a
+# standard error of a twentieth or so.
+_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The recipe that is to be used, and what was measured, as JSON for the report."""
+
+    recipe: Recipe
+    sensitivity: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a budget has changed the recipe."""
+        return self.budget is not None and bool(self.budget["chosen"])
+
+
+class Bench:
+    """The whole model in memory, and what it said of held-out text before its weights changed.
+
+    `reference` is of what everything is measured on; `unseen` of other text, on which a choice that
+    was made on the first may be judged, or None where there is too little (or it is not asked for).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        inputs: Inputs,
+        *,
+        unseen: bool,
+        dtype: ComputeDtype,
+        device: torch.device,
+        console: Console | None,
+    ) -> None:
+        self.checkpoint, self.dtype, self.console = checkpoint, dtype, console
+        self.evaluated_on = inputs.evaluated_on
+        self.model = load_model(checkpoint.unchanged(), dtype).to(device)
+        batches = evaluation_batches(inputs.evaluation, _TOKENS)
+        self.reference = Reference(self.model, checkpoint.spec, batches)
+        self.unseen: Reference | None = None
+        used = {id(batch) for batch in batches}
+        rest = [batch for batch in inputs.evaluation if id(batch) not in used]
+        if unseen and sum(len(batch.lengths) for batch in rest) >= LEAST_SAMPLES:
+            rest = evaluation_batches(rest, _TOKENS)
+            self.unseen = Reference(self.model, checkpoint.spec, rest)
+        apply_changes(self.model, checkpoint)
+
+    def sensitivity(
+        self,
+        recipe: Recipe,
+        scales: Mapping[str, NDArray[np.float32]],
+        histograms: Mapping[str, Histogram],
+        reference: Reference,
+    ) -> Sensitivity:
+        """What each part costs alone."""
+        passes = measurements(self.checkpoint, recipe)
+        with progress_bar(self.console, "Sensitivity", _tokens_of(reference) * passes) as advance:
+            return measure_sensitivity(
+                self.model, self.checkpoint, recipe, scales, histograms, reference, advance=advance
+            )
+
+
+def _tokens_of(reference: Reference) -> int:
+    return sum(batch.tokens for batch in reference.batches)
+
+
+def measure_model(
+    bench: Bench,
+    recipe: Recipe,
+    scales: Mapping[str, NDArray[np.float32]],
+    histograms: Mapping[str, Histogram],
+    limit: Limit | None,
+) -> Measured:
+    """What each part of the model loses by `recipe`, and what to change to stay within `limit`.
+
+    The reference is the model as it was, also where the checkpoint has changed weights. ConfigError
+    if no choice of weights can meet the limit.
+    """
+    model, checkpoint, reference = bench.model, bench.checkpoint, bench.reference
+    if limit is not None:
+        check_reachable(model, checkpoint, recipe, histograms, limit, reference)
+    sensitivity = bench.sensitivity(recipe, scales, histograms, reference)
+    measured = sensitivity.as_json() | {"evaluated_on": bench.evaluated_on}
+    if limit is None:
+        return Measured(recipe, measured)
+    console, saying = bench.console, f"choosing layers for {limit}"
+    waiting = nullcontext() if console is None else console.status(saying)
+    with waiting:
+        budget = choose(
+            model,
+            checkpoint,
+            recipe,
+            scales,
+            histograms,
+            sensitivity,
+            limit,
+            reference,
+            evaluated_on=bench.evaluated_on,
+        )
+    return Measured(budget.recipe, measured, budget.as_json())
+
+
+def measure_gate(
+    bench: Bench,
+    gate: Gate,
+    recipe: Recipe,
+    scales: Mapping[str, NDArray[np.float32]],
+    histograms: Mapping[str, Histogram],
+    measured: Measured,
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """What `recipe` costs, held against `gate`; where it is over, with what each part costs alone.
+
+    Where a budget chose the recipe, on text that it did not see, if there is enough; if not, or on
+    the text that scales were chosen on, with a caveat. `measured` is what was measured before. The
+    second is the sensitivity of `recipe`, as JSON, where known.
+    """
+    reference, on = bench.reference, bench.evaluated_on
+    caveat = "its scales were chosen on them" if on == CALIBRATION else None
+    if measured.chosen and bench.unseen is not None:
+        reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
+    elif measured.chosen:
+        caveat = "a budget chose its formats on them"
+    with (
+        progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
+        simulate(bench.model, bench.checkpoint.spec, recipe, scales),
+    ):
+        cost = reference.compare(advance=advance)
+    outcome = gate.judge(cost, on, f"simulated in {bench.dtype}", caveat)
+    known = None if measured.chosen else measured.sensitivity
+    if outcome.met:
+        return outcome, known
+    if known is None:
+        sensitivity = bench.sensitivity(recipe, scales, histograms, reference)
+        known = sensitivity.as_json() | {"evaluated_on": on}
+    parts = [
+        Part(unit["name"], tuple(unit["linears"]), unit["kl"], unit["kl_error"])
+        for unit in known["units"]
+        if unit["name"] not in (EMBEDDINGS, HEAD)  # which no recipe quantizes
+    ]
+    return outcome.blaming(parts), known

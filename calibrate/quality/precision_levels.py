@@ -1,0 +1,101 @@
+"""What a unit can be promoted to, what it weighs there, and the recipe that says so."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from calibrate.quality.fused_units import Unit
+from octet.model.spec import Linear, ModelSpec
+from octet.numerics.formats import FORMATS
+from octet.numerics.scaling import Granularity
+from octet.recipe import PRESETS, Override, Recipe, TensorScheme
+
+__all__ = ["Level", "Pair", "build_recipe", "levels_above", "total_bytes", "weight_bytes"]
+
+Pair: TypeAlias = tuple[TensorScheme, TensorScheme]  # of weights and of activations
+
+_SCALE_BYTES = {"float32": 4, "e8m0": 1, "e4m3": 1}
+
+
+@dataclass(frozen=True)
+class Level:
+    """A format that linears can have: two schemes, or None for BF16."""
+
+    name: str
+    pair: Pair | None
+
+
+_BF16 = Level("bfloat16", None)
+
+
+def levels_above(pair: Pair) -> tuple[Level, ...]:
+    """One format up, and BF16: nvfp4 → fp8, mxfp4 → mxfp8, fp8-static → fp8.
+
+    Static scales give way to those of channels and tokens; there is nothing between those, or
+    scales of blocks or groups, and BF16.
+    """
+    weights, activations = pair
+    up = {"nvfp4": "fp8", "mxfp4": "mxfp8"}.get(weights.kind)
+    if weights.kind == "fp8" and not activations.dynamic:
+        up = "fp8"
+    if up is None:
+        return (_BF16,)
+    preset = PRESETS[up]
+    return Level(up, (preset.weights, preset.activations)), _BF16
+
+
+def weight_bytes(linear: Linear, pair: Pair | None) -> int:
+    """Bytes of the weight with its scales, as they are stored."""
+    elements = linear.out_features * linear.in_features
+    if pair is None:
+        return 2 * elements
+    scheme = pair[0]
+    shape = (linear.out_features, linear.in_features)
+    scales = prod(Granularity.of(scheme.granularity, scheme.group_size).scale_shape(shape))
+    size = elements * FORMATS[scheme.format].bits // 8 + scales * _SCALE_BYTES[scheme.scale_format]
+    return size + (4 if scheme.two_level else 0)
+
+
+def build_recipe(
+    spec: ModelSpec, recipe: Recipe, promoted: Sequence[tuple[Unit, Level]], name: str
+) -> Recipe:
+    """`recipe` with those units at those levels, each linear by its full name (experts as `*`)."""
+    exclude = list(recipe.exclude)
+    overrides = []
+    for unit, level in promoted:
+        patterns = _patterns(spec, unit)
+        if level.pair is None:
+            exclude += patterns
+            continue
+        weights, activations = level.pair
+        overrides += [
+            Override(match=pattern, weights=weights, activations=activations)
+            for pattern in patterns
+        ]
+    changes = {"name": name, "exclude": exclude, "overrides": (*overrides, *recipe.overrides)}
+    return Recipe.model_validate(recipe.model_dump() | changes)
+
+
+def total_bytes(spec: ModelSpec, pairs: Mapping[str, Pair | None]) -> int:
+    """Bytes of all weights, those of linears in `pairs` so, and everything else in BF16."""
+    linears = {f"{linear.name}.weight": linear for linear in spec.linears()}
+    total = 0
+    for name, shape in spec.tensor_shapes():
+        linear = linears.get(name)
+        if linear is None:
+            total += 2 * prod(shape)
+        else:
+            total += weight_bytes(linear, pairs.get(linear.name))
+    return total
+
+
+def _patterns(spec: ModelSpec, unit: Unit) -> Iterable[str]:
+    """Shell patterns of the unit's linears: one for all experts, if it has them all."""
+    if ".experts." not in unit.names[0]:
+        return unit.names
+    experts = spec.experts_of(spec.layer(unit.layer))
+    projections = dict.fromkeys(name.rpartition(".")[2] for name in unit.names)
+    if len(unit.names) == spec.experts * len(projections):
+        return [f"{experts}.*.{projection}" for projection in projections]
+    return unit.names

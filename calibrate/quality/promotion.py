@@ -1,0 +1,143 @@
+"""The state of a budget's search: which units are promoted, and what each costs alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.histogram import Histogram
+from calibrate.quality.divergence import Advance, Divergence, Reference
+from calibrate.quality.fused_units import Unit, find_units
+from calibrate.quality.precision_levels import Level, Pair, levels_above, total_bytes, weight_bytes
+from calibrate.quality.sensitivity import Sensitivity
+from calibrate.scales.derive import derive_scales
+from calibrate.simulate.model import Scales, simulate_modules
+from octet.model.checkpoint import Checkpoint
+from octet.recipe import Recipe
+
+__all__ = ["Promotion"]
+
+# A format that costs no bytes still costs time, such as that of computing scales at run time: each
+# promotion is taken to weigh at least so much of what the unit weighs in BF16.
+_LEAST_COST = 0.02
+
+
+class Promotion:
+    """Units that go up a format one after another; `levels` are of those that have."""
+
+    def __init__(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        scales: Scales,
+        histograms: Mapping[str, Histogram],
+        sensitivity: Sensitivity,
+        reference: Reference,
+        advance: Advance,
+    ) -> None:
+        self.units = find_units(checkpoint.spec, recipe)
+        self.levels: dict[str, Level] = {}  # by unit
+        self._model, self._checkpoint, self._recipe = model, checkpoint, recipe
+        self._histograms, self._reference, self._advance = histograms, reference, advance
+        self._scales: dict[str, Scales] = {"": scales}  # by level; "" is the recipe
+        self._alone = {(u.name, ""): sensitivity.kl_of(u.name) for u in self.units}
+
+    def best(self) -> tuple[Unit, Level] | None:
+        """The promotion with the most to gain per byte; None if all are in BF16.
+
+        A format between is measured only when, at best as good as BF16, it would come first.
+        """
+        while True:
+            options = [option for unit in self.units for option in self._options(unit)]
+            if not options:
+                return None
+            _, unit, level = max(options, key=lambda option: option[0])
+            if level.pair is None or (unit.name, level.name) in self._alone:
+                return unit, level
+            cost = self._measure({name: level.pair for name in unit.names}, level.name, cache=False)
+            self._alone[unit.name, level.name] = cost.kl
+
+    def measure(self) -> Divergence:
+        """The whole model as chosen so far."""
+        return self._measure(self._pairs(), None, cache=True)
+
+    def size_bytes(self) -> int:
+        """Of all weights with their scales, as chosen so far."""
+        return total_bytes(self._checkpoint.spec, self._pairs())
+
+    def _options(self, unit: Unit) -> list[tuple[float, Unit, Level]]:
+        """(nats per byte, unit, level) of each promotion that would gain something."""
+        now = self.levels.get(unit.name)
+        if now is not None and now.pair is None:
+            return []
+        pairs = self._pairs_of(unit)
+        loss = self._alone[unit.name, now.name if now else ""]
+        before = sum(weight_bytes(linear, pairs[linear.name]) for linear in unit.linears)
+        found = []
+        for level in levels_above(pairs[unit.names[0]]):
+            left = 0.0
+            if level.pair is not None:
+                left = self._alone.get((unit.name, level.name), 0.0)
+                if left >= loss:
+                    continue
+            after = sum(weight_bytes(linear, level.pair) for linear in unit.linears)
+            least = _LEAST_COST * 2 * unit.weights
+            found.append(((loss - left) / max(after - before, least), unit, level))
+        return found
+
+    def _pairs_of(self, unit: Unit) -> dict[str, Pair]:
+        """The schemes of a unit that is not in BF16."""
+        level = self.levels.get(unit.name)
+        found = {}
+        for name in unit.names:
+            pair = self._recipe.scheme_of(name) if level is None else level.pair
+            assert pair is not None
+            found[name] = pair
+        return found
+
+    def _pairs(self) -> dict[str, Pair]:
+        """The schemes of every linear that is not in BF16."""
+        found: dict[str, Pair] = {}
+        for unit in self.units:
+            level = self.levels.get(unit.name)
+            if level is None or level.pair is not None:
+                found |= self._pairs_of(unit)
+        return found
+
+    def _measure(self, pairs: Mapping[str, Pair], level: str | None, *, cache: bool) -> Divergence:
+        """The model with those linears quantized; `level` None: each at its own."""
+        scales: dict[str, NDArray[np.float32]] = {}
+        for unit in self.units:
+            own = self.levels.get(unit.name)
+            at = (own.name if own else "") if level is None else level
+            wanted = {name for name in unit.names if name in pairs}
+            if wanted:
+                table = self._scales_at(at, pairs[next(iter(wanted))])
+                scales |= {
+                    key: value for key, value in table.items() if key.rpartition(".")[0] in wanted
+                }
+        kv_cache = self._recipe.kv_cache if cache else None
+        if cache:
+            scales |= {key: value for key, value in self._scales[""].items() if _of_cache(key)}
+        with simulate_modules(self._model, self._checkpoint.spec, pairs, scales, kv_cache):
+            return self._reference.compare(advance=self._advance)
+
+    def _scales_at(self, level: str, pair: Pair) -> Scales:
+        """The scales of every linear at that level, derived when first asked for."""
+        if level not in self._scales:
+            weights, activations = pair
+            recipe = Recipe(
+                name=level,
+                weights=weights,
+                activations=activations,
+                kv_cache=self._recipe.kv_cache,
+                exclude=self._recipe.exclude,
+            )
+            self._scales[level], _ = derive_scales(self._checkpoint, recipe, self._histograms)
+        return self._scales[level]
+
+
+def _of_cache(key: str) -> bool:
+    return key.endswith((".k_scale", ".v_scale"))

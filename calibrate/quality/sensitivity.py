@@ -1,0 +1,242 @@
+"""What each part of a model loses by quantization, measured with that part alone quantized.
+
+The divergence of the next-token distributions says what it costs; the signal-to-noise ratios say
+why. Those of a whole input can look well while nearly all of it is lost: a few massive activations
+carry the energy, and a scale that holds them leaves no codes for the rest. So the small values,
+those up to `Histogram.small_limit` in the calibration's, have a ratio of their own.
+
+Cost, in forward passes over the batches: every unit starts at its own layer, from what the
+reference had there, so the four units of each of L layers cost 2(L + 1), and there are four more:
+once through all layers to have those inputs, the embeddings, the cache, and all of it together.
+Memory: one set of activations [tokens, H], and a copy of the unit's weights.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from calibrate.decoder.arithmetic import linear
+from calibrate.decoder.rounding import fake_quantize
+from calibrate.decoder.tail import Tail
+from calibrate.histogram import SMALL, Histogram
+from calibrate.quality.divergence import Advance, Divergence, Reference
+from calibrate.quality.fused_units import find_units, format_label, unit_weights
+from calibrate.quality.sqnr import Noise
+from calibrate.scales.weights import scale_of_weight
+from calibrate.simulate.model import Scales, module_schemes, simulate, simulate_modules
+from octet.model.checkpoint import Checkpoint
+from octet.numerics.formats import FORMATS
+from octet.numerics.microscaling import global_scale
+from octet.numerics.scaling import scale_from_absmax
+from octet.recipe import Recipe, TensorScheme
+
+__all__ = [
+    "CACHE",
+    "Sensitivity",
+    "UnitSensitivity",
+    "measure_sensitivity",
+    "measurements",
+]
+
+EMBEDDINGS, HEAD, CACHE = "model.embed_tokens", "lm_head", "kv_cache"
+
+
+@dataclass(frozen=True)
+class UnitSensitivity:
+    """One unit, alone quantized; ratios in dB, None where there is no error or nothing to lose.
+
+    `kl` in nats with its standard error. `linears` and `weights` (a count) are () and 0 for the
+    cache. Embeddings have no input to round; experts' outputs are those before they are added up.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    weights: int
+    format: str
+    kl: float
+    kl_error: float
+    input_sqnr_db: float | None
+    input_small_sqnr_db: float | None
+    weight_sqnr_db: float | None
+    output_sqnr_db: float | None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Every unit alone, and `all` of the recipe together (without embeddings and head)."""
+
+    all: Divergence
+    units: tuple[UnitSensitivity, ...]
+
+    def kl_of(self, name: str) -> float:
+        """The divergence with only that unit quantized."""
+        return next(unit.kl for unit in self.units if unit.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for report.json."""
+        return {
+            "samples": self.all.samples,
+            "tokens": self.all.tokens,
+            "small_quantile": SMALL,
+            "reference_perplexity": self.all.reference_perplexity,
+            "all": {
+                "kl": self.all.kl,
+                "kl_error": self.all.kl_error,
+                "perplexity": self.all.perplexity,
+            },
+            "units": [asdict(unit) | {"linears": list(unit.linears)} for unit in self.units],
+        }
+
+
+def measurements(checkpoint: Checkpoint, recipe: Recipe) -> int:
+    """How often `measure_sensitivity` tells `advance` of all the tokens of the reference."""
+    return len(find_units(checkpoint.spec, recipe)) + 3 + (recipe.kv_cache != "float16")
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    model: Any,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    histograms: Mapping[str, Histogram],
+    reference: Reference,
+    *,
+    advance: Advance = lambda tokens: None,
+) -> Sensitivity:
+    """Every unit that `recipe` quantizes, and the cache, embeddings and head, on the reference's
+    batches; `scales` and `histograms` are those of the calibration.
+
+    The result is in the order of execution, with the cache last.
+    """
+    spec = checkpoint.spec
+    small = {name: histogram.small_limit() for name, histogram in histograms.items()}
+    tail = Tail(model, spec, reference.batches)
+
+    def compare(noise: Noise) -> Divergence:
+        def states(index: int) -> Tensor:
+            noise.batch = reference.batches[index]
+            return tail.states(index)
+
+        return reference.compare(advance=advance, states=states)
+
+    with simulate(model, spec, recipe, scales):
+        together = reference.compare(advance=advance, states=tail.states)
+    pair = (recipe.weights, recipe.activations)
+    embeddings = _embeddings(model, checkpoint, pair, reference, tail, advance)
+    cache = []
+    if recipe.kv_cache != "float16":
+        noise = Noise(small)
+        with simulate_modules(model, spec, {}, scales, recipe.kv_cache, watch=noise.watch):
+            cost = compare(noise)
+        cache = [_result(CACHE, (), 0, recipe.kv_cache, cost, noise)]
+    units = []
+    for unit in find_units(spec, recipe):
+        tail.move_to(unit.layer)
+        schemes = module_schemes(spec, recipe, unit.names)
+        weights = unit_weights(model, spec, unit)
+        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        noise = Noise(small)
+        with simulate_modules(model, spec, schemes, scales, None, watch=noise.watch):
+            quantized = unit_weights(model, spec, unit)
+            for each in unit.linears:
+                both = (weights[each.name], quantized[each.name])
+                pairs.setdefault(each.input, []).append(both)
+            noise.multiply(pairs)
+            cost = compare(noise)
+        label = format_label(schemes.values())
+        units.append(_result(unit.name, unit.names, unit.weights, label, cost, noise))
+    head = _head(checkpoint, pair, reference, advance)
+    return Sensitivity(together, (embeddings, *units, head, *cache))
+
+
+def _embeddings(
+    model: Any,
+    checkpoint: Checkpoint,
+    schemes: tuple[TensorScheme, TensorScheme],
+    reference: Reference,
+    tail: Tail,
+    advance: Advance,
+) -> UnitSensitivity:
+    """Their rows read from the weights' scheme; nothing is multiplied, so no input is rounded."""
+    table = model.get_input_embeddings().weight
+    rounded = _rounded_matrix(checkpoint, EMBEDDINGS, table, schemes[0])
+
+    def states(index: int) -> Tensor:
+        ids = reference.batches[index].token_ids.to(table.device)
+        return tail.states(index, embedding(ids, rounded))
+
+    cost = reference.compare(advance=advance, states=states)
+    noise = Noise({})
+    noise.weigh(table, rounded)
+    label = format_label([schemes])
+    return _result(EMBEDDINGS, (EMBEDDINGS,), table.numel(), label, cost, noise)
+
+
+def _head(
+    checkpoint: Checkpoint,
+    schemes: tuple[TensorScheme, TensorScheme],
+    reference: Reference,
+    advance: Advance,
+) -> UnitSensitivity:
+    """The head by itself: the reference's last hidden states are its input. Its static scales are
+    those of their largest magnitude, as nothing observes that input."""
+    fmt = FORMATS[schemes[1].format]
+    hidden = torch.cat(reference.hidden).float()
+    amax = float(hidden.abs().max())
+    static, shared = None, None
+    if not schemes[1].dynamic:
+        static = torch.tensor(scale_from_absmax(np.asarray(amax), fmt), device=hidden.device)
+    elif schemes[1].two_level:
+        shared = torch.tensor(global_scale(amax, fmt), device=hidden.device)
+    name = EMBEDDINGS if checkpoint.spec.tied_embeddings else HEAD
+    rounded = _rounded_matrix(checkpoint, name, reference.head, schemes[0])
+
+    def round_rows(rows: Tensor) -> Tensor:
+        return fake_quantize(rows, schemes[1], static, shared)
+
+    def head(rows: Tensor) -> Tensor:
+        return linear(round_rows(rows), rounded)
+
+    cost = reference.compare(
+        advance=advance, states=lambda index: reference.hidden[index], head=head
+    )
+    sizes = hidden.abs()[hidden != 0]
+    small = float(sizes.kthvalue(math.ceil(SMALL * len(sizes))).values) if len(sizes) else 0.0
+    noise = Noise({HEAD: small})
+    noise.multiply({HEAD: [(reference.head, rounded)]})
+    for rows in reference.hidden:
+        for part in torch.split(rows.float(), reference.rows_at_once):
+            noise.add(HEAD, part, round_rows(part))
+    label = format_label([schemes])
+    return _result(HEAD, (HEAD,), rounded.numel(), label, cost, noise)
+
+
+@torch.no_grad()
+def _rounded_matrix(
+    checkpoint: Checkpoint, name: str, weight: Tensor, scheme: TensorScheme
+) -> Tensor:
+    """The checkpoint's `name`, which the model holds as `weight`, as `scheme` stores it."""
+    found = scale_of_weight(name, checkpoint.read(f"{name}.weight"), scheme)
+    scales = [
+        None if scale is None else torch.from_numpy(np.asarray(scale)).to(weight.device)
+        for scale in (found.scale, found.global_scale)
+    ]
+    return fake_quantize(weight, scheme, *scales)
+
+
+def _result(
+    name: str,
+    linears: tuple[str, ...],
+    weights: int,
+    label: str,
+    cost: Divergence,
+    noise: Noise,
+) -> UnitSensitivity:
+    return UnitSensitivity(name, linears, weights, label, cost.kl, cost.kl_error, *noise.ratios())

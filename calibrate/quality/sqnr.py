@@ -1,0 +1,80 @@
+"""Signal-to-noise ratios of what a simulation rounds, gathered while it runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from calibrate.decoder.arithmetic import linear
+from calibrate.quality.divergence import real_tokens
+from calibrate.samples.batches import Batch
+
+__all__ = ["Noise"]
+
+Pair = tuple[Tensor, Tensor]  # a weight [N, K] as it was, and quantized
+
+
+class Noise:
+    """Sums the energies of signals and of their errors; `watch` is for `simulate_modules`.
+
+    `small` gives the largest magnitude that counts as small, by observation. Set `batch` before
+    each is run: padding is left out.
+    """
+
+    def __init__(self, small: Mapping[str, float]) -> None:
+        self.batch: Batch | None = None
+        self._small = small
+        self._readers: Mapping[str, Sequence[Pair]] = {}
+        self._input, self._smaller, self._output = _Energy(), _Energy(), _Energy()
+        self._weight = _Energy()
+
+    def weigh(self, before: Tensor, after: Tensor) -> None:
+        """Adds the error of a weight."""
+        self._weight.add(before, after)
+
+    def multiply(self, readers: Mapping[str, Sequence[Pair]]) -> None:
+        """Adds the error of these weights, and later that of their products with each input."""
+        self._readers = readers
+        for pair in (pair for pairs in readers.values() for pair in pairs):
+            self.weigh(*pair)
+
+    def watch(self, name: str, x: Tensor, rounded: Tensor, index: Tensor | None) -> None:
+        """See `calibrate.simulate.model.Watch`."""
+        if self.batch is not None:
+            keep = real_tokens(self.batch).to(x.device)
+            keep = keep if index is None else keep.flatten()[index]
+            self.add(name, x[keep], rounded[keep])
+
+    def add(self, name: str, x: Tensor, rounded: Tensor) -> None:
+        """Adds the error of rows of an input."""
+        self._input.add(x, rounded)
+        few = x.abs() <= self._small[name]
+        self._smaller.add(x * few, rounded * few)
+        for before, after in self._readers.get(name, ()):
+            self._output.add(linear(x, before), linear(rounded, after))
+
+    def ratios(self) -> tuple[float | None, float | None, float | None, float | None]:
+        """SQNR in dB of inputs, of their small values, of weights and of outputs.
+
+        None for what has no error, or nothing to lose, or was not looked at.
+        """
+        return self._input.db(), self._smaller.db(), self._weight.db(), self._output.db()
+
+
+class _Energy:
+    """Σ x² and Σ (x - y)², kept where the tensors are so that nothing waits."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []  # [2] float64
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = x.float(), y.float()
+        both = torch.stack((x.square().sum(), (x - y).square_().sum())).double()
+        self._sums = [self._sums[0] + both] if self._sums else [both]
+
+    def db(self) -> float | None:
+        if not self._sums:
+            return None
+        signal, noise = self._sums[0].tolist()
+        return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None

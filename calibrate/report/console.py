@@ -1,0 +1,117 @@
+"""What calibration found, as a few lines for people; report.json and report.html have all."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from calibrate.report.document import Report
+from calibrate.scales.activations import METHODS
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
+
+__all__ = ["print_report"]
+
+_WORST = 3  # tensors of each kind
+
+
+def print_report(
+    console: Console,
+    report: Report,
+    *,
+    expected: ExpectedSet | None = None,
+    tokens: int | None = None,
+    seconds: float | None = None,
+    page: Path | None = None,
+) -> None:
+    """The verdict, what serving it costs, the worst tensors, what clipping would do, the warnings
+    and what to do.
+
+    `tokens` in `seconds` are what this run observed, if the model ran; `page` is the HTML report.
+    """
+    if tokens is not None and seconds:
+        console.print(
+            f"observed {len(report.tensors)} tensors over {tokens:,} tokens"
+            f" in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
+        )
+    summary = report.summary
+    for line in (summary.enough, summary.worst, summary.measured, summary.budget):
+        if line:
+            console.print(escape(line), highlight=False)
+    for line in _expected(expected):
+        console.print(line, highlight=False)
+    console.print(_worst(report))
+    for line in _clipping(report):
+        console.print(line, highlight=False)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+    console.print(f"to do: {escape(' '.join(summary.todo))}", highlight=False)
+    if page is not None:
+        console.print(f"report: {escape(str(page))} (opens in a browser)", highlight=False)
+
+
+def _expected(expected: ExpectedSet | None) -> Iterator[str]:
+    """The first path, which is that of the recipe on a GPU."""
+    if expected is not None:
+        first = expected.expectations[0]
+        yield (
+            f"expected KL from the original, over {first.prompts} prompts: {first.mean:.2g} nats"
+            f" ({first.low:.2g} to {first.high:.2g}) with {first.path.label}; other ways to serve"
+            f" it are in {EXPECTED_FILE}"
+        )
+
+
+def _worst(report: Report) -> Table:
+    """The tensors of each kind that lose most, lowest SQNR first."""
+    table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    for column in ("format", "scale", "SQNR dB", "clipped", "to zero"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for kinds in (("input",), ("key", "value", "query")):
+        rows = [
+            (tensor.sqnr_db, name, tensor)
+            for name, tensor in report.tensors.items()
+            if tensor.kind in kinds and tensor.sqnr_db is not None
+        ]
+        for sqnr_db, name, tensor in sorted(rows, key=lambda row: row[0])[:_WORST]:
+            quality = tensor.chosen
+            table.add_row(
+                name.removeprefix("model."),
+                tensor.format,
+                f"{quality.scale:.3g}" if quality else "dynamic",
+                f"{sqnr_db:.1f}",
+                f"{quality.saturated:.2%}" if quality else "",
+                f"{quality.underflow:.2%}" if quality else "",
+            )
+    for name, weight in sorted(report.weights.items(), key=lambda item: item[1].sqnr_db)[:_WORST]:
+        shape = "x".join(str(size) for size in weight.scale.shape)
+        scale = shape or f"{float(weight.scale):.3g}"
+        shown = f"{name.removeprefix('model.')}.weight"
+        table.add_row(shown, weight.format, scale, f"{weight.sqnr_db:.1f}", "", "")
+    return table
+
+
+def _clipping(report: Report) -> list[str]:
+    """For each format, how far the other methods are from `max`: whether clipping would help."""
+    lines = []
+    stored = [tensor for tensor in report.tensors.values() if tensor.chosen is not None]
+    for fmt in sorted({tensor.format for tensor in stored}):
+        tensors = [tensor for tensor in stored if tensor.format == fmt]
+        parts = []
+        for method in METHODS[1:]:
+            gains = [
+                tensor.methods[method].sqnr_db - tensor.methods["max"].sqnr_db
+                for tensor in tensors
+                if method in tensor.methods
+            ]
+            known = [gain for gain in gains if math.isfinite(gain)]
+            if known:
+                parts.append(f"{method} {median(known):+.2f} ({min(known):+.2f} at worst)")
+        if parts:
+            lines.append(
+                f"{fmt}, SQNR against max in dB, median of {len(tensors)}: {', '.join(parts)}"
+            )
+    return lines

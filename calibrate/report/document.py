@@ -1,0 +1,242 @@
+"""What calibration found, as data: `report.json`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.histogram import Histogram
+from calibrate.report.findings import Finding, Unknown, find, find_unknown
+from calibrate.report.summary import Summary, summarise
+from calibrate.report.tensors import (
+    STEPS,
+    TensorReport,
+    distribution,
+    layer_of,
+    report_tensors,
+    role_of,
+)
+from calibrate.scales.convergence import Convergence
+from calibrate.scales.derive import scales_in_use
+from calibrate.scales.weights import WeightScale
+from octet.artifacts.calibration import Observation
+from octet.model.spec import ModelSpec
+from octet.numerics import formats
+from octet.recipe import Recipe
+
+__all__ = ["Report", "build_report"]
+
+SCHEMA_VERSION = 1
+
+# Distributions in report.json: a dense model has 6 a layer. Of experts, which can be tens of
+# thousands, so many are kept, the worst first; histograms.safetensors has all.
+_EXPERTS_PLOTTED = 400
+
+
+@dataclass(frozen=True)
+class Report:
+    """`tensors` by observation and `weights` by linear; `warnings` are lines for people.
+
+    `sensitivity`, `budget` and `experts` are as their own stages describe them, None if there were
+    none. `distributions` are in eighths of an octave, see `distribution`.
+    """
+
+    recipe: Recipe
+    model: Mapping[str, Any]
+    samples: Mapping[str, Any]
+    summary: Summary
+    tensors: Mapping[str, TensorReport]
+    weights: Mapping[str, WeightScale]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    unknown: tuple[Unknown, ...]
+    distributions: Mapping[str, dict[str, Any]]
+    convergence: Convergence | None = None
+    sensitivity: Mapping[str, Any] | None = None
+    budget: Mapping[str, Any] | None = None
+    experts: Mapping[str, Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those given, then those found; one line each."""
+        return (*self.notes, *(finding.text for finding in self.findings))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, all that the page needs; what is infinite (an SQNR without error) is null."""
+        used = sorted({tensor.format for tensor in self.tensors.values()} & set(formats.FORMATS))
+        data = {
+            "schema_version": SCHEMA_VERSION,
+            "model": dict(self.model),
+            "samples": dict(self.samples),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "facts": dict(self.facts),
+            "summary": asdict(self.summary),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),  # those of the warnings that were given
+            "unknown": [asdict(unknown) for unknown in self.unknown],
+            "formats": {name: _format_json(name) for name in used},
+            "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "weights": {name: _weight_json(name, w) for name, w in self.weights.items()},
+            "distributions": {
+                "bins_per_octave": STEPS,
+                "left_out": len(self.tensors) - len(self.distributions),
+                "tensors": dict(self.distributions),
+            },
+            "convergence": self._convergence_json(),
+            "sensitivity": None if self.sensitivity is None else dict(self.sensitivity),
+            "budget": None if self.budget is None else dict(self.budget),
+            "experts": None if self.experts is None else dict(self.experts),
+        }
+        finite: dict[str, Any] = _finite(data)
+        return finite
+
+    def _convergence_json(self) -> dict[str, Any] | None:
+        """Without experts that settled, if there are many: convergence.json has them all."""
+        if self.convergence is None:
+            return None
+        data = self.convergence.as_json()
+        kept = {*self.distributions, *data["moved"]}
+        courses = data["tensors"]
+        data["tensors"] = {name: course for name, course in courses.items() if name in kept}
+        data["left_out"] = len(courses) - len(data["tensors"])
+        return data
+
+
+def build_report(
+    recipe: Recipe,
+    spec: ModelSpec,
+    observations: Mapping[str, Observation],
+    histograms: Mapping[str, Histogram],
+    scales: Mapping[str, NDArray[np.float32]],
+    weights: Mapping[str, WeightScale],
+    *,
+    model: str = "",
+    samples: int | None = None,
+    tokens: int | None = None,
+    convergence: Convergence | None = None,
+    sensitivity: Mapping[str, Any] | None = None,
+    budget: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> Report:
+    """The report of one calibration; pure, apart from the time it takes (25 ms a dense tensor).
+
+    `histograms` are the sums over all samples and `scales` what the artifact stores; `sensitivity`,
+    `budget` and `experts` are JSON. `warnings` were found elsewhere and come first. `facts` are
+    shown as they are (dtype, policy for long samples, ...).
+    """
+    tensors = report_tensors(
+        recipe,
+        observations,
+        histograms,
+        scales_in_use(observations, scales),
+        global_scales=_global_scales(observations, scales),
+        sensitivity=_still_true(sensitivity, budget),
+    )
+    findings = find(recipe, tensors, convergence, sensitivity, budget)
+    return Report(
+        recipe=recipe,
+        model={"name": model, **_model_json(spec)},
+        samples={"count": samples, "tokens": tokens},
+        summary=summarise(
+            recipe,
+            model or spec.architecture,
+            tensors,
+            {name: weight.sqnr_db for name, weight in weights.items()},
+            findings,
+            warnings,
+            samples=samples,
+            tokens=tokens,
+            convergence=convergence,
+            sensitivity=sensitivity,
+            budget=budget,
+        ),
+        tensors=tensors,
+        weights=dict(weights),
+        findings=tuple(findings),
+        notes=tuple(warnings),
+        unknown=tuple(find_unknown(tensors, convergence, sensitivity)),
+        distributions={name: distribution(histograms[name]) for name in _plotted(tensors)},
+        convergence=convergence,
+        sensitivity=sensitivity,
+        budget=budget,
+        experts=experts,
+        facts=facts or {},
+    )
+
+
+def _still_true(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Without the units that the budget moved to another format after they were measured."""
+    if sensitivity is None or budget is None:
+        return sensitivity
+    moved = {chosen["unit"] for chosen in budget["chosen"]}
+    return {"units": [unit for unit in sensitivity["units"] if unit["name"] not in moved]}
+
+
+def _global_scales(
+    observations: Mapping[str, Observation], scales: Mapping[str, NDArray[np.float32]]
+) -> dict[str, float]:
+    return {
+        name: float(scales[key])
+        for name, observation in observations.items()
+        for consumer in observation.consumers
+        if (key := f"{consumer}.input_global_scale") in scales
+    }
+
+
+def _plotted(tensors: Mapping[str, TensorReport]) -> list[str]:
+    """Names in their own order: every tensor, but of experts only the worst."""
+    experts = [name for name, tensor in tensors.items() if tensor.expert is not None]
+    left_out: set[str] = set()
+    if len(experts) > _EXPERTS_PLOTTED:
+        ranked = sorted(experts, key=lambda name: tensors[name].small_sqnr_db or 0.0)
+        left_out = set(ranked[_EXPERTS_PLOTTED:])
+    return [name for name in tensors if name not in left_out]
+
+
+def _model_json(spec: ModelSpec) -> dict[str, Any]:
+    return {"architecture": spec.architecture, "layers": spec.layers}
+
+
+def _format_json(name: str) -> dict[str, Any]:
+    fmt = formats.FORMATS[name]
+    return {
+        "bits": fmt.bits,
+        "max": fmt.max,
+        "smallest_normal": fmt.smallest_normal,
+        "smallest_subnormal": fmt.smallest_subnormal,
+        "grid": [float(value) for value in formats.grid(fmt)],
+    }
+
+
+def _tensor_json(tensor: TensorReport) -> dict[str, Any]:
+    return {
+        **asdict(tensor),
+        "sqnr_db": tensor.sqnr_db,
+        "underflow_at_most": tensor.underflow_at_most,
+    }
+
+
+def _weight_json(name: str, weight: WeightScale) -> dict[str, Any]:
+    return {
+        "layer": layer_of(name),
+        "role": role_of([name]),
+        "format": weight.format,
+        "scales": list(weight.scale.shape),
+        "sqnr_db": weight.sqnr_db,
+    }
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

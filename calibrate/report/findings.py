@@ -1,0 +1,255 @@
+"""What a person must know of a calibration: warnings, what is not known, and a summary."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from calibrate.report.tensors import TensorReport
+from calibrate.scales.convergence import Convergence
+from octet.recipe import Recipe
+
+__all__ = ["COSTLY", "HIDDEN_DB", "Finding", "Unknown", "cost_served", "find", "find_unknown"]
+
+COSTLY = 0.01  # the relative increase of perplexity from which on there is a warning
+
+HIDDEN_DB = 6.0  # that small values may lose to large ones: four times their noise
+_COSTLY_DB = 1.0
+_FLOAT16_MAX = 65_504.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A warning in one line, and what to do about it."""
+
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What the report does not know, why, and how to know it; `tensors` are those concerned."""
+
+    what: str
+    why: str
+    remedy: str
+    tensors: tuple[str, ...] = ()
+
+
+def find(
+    recipe: Recipe,
+    tensors: Mapping[str, TensorReport],
+    convergence: Convergence | None,
+    sensitivity: Mapping[str, Any] | None = None,
+    budget: Mapping[str, Any] | None = None,
+) -> list[Finding]:
+    """The gravest first; `sensitivity` and `budget` are JSON."""
+    return [
+        *_over_budget(budget),
+        *_costly(sensitivity, budget),
+        *_hidden(tensors, met=budget is not None and bool(budget["met"])),
+        *_overflowing(tensors),
+        *_moved(convergence),
+        *_clipped(recipe, tensors),
+        *_cache_scales(recipe, tensors),
+    ]
+
+
+def find_unknown(
+    tensors: Mapping[str, TensorReport],
+    convergence: Convergence | None,
+    sensitivity: Mapping[str, Any] | None,
+) -> list[Unknown]:
+    """In the order of the questions that people ask."""
+    unknown = []
+    by_treatment: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.quantized and tensor.sqnr_db is None:
+            by_treatment.setdefault(tensor.treatment, []).append(name)
+    for treatment, names in by_treatment.items():
+        unknown.append(
+            Unknown(
+                f"the error of {len(names)} inputs quantized {treatment}",
+                "it depends on which values come together in a token or group, and a histogram"
+                " holds each value alone; shown instead is what one static scale would do",
+                "measure it by running the model: --sensitivity",
+                tuple(names),
+            )
+        )
+    if sensitivity is None:
+        unknown.append(
+            Unknown(
+                "what these errors do to the model's output",
+                "no forward pass was made with them; SQNR says how large an error is, not how much"
+                " it matters",
+                "measure it: --sensitivity, or let --budget choose what stays in higher precision",
+            )
+        )
+    if convergence is None:
+        unknown.append(
+            Unknown(
+                "whether the set was enough",
+                "the samples were not counted in parts, so there is nothing to compare",
+                "calibrate from the samples again",
+            )
+        )
+    unknown.append(
+        Unknown(
+            "inputs unlike these samples",
+            "all figures are of this set; longer contexts, other languages or other tasks can"
+            " reach values that it does not",
+            "calibrate on samples of the traffic to be served",
+        )
+    )
+    return unknown
+
+
+def cost_served(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> tuple[float, float] | None:
+    """The original's perplexity and that of the recipe as it is now; None if not measured.
+
+    What `sensitivity` has of the whole is from before a budget promoted anything.
+    """
+    if sensitivity is None:
+        return None
+    before = sensitivity["reference_perplexity"]
+    after = (budget["curve"][-1] if budget else sensitivity["all"])["perplexity"]
+    return None if before is None or after is None else (before, after)
+
+
+def _over_budget(budget: Mapping[str, Any] | None) -> list[Finding]:
+    if budget is None or budget["met"]:
+        return []
+    shown = "{:.2%}" if budget["metric"] == "perplexity" else "{:.2g}"
+    limit, reached, bound = (shown.format(budget[key]) for key in ("limit", "reached", "bound"))
+    remedy = "Allow a larger budget, or keep the cache in float16."
+    if budget["reached"] <= budget["limit"]:
+        remedy = "Give more held-out samples, which narrow the bound, or allow a larger budget."
+    metric = "of perplexity" if budget["metric"] == "perplexity" else "of KL"
+    return [
+        Finding(
+            f"the budget of {limit} {metric} is not met: {reached} (95 % bound {bound}) with every"
+            " layer promoted as far as it goes",
+            remedy,
+        )
+    ]
+
+
+def _costly(
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+) -> list[Finding]:
+    """Not where a budget of perplexity says itself how much is too much."""
+    cost = cost_served(sensitivity, budget)
+    if cost is None or (budget is not None and budget["metric"] == "perplexity"):
+        return []
+    before, after = cost
+    change = after / before - 1
+    if not change > COSTLY:
+        return []
+    return [
+        Finding(
+            f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g}:"
+            f" there is a warning over {COSTLY:.0%}",
+            f"Let --budget ppl={100 * COSTLY:g}% choose what stays in higher precision, or choose"
+            " another recipe or cache.",
+        )
+    ]
+
+
+def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
+    """Large values that carry the SQNR while the rest is lost; exact for static scales.
+
+    `met` says that a budget is met all the same.
+    """
+    lost, maybe = [], []
+    for name, tensor in tensors.items():
+        if (tensor.small_lost_db or 0.0) <= HIDDEN_DB:
+            continue
+        small = tensor.small_left_db
+        assert small is not None
+        if tensor.sqnr_db is not None:
+            lost.append((small, name))
+        elif tensor.granularity == "token":  # smaller groups may well have none of them
+            maybe.append((small, name))
+    found = []
+    if lost:
+        small, name = min(lost)
+        found.append(
+            Finding(
+                f"a few large values set the scale of {len(lost)} tensors, and the small ones are"
+                f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
+                f" {small:.1f} dB (the SQNR of all hides it)",
+                "The large values may stay: the budget is met. --algorithm smoothquant may meet"
+                " it in fewer bytes."
+                if met
+                else "Tame the large values with --algorithm smoothquant, or let --budget keep"
+                " those linears in higher precision.",
+            )
+        )
+    if maybe:
+        small, name = min(maybe)
+        found.append(
+            Finding(
+                f"{len(maybe)} inputs hold a few values so large that a token with one loses its"
+                f" small values; the worst is {name} ({small:.1f} dB for the smallest 90 %, if"
+                " every token has one)",
+                "Measure it with --sensitivity; if it matters, use --algorithm smoothquant or"
+                " --budget.",
+            )
+        )
+    return found
+
+
+def _overflowing(tensors: Mapping[str, TensorReport]) -> list[Finding]:
+    names = [n for n, t in tensors.items() if t.format == "float16" and t.absmax > _FLOAT16_MAX]
+    if not names:
+        return []
+    return [
+        Finding(
+            f"{len(names)} caches exceed what float16 holds (65,504), first {names[0]}, which"
+            f" reaches {tensors[names[0]].absmax:.3g}",
+            "Serve with a bfloat16 cache, or choose kv_cache e4m3, which is scaled but which no"
+            " export writes yet.",
+        )
+    ]
+
+
+def _moved(convergence: Convergence | None) -> list[Finding]:
+    if convergence is None or not convergence.moved:
+        return []
+    count = convergence.counts[-1]
+    return [Finding(convergence.verdict.rstrip("."), f"Calibrate on {2 * count} samples or more.")]
+
+
+def _clipped(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Finding]:
+    worse = [
+        (tensor.methods["max"].sqnr_db - tensor.chosen.sqnr_db, name)
+        for name, tensor in tensors.items()
+        if tensor.kind == "input" and tensor.chosen is not None
+    ]
+    worse = [item for item in worse if item[0] > _COSTLY_DB]
+    if not worse:
+        return []
+    loss, name = max(worse)
+    return [
+        Finding(
+            f"method '{recipe.activations.method}' clips {len(worse)} inputs at a cost of over"
+            f" {_COSTLY_DB:g} dB against max; the worst is {name} ({loss:.1f} dB)",
+            "Use activations.method max.",
+        )
+    ]
+
+
+def _cache_scales(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Finding]:
+    if recipe.kv_cache != "e5m2":
+        return []
+    return [
+        Finding(
+            f"{name} reaches {tensor.absmax:.3g}: its E5M2 cache needs the scale"
+            f" {tensor.chosen.scale:.3g}; an engine that does not apply it will be wrong",
+            "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache e4m3 or"
+            " float16.",
+        )
+        for name, tensor in tensors.items()
+        if tensor.kind != "input" and tensor.chosen is not None and tensor.chosen.scale != 1.0
+    ]

@@ -1,0 +1,153 @@
+"""The few sentences that a person must read: was it enough, what is worst, what to do."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from calibrate.report.findings import Finding, cost_served
+from calibrate.report.tensors import TensorReport
+from calibrate.scales.convergence import Convergence
+from octet.recipe import Recipe
+
+__all__ = ["Summary", "summarise"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Sentences; `worst_tensor` is the observation to look at first.
+
+    `measured` and `budget` are empty where there was none.
+    """
+
+    status: Literal["ready", "look"]
+    title: str
+    subject: str
+    enough: str
+    worst: str
+    worst_tensor: str | None
+    measured: str
+    budget: str
+    todo: tuple[str, ...]
+
+
+def summarise(
+    recipe: Recipe,
+    model: str,
+    tensors: Mapping[str, TensorReport],
+    weights_db: Mapping[str, float],
+    findings: Sequence[Finding],
+    notes: Sequence[str],
+    *,
+    samples: int | None,
+    tokens: int | None,
+    convergence: Convergence | None,
+    sensitivity: Mapping[str, Any] | None,
+    budget: Mapping[str, Any] | None,
+) -> Summary:
+    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere.
+
+    It is ready if there is nothing to read first.
+    """
+    warnings = len(findings) + len(notes)
+    counted = "" if samples is None else f", {samples:,} samples"
+    counted += "" if tokens is None else f", {tokens:,} tokens"
+    todo = list(dict.fromkeys(finding.remedy for finding in findings))
+    if notes and findings:
+        todo.append("Read the other warnings." if len(notes) > 1 else "Read the other warning.")
+    unmeasured = any(t.format == "e2m1" and t.sqnr_db is None for t in tensors.values())
+    if unmeasured:
+        todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
+    if not todo:
+        todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
+    title = f"{model} as {recipe.name}: "
+    if warnings:
+        title += f"{warnings} warning{'s' if warnings > 1 else ''} to read before export"
+    elif unmeasured:
+        title += "what FP4 costs is not measured"
+    else:
+        title += "nothing to warn about"
+    return Summary(
+        status="look" if warnings or unmeasured else "ready",
+        title=title,
+        subject=f"Recipe {recipe.name}, model {model}{counted}.",
+        enough="Whether the set was enough is not known: it was not counted in parts."
+        if convergence is None
+        else convergence.verdict,
+        worst=_worst(tensors, weights_db),
+        worst_tensor=_worst_tensor(tensors),
+        measured=_measured(sensitivity, budget),
+        budget=_budget(budget),
+        todo=tuple(todo),
+    )
+
+
+def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:
+    """That of which least is left, in all or among its small values; known before estimated."""
+    known = {name: t for name, t in tensors.items() if t.sqnr_db is not None}
+    some = known or {name: t for name, t in tensors.items() if t.quantized} or tensors
+    return min(some, key=lambda name: _left(some[name])) if some else None
+
+
+def _sqnr(tensor: TensorReport) -> float:
+    return math.inf if tensor.sqnr_db is None else tensor.sqnr_db
+
+
+def _left(tensor: TensorReport) -> float:
+    values = (tensor.sqnr_db, tensor.small_left_db)
+    return min((value for value in values if value is not None), default=math.inf)
+
+
+def _worst(tensors: Mapping[str, TensorReport], weights_db: Mapping[str, float]) -> str:
+    known = {name: t for name, t in tensors.items() if t.sqnr_db is not None}
+    parts = []
+    if known:
+        name = min(known, key=lambda name: _sqnr(known[name]))
+        parts.append(f"{name}, {_db(_sqnr(known[name]))} in {known[name].format}")
+        name = min(known, key=lambda name: _left(known[name]))
+        left = _left(known[name])
+        if left < _sqnr(known[name]) - 1:
+            parts.append(f"of the smallest 90 % of values {name}, {left:.1f} dB")
+    if weights_db:
+        name = min(weights_db, key=lambda name: weights_db[name])
+        parts.append(f"of the weights {name}, {_db(weights_db[name])}")
+    unknown = sum(t.quantized and t.sqnr_db is None for t in tensors.values())
+    if unknown:
+        parts.append(f"that of {unknown} inputs, scaled at run time, is not known")
+    return f"Lowest SQNR: {'; '.join(parts)}." if parts else ""
+
+
+def _db(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else "without error"
+
+
+def _measured(sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None) -> str:
+    cost = cost_served(sensitivity, budget)
+    if sensitivity is None or cost is None:
+        return ""
+    reference, perplexity = cost
+    kl = (budget["curve"][-1] if budget else sensitivity["all"])["kl"]
+    text = sensitivity.get("evaluated_on", "held-out samples")
+    return (
+        f"On {sensitivity['tokens']:,} tokens of {text}, with all of it quantized: KL {kl:.2g} nats"
+        f" a token and perplexity {perplexity:.4g}, where the original has {reference:.4g}."
+    )
+
+
+def _budget(budget: Mapping[str, Any] | None) -> str:
+    if budget is None:
+        return ""
+    perplexity = budget["metric"] == "perplexity"
+    limit, reached, bound = (
+        f"{budget[key]:.2%}" if perplexity else f"{budget[key]:.2g}"
+        for key in ("limit", "reached", "bound")
+    )
+    name = "a perplexity higher by" if perplexity else "KL"
+    verb = "is met" if budget["met"] else "is not met"
+    steps = len(budget["curve"]) - 1
+    sentence = (
+        f"The budget of {name} {limit} {verb} on {budget['tokens']:,} tokens of"
+        f" {budget['evaluated_on']}: {reached} (95 % bound {bound}) after {steps}"
+        f" promotion{'' if steps == 1 else 's'} to a higher precision"
+    )
+    return f"{sentence}, chosen on the same text." if steps else f"{sentence}."

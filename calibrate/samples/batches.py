@@ -1,0 +1,74 @@
+"""Batches of token ids, padded on the right, and the chunks that they come in.
+
+The report looks, between chunks, at whether more samples still change anything: after 32 samples,
+64, 128, and so on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from calibrate.samples.tokens import tokenize
+
+__all__ = ["Batch", "chunk_ends", "make_batches", "tokenize"]
+
+_FIRST_END = 32  # samples
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids int64 [B, T]; row b holds `lengths[b]` tokens, then padding.
+
+    There is no attention mask: a causal model's real tokens come before the padding and never see
+    it, and what the model computes at padding is not observed.
+    """
+
+    token_ids: torch.Tensor
+    lengths: tuple[int, ...]
+    origins: tuple[str, ...]  # where each row came from, for error messages
+    chunk: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens, without padding."""
+        return sum(self.lengths)
+
+
+def chunk_ends(count: int) -> tuple[int, ...]:
+    """32, 64, 128, ... samples, and `count`; the last step adds a third or more.
+
+    A last step of a few samples would say little about whether more were needed.
+    """
+    ends = []
+    end = _FIRST_END
+    while end * 4 <= count * 3:
+        ends.append(end)
+        end *= 2
+    return (*ends, count)
+
+
+def make_batches(
+    sequences: Sequence[Sequence[int]],
+    origins: Sequence[str],
+    *,
+    batch_size: int,
+    pad_id: int = 0,
+    chunk: int = 0,
+) -> list[Batch]:
+    """Longest first, so that padding is little and memory is at its peak at once.
+
+    The order depends on the lengths alone (ties keep the order of the file), and so do the batches.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+    batches = []
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        lengths = tuple(len(sequences[row]) for row in rows)
+        token_ids = np.full((len(rows), max(lengths)), pad_id, np.int64)
+        for index, row in enumerate(rows):
+            token_ids[index, : lengths[index]] = sequences[row]
+        names = tuple(origins[row] for row in rows)
+        batches.append(Batch(torch.from_numpy(token_ids), lengths, names, chunk))
+    return batches

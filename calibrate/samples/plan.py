@@ -1,0 +1,141 @@
+"""What a run computes: all batches of it, made from the samples before anything is loaded.
+
+The batches depend on the samples' lengths and their order alone. What was done to the samples to
+make them (cut, split, joined, rendered) is in the facts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from calibrate.samples.batches import Batch, chunk_ends, make_batches
+from calibrate.samples.rows import LongPolicy, Row, limit_rows, pack_rows
+from calibrate.samples.sample import Sample
+from calibrate.samples.tokens import encode
+from octet.errors import CheckpointError, ConfigError
+
+__all__ = ["LongPolicy", "SamplePlan", "plan_batches"]
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """All batches of a run, in order; chunks 0 to c hold the first `chunk_ends[c]` samples."""
+
+    batches: tuple[Batch, ...]
+    chunk_ends: tuple[int, ...]
+    facts: dict[str, Any]  # for the manifest; JSON's types alone
+    warnings: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens: those that are observed."""
+        return sum(batch.tokens for batch in self.batches)
+
+    def summary(self) -> str:
+        """One line for people."""
+        facts = self.facts
+        parts = [
+            f"{self.chunk_ends[-1]} samples, {self.tokens:,} tokens in {len(self.batches)} batches",
+            f"{facts['padding_share']:.1%} padding",
+        ]
+        if facts["packed"]:
+            parts.append(f"packed into {facts['rows']} rows, where a sample sees those before it")
+        if facts["over_long"]:
+            done = "split into rows" if facts["long"] == "split" else "cut"
+            left = f", {facts['tokens_cut']:,} tokens left out" if facts["tokens_cut"] else ""
+            limit = facts["max_length"]
+            parts.append(f"{facts['over_long']} longer than {limit} tokens {done}{left}")
+        return "; ".join(parts)
+
+
+def plan_batches(
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    vocab_size: int,
+    batch_size: int,
+    pack: bool = False,
+    long: LongPolicy = "cut",
+) -> SamplePlan:
+    """Batches of at most `batch_size` rows of at most `max_length` tokens.
+
+    `long` says what becomes of a longer sample: its first `max_length` tokens, several rows, or an
+    error. With `pack`, rows hold several samples, joined by the tokenizer's end token. Raises
+    SampleError naming a sample that cannot be used, and ConfigError where there is no end token.
+    """
+    end = _end_token(tokenizer, vocab_size) if pack else None
+    encoded = encode(samples, tokenizer, vocab_size=vocab_size)
+    limited = limit_rows(encoded, [sample.origin for sample in samples], max_length, long)
+    ends = chunk_ends(len(samples))
+    batches: list[Batch] = []
+    for chunk, unjoined in _by_chunk(limited.rows, ends):
+        rows = unjoined if end is None else pack_rows(unjoined, max_length, end)
+        ids, origins = [row.ids for row in rows], [row.origin for row in rows]
+        batches += make_batches(ids, origins, batch_size=batch_size, chunk=chunk)
+    tokens = sum(batch.tokens for batch in batches)
+    slots = sum(batch.token_ids.numel() for batch in batches)
+    template, warnings = _template(samples, tokenizer)
+    facts = {
+        "max_length": max_length,
+        "long": long,
+        "over_long": limited.over_long,
+        "tokens_cut": limited.tokens_cut,
+        "packed": pack,
+        "tokens_joining": tokens - sum(len(row.ids) for row in limited.rows),
+        "conversations": sum(bool(sample.messages) for sample in samples),
+        "chat_template": template,
+        "rows": sum(len(batch.lengths) for batch in batches),
+        "padding_share": round(1 - tokens / slots, 6),
+        "batch_shapes": _shapes(batches),
+        "chunk_ends": list(ends),
+    }
+    return SamplePlan(tuple(batches), ends, facts, warnings)
+
+
+def _end_token(tokenizer: Any, vocab_size: int) -> int:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ConfigError("--pack joins samples by the tokenizer's end token, and it has none")
+    if end >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer's end token is {end}, the model has {vocab_size}:"
+            " they do not belong together"
+        )
+    return int(end)
+
+
+def _by_chunk(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:
+    """Rows by the chunk that their sample is in; `rows` are in the order of the samples."""
+    chunk_of = [chunk for chunk, (a, b) in enumerate(_spans(ends)) for _ in range(a, b)]
+    for chunk, members in groupby(rows, key=lambda row: chunk_of[row.sample]):
+        yield chunk, list(members)
+
+
+def _spans(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip((0, *ends), ends, strict=False)
+
+
+def _shapes(batches: Sequence[Batch]) -> list[list[int]]:
+    """[B, T, how many in a row] of all batches: FP32 sums, and so the last bits, depend on them."""
+    shapes = (tuple(batch.token_ids.shape) for batch in batches)
+    return [[*shape, len(list(same))] for shape, same in groupby(shapes)]
+
+
+def _template(samples: Sequence[Sample], tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
+    """Which chat template was used, if any, and what a person should know about it."""
+    if not any(sample.messages for sample in samples):
+        return None, ()
+    own = getattr(tokenizer, "chat_template", None)
+    if not own:
+        return "plain default", (
+            "the model brings no chat template: conversations were rendered by the plain default"
+            " that octet serves such models with",
+        )
+    if "strftime_now" in str(own):
+        return "the tokenizer's", (
+            "the chat template writes today's date: the tokens, and so the histograms, are not"
+            " those of another day",
+        )
+    return "the tokenizer's", ()

@@ -1,0 +1,95 @@
+"""Samples become token ids: texts as the tokenizer encodes them, conversations as they are served.
+
+A conversation is rendered by the chat template, which writes the special tokens itself, and is
+then encoded without any further ones. A model without a template is served with
+octet.model.chat_template's plain default, which writes none: there the tokenizer adds its own, in
+calibration as in the gateway.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from calibrate.samples.sample import Sample
+from octet.errors import CheckpointError, SampleError
+from octet.model.chat_template import DEFAULT_TEMPLATE
+
+__all__ = ["encode", "tokenize"]
+
+_TOGETHER = 64  # samples encoded in one call: enough to keep the tokenizer's threads busy
+
+
+def tokenize(
+    samples: Sequence[Sample], tokenizer: Any, *, max_length: int, vocab_size: int
+) -> list[list[int]]:
+    """Token ids of each sample, cut at `max_length`."""
+    return [ids[:max_length] for ids in encode(samples, tokenizer, vocab_size=vocab_size)]
+
+
+def encode(samples: Sequence[Sample], tokenizer: Any, *, vocab_size: int) -> Iterator[list[int]]:
+    """All token ids of each sample in turn, with special tokens, none of them doubled.
+
+    Raises SampleError, naming the sample, for one that the chat template refuses or that has no
+    token, and CheckpointError for a tokenizer of another model.
+    """
+    for start in range(0, len(samples), _TOGETHER):
+        group = samples[start : start + _TOGETHER]
+        for sample, ids in zip(group, _encode(group, tokenizer), strict=True):
+            if not ids:
+                raise SampleError(f"{sample.origin}: the tokenizer makes no token of its text")
+            if max(ids) >= vocab_size:
+                raise CheckpointError(
+                    f"the tokenizer gives token {max(ids)}, the model has {vocab_size}:"
+                    " they do not belong together"
+                )
+            yield ids
+
+
+def _encode(samples: Sequence[Sample], tokenizer: Any) -> Iterator[list[int]]:
+    """In two calls: one with special tokens added and one without."""
+    plain = not getattr(tokenizer, "chat_template", None)  # the default template writes none
+    texts = [_render(s, tokenizer, plain) if s.messages else s.text for s in samples]
+    complete = [bool(s.messages) and not plain for s in samples]
+    encoded: dict[bool, Iterator[list[int]]] = {}
+    for done in set(complete):
+        chosen = [text for text, is_done in zip(texts, complete, strict=True) if is_done == done]
+        encoded[done] = iter(
+            tokenizer(
+                chosen, add_special_tokens=not done, return_attention_mask=False, verbose=False
+            )["input_ids"]
+        )
+    for text, done in zip(texts, complete, strict=True):
+        ids = list(next(encoded[done]))
+        yield ids if done else _undoubled(ids, text, tokenizer)
+
+
+def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """`ids` without the BOS or EOS that the tokenizer added to a text which has its own.
+
+    Texts that a chat template once rendered begin with a BOS spelled out.
+    """
+    bos, eos = (getattr(tokenizer, name, None) for name in ("bos_token", "eos_token"))
+    if bos and text.startswith(bos) and not text.startswith(bos * 2):
+        twice = [tokenizer.bos_token_id] * 2
+        ids = ids[1:] if ids[:2] == twice else ids
+    if eos and text.endswith(eos) and not text.endswith(eos * 2):
+        twice = [tokenizer.eos_token_id] * 2
+        ids = ids[:-1] if ids[-2:] == twice else ids
+    return ids
+
+
+def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
+    """The conversation as text, ending where its last message ends."""
+    import jinja2
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(sample.messages), tokenize=False, chat_template=DEFAULT_TEMPLATE if plain else None
+        )
+        text.encode()  # a lone surrogate in a member that only the template reads is no text
+    # A template is a program: on messages it does not expect it fails as programs do.
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        detail = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SampleError(
+            f"{sample.origin}: the chat template refuses this conversation: {detail}"
+        ) from None
+    return text

@@ -1,0 +1,232 @@
+"""From weights and histograms to the scales of a recipe; `real = stored * scale` throughout."""
+
+import fnmatch
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.histogram import Histogram
+from calibrate.scales.activations import find_scale, measure
+from calibrate.scales.weights import WeightScale, weight_scales
+from octet.artifacts.calibration import Observation
+from octet.errors import ConfigError, NumericsError, nearest
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.numerics import formats, microscaling, scaling
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+from octet.storage.tensors import Tensor
+
+__all__ = [
+    "WeightScale",
+    "check_alive",
+    "check_finite",
+    "check_quantizes",
+    "check_recipe",
+    "derive_scales",
+    "input_scales",
+    "kv_scale",
+    "kv_scales",
+    "scales_in_use",
+    "weight_scales",
+]
+
+Float32Array = NDArray[np.float32]
+
+# A cache scale other than 1 must gain this much over it, in dB: E5M2's range holds any normal key
+# or value as it is, and not every engine applies a scale to an E5M2 cache.
+_WORTH_A_SCALE_DB = 1.0
+
+_FP8_CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3")
+
+_PART = 1 << 20  # elements checked at a time
+
+# Of observations by kind: the scale that is used, and what it is called.
+_SUFFIXES = {
+    "input": "input_scale",
+    "key": "k_scale",
+    "value": "v_scale",
+    "query": "q_scale_e4m3",
+}
+
+_EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # excluded whether or not they are
+
+
+def derive_scales(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> tuple[dict[str, Float32Array], dict[str, WeightScale]]:
+    """Every scale of the recipe by the name that `Calibration` gives it, and those of the weights.
+
+    `histograms` are by observation. The model is not run; each weight is read once or twice.
+    NumericsError names a weight that holds NaN or Inf, ConfigError a pattern that matches nothing.
+    """
+    check_recipe(recipe, checkpoint.spec)
+    weights = dict(weight_scales(checkpoint, recipe))
+    scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
+    scales |= {
+        f"{name}.weight_global_scale": weight.global_scale
+        for name, weight in weights.items()
+        if weight.global_scale is not None
+    }
+    scales |= input_scales(checkpoint, recipe, histograms)
+    scales |= kv_scales(checkpoint, recipe, histograms)
+    return scales, weights
+
+
+def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
+    """ConfigError for a pattern of `exclude` or `overrides` that matches nothing in the model,
+    unless it is one of those that every recipe excludes by default; call before the work."""
+    names = [linear.name for linear in spec.linears()]
+    others = ["lm_head", "model.embed_tokens"]  # never quantized, but they may be named
+    for pattern in recipe.exclude:
+        if pattern not in _EVERYWHERE and not fnmatch.filter(names + others, pattern):
+            raise ConfigError(_no_match(recipe, "exclude", pattern, names))
+    for index, override in enumerate(recipe.overrides):
+        if not fnmatch.filter(names, override.match):
+            raise ConfigError(_no_match(recipe, f"overrides.{index}.match", override.match, names))
+
+
+def check_quantizes(recipe: Recipe, spec: ModelSpec) -> None:
+    """ConfigError for a recipe that leaves nothing to quantize (a budget may end there)."""
+    if not any(recipe.scheme_of(linear.name) for linear in spec.linears()):
+        raise ConfigError(
+            f"recipe {recipe.name} excludes every linear: nothing is left to quantize"
+        )
+
+
+def check_finite(checkpoint: Checkpoint) -> None:
+    """NumericsError naming a tensor that holds NaN or Inf."""
+    for name in checkpoint.tensor_names:
+        _check_finite(checkpoint.read(name), name)
+        checkpoint.release()
+
+
+def check_alive(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> None:
+    """NumericsError naming a quantized linear whose input was zero in every sample."""
+    for linear in checkpoint.spec.linears():
+        if recipe.scheme_of(linear.name) is None:
+            continue
+        histogram = histograms[linear.input]
+        if histogram.total == histogram.zeros:
+            raise NumericsError(
+                f"the input of {linear.name} was zero in all {histogram.total:,} elements that were"
+                " seen: what comes before it is dead. Check the checkpoint, or leave the layer in"
+                f" full precision with --exclude {linear.name} (what was computed is kept)"
+            )
+
+
+def input_scales(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> dict[str, Float32Array]:
+    """What engines must know of each quantized linear's input beforehand, from its histogram.
+
+    `<linear>.input_scale` [] where the scheme is static; `<linear>.input_global_scale` [], amax /
+    (448 * 6), where it is dynamic in two levels.
+    """
+    found: dict[tuple[str, TensorScheme], Float32Array] = {}
+    scales = {}
+    for linear in checkpoint.spec.linears():
+        schemes = recipe.scheme_of(linear.name)
+        if schemes is None:
+            continue
+        scheme = schemes[1]
+        if scheme.dynamic and not scheme.two_level:
+            continue
+        key = (linear.input, scheme)
+        if key not in found:
+            found[key] = _input_scale(histograms[linear.input], scheme)
+        kind = "input_global_scale" if scheme.two_level else "input_scale"
+        scales[f"{linear.name}.{kind}"] = found[key]
+    return scales
+
+
+def kv_scale(histogram: Histogram, kv_cache: KvCacheDtype) -> float:
+    """The scale of one layer's keys or values in the cache.
+
+    - e4m3: amax / 448.
+    - e5m2: 1.0, unless amax is above 57,344 (then amax / 57,344, so that nothing saturates), or the
+      values are so small that 1.0 costs over 1 dB of SQNR by underflow; then the power of two just
+      above amax / 57,344, which changes no mantissa.
+    - float16: 1.0.
+    """
+    if kv_cache == "float16":
+        return 1.0
+    if kv_cache == "e4m3":
+        return find_scale(histogram, formats.E4M3, "max")
+    largest = find_scale(histogram, formats.E5M2, "max")
+    if histogram.absmax > formats.E5M2.max:
+        return largest
+    power = float(2.0 ** np.ceil(np.log2(largest)))
+    gain = measure(histogram, formats.E5M2, power).sqnr_db
+    gain -= measure(histogram, formats.E5M2, 1.0).sqnr_db
+    return power if gain > _WORTH_A_SCALE_DB else 1.0  # NaN, from two infinities, is no gain
+
+
+def kv_scales(
+    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
+) -> dict[str, Float32Array]:
+    """`<layer>.self_attn.k_scale` and `.v_scale` [] of every layer, for the recipe's cache; and
+    `.k_scale_e4m3`, `.v_scale_e5m2` and so on for each FP8 cache, whichever is exported.
+
+    `.q_scale_e4m3` too where queries were observed: attention in E4M3 rounds them.
+    """
+    scales = {}
+    for index in range(checkpoint.spec.layers):
+        attention = f"{checkpoint.spec.layer(index)}.self_attn"
+        for letter, observed in (("k", "key"), ("v", "value")):
+            histogram = histograms[f"{attention}.{observed}"]
+            found = {cache: kv_scale(histogram, cache) for cache in _FP8_CACHES}
+            own = found.get(recipe.kv_cache, 1.0)
+            scales[f"{attention}.{letter}_scale"] = np.asarray(own, np.float32)
+            for cache, scale in found.items():
+                scales[f"{attention}.{letter}_scale_{cache}"] = np.asarray(scale, np.float32)
+        if f"{attention}.query" in histograms:
+            query = kv_scale(histograms[f"{attention}.query"], "e4m3")
+            scales[f"{attention}.q_scale_e4m3"] = np.asarray(query, np.float32)
+    return scales
+
+
+def scales_in_use(
+    observations: Mapping[str, Observation], scales: Mapping[str, Float32Array]
+) -> dict[str, float]:
+    """The static scale of each observed tensor that has one, by observation.
+
+    A global scale is none: the tensor's elements are quantized with those of their groups.
+    """
+    used = {}
+    for name, observation in observations.items():
+        suffix = _SUFFIXES[observation.kind]
+        for consumer in observation.consumers:
+            if f"{consumer}.{suffix}" in scales:
+                used[name] = float(scales[f"{consumer}.{suffix}"])
+    return used
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
+    """A part at a time: embeddings in float32 would be the largest thing in memory."""
+    codes = tensor.codes.reshape(-1)
+    try:
+        for start in range(0, codes.size, _PART):
+            part = Tensor(tensor.dtype, codes[start : start + _PART])
+            scaling.absmax(part.float32(), scaling.TENSOR)
+    except NumericsError:  # says how many of the whole tensor
+        scaling.absmax(tensor.float32(), scaling.TENSOR, name=name)
+        raise
+
+
+def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:
+    fmt = formats.format_named(scheme.format)
+    if scheme.two_level:
+        return microscaling.global_scale(histogram.absmax, fmt)
+    scale = find_scale(histogram, fmt, scheme.method, percentile=scheme.percentile)
+    return np.asarray(scale, np.float32)
+
+
+def _no_match(recipe: Recipe, where: str, pattern: str, names: list[str]) -> str:
+    kinds = {f"*.{name.rpartition('.')[2]}" for name in names}  # *.q_proj and so on
+    hint = nearest(pattern, [*names, *kinds])
+    if "did you mean" not in hint:  # the list of all names could be very long
+        hint = nearest("", kinds)
+    return f"recipe {recipe.name}: {where}: no linear of the model matches '{pattern}'{hint}"

@@ -1,0 +1,170 @@
+"""The squared error of scales on the rows of a weight, and the best scale of every group: exact.
+
+The arithmetic is `octet.numerics.scaling`'s: the magnitude in float32, over the scale, to nearest
+even, saturated, times the scale. Differences are squared and summed in float64, always in one
+order, so that neither threads nor the CPU at hand change a result.
+
+`best_scales` gives what trying every candidate would, without trying those that cannot win. With e
+the least error so far, a candidate c loses for certain, and with it all beyond it, if
+
+- going down, the largest magnitude alone, which saturates, costs e: (amax - max·c)² grows as c
+  falls;
+- going up, the elements that become zero cost e: an element that is zero at c is so at any larger
+  scale, and its error is its square;
+- going up among powers of two, c is not the first that saturates nothing: every value of 2c's grid
+  up to max·c is on c's too, so no element comes closer.
+
+These hold for the computed numbers also, not only for the real ones: division, product, square and
+a sum of non-negative terms in a fixed order are all monotonic in floating point.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.observe.compiled import compiled, inlined
+
+__all__ = ["best_scales", "tile_errors"]
+
+_BLOCK = 16  # elements squared before they are summed; a fixed number becomes vector instructions
+_MAGIC = np.float32(1.5 * 2**23)  # adding and subtracting it rounds to an integer, ties to even
+_SIGNIFICAND = np.uint32(0xFFF00000)  # sign, exponent and the three first bits of a mantissa
+
+
+@inlined
+def _round(y: np.float32, e2m1: bool) -> np.float32:
+    """`y` >= 0 rounded to E2M1 or, otherwise, to E4M3: nearest even, saturating."""
+    if e2m1:
+        y = min(y, np.float32(6))
+        # Steps of 0.5 below 2, of 1 below 4, of 2 above.
+        step = np.float32(0.5)
+        inverse = np.float32(2)
+        if y >= np.float32(2):
+            step = np.float32(1)
+            inverse = np.float32(1)
+        if y >= np.float32(4):
+            step = np.float32(2)
+            inverse = np.float32(0.5)
+        return ((y * inverse + _MAGIC) - _MAGIC) * step
+    y = min(y, np.float32(448))
+    bits = np.float32(y).view(np.uint32)
+    odd = (bits >> np.uint32(20)) & np.uint32(1)
+    normal = np.uint32((bits + np.uint32(0x7FFFF) + odd) & _SIGNIFICAND).view(np.float32)
+    subnormal = ((y * np.float32(512) + _MAGIC) - _MAGIC) * np.float32(1 / 512)
+    return normal if y >= np.float32(2.0**-6) else subnormal
+
+
+@inlined
+def _load(
+    row: NDArray[np.float32], start: int, stop: int, magnitudes: NDArray[np.float32]
+) -> np.float32:
+    """Magnitudes of row[start:stop] into `magnitudes`, zeros behind; the largest is returned."""
+    largest = np.float32(0)
+    for k in range(stop - start):
+        magnitudes[k] = abs(row[start + k])
+        largest = max(largest, magnitudes[k])
+    for k in range(stop - start, magnitudes.size):
+        magnitudes[k] = np.float32(0)
+    return largest
+
+
+@inlined
+def _errors(
+    magnitudes: NDArray[np.float32],
+    scale: np.float32,
+    e2m1: bool,
+    squares: NDArray[np.float64],
+) -> tuple[float, float]:
+    """(error of all, the part of it from elements that become zero), float64."""
+    error = 0.0
+    lost = 0.0
+    for block in range(magnitudes.size // _BLOCK):
+        for k in range(_BLOCK):
+            magnitude = magnitudes[block * _BLOCK + k]
+            rounded = _round(magnitude / scale, e2m1)
+            difference = np.float64(magnitude) - np.float64(rounded * scale)
+            square = difference * difference
+            squares[k] = square
+            squares[_BLOCK + k] = square if rounded == np.float32(0) else 0.0
+        for k in range(_BLOCK):
+            error += squares[k]
+        for k in range(_BLOCK):
+            lost += squares[_BLOCK + k]
+    return error, lost
+
+
+@compiled
+def tile_errors(
+    x: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    rows: int,
+    columns: int,
+    e2m1: bool,
+    errors: NDArray[np.float64],
+) -> None:
+    """Fills `errors` [C, n, T]: candidate scales [C, ⌈n/rows⌉, T] on each tile of each row of x.
+
+    `x` is [n, K]; T tiles of `columns` elements make up a row.
+    """
+    magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    squares = np.empty(2 * _BLOCK)
+    for n in range(x.shape[0]):
+        for t in range(scales.shape[2]):
+            _load(x[n], t * columns, min((t + 1) * columns, x.shape[1]), magnitudes)
+            for c in range(scales.shape[0]):
+                scale = scales[c, n // rows, t]
+                errors[c, n, t] = _errors(magnitudes, scale, e2m1, squares)[0]
+
+
+@compiled
+def best_scales(
+    x: NDArray[np.float32],
+    columns: int,
+    candidates: NDArray[np.float32],
+    powers: bool,
+    e2m1: bool,
+    best: NDArray[np.int16],
+    errors: NDArray[np.float64],
+) -> None:
+    """Fills `best` [n, T] with each group's index of the candidate of least error; -1 if all zero.
+
+    `x` is [n, K] in groups of `columns`; `candidates` [C] ascend, and are powers of two if `powers`
+    says so. Of equals it takes the one tried first, from the least that saturates nothing upwards,
+    then downwards. `errors` [n] are those of the rows at their best.
+    """
+    magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    squares = np.empty(2 * _BLOCK)
+    largest = np.float32(6) if e2m1 else np.float32(448)
+    last = candidates.size - 1
+    for n in range(x.shape[0]):
+        errors[n] = 0.0
+        for t in range(best.shape[1]):
+            start = t * columns
+            amax = _load(x[n], start, min(start + columns, x.shape[1]), magnitudes)
+            if amax == np.float32(0):
+                best[n, t] = -1
+                continue
+            low = 0
+            first = last  # to be the least whose largest value is not below amax
+            while low < first:
+                middle = (low + first) // 2
+                if candidates[middle] * largest >= amax:
+                    first = middle
+                else:
+                    low = middle + 1
+            least = np.inf
+            for c in range(first, first + 1 if powers else last + 1):
+                error, lost = _errors(magnitudes, candidates[c], e2m1, squares)
+                if error < least:
+                    least = error
+                    best[n, t] = c
+                if lost >= least:
+                    break
+            for c in range(first - 1, -1, -1):
+                beyond = np.float64(amax) - np.float64(largest * candidates[c])
+                if beyond * beyond >= least:
+                    break
+                error = _errors(magnitudes, candidates[c], e2m1, squares)[0]
+                if error < least:
+                    least = error
+                    best[n, t] = c
+            errors[n] += least

@@ -1,0 +1,97 @@
+"""What a recipe does to an observed tensor, in one place for whatever describes it."""
+
+from dataclasses import dataclass
+
+from calibrate.histogram import Histogram
+from calibrate.scales.activations import find_scale
+from calibrate.scales.derive import kv_scale
+from octet.artifacts.calibration import Observation
+from octet.numerics import formats
+from octet.numerics.formats import Format
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+
+__all__ = ["Treatment", "treatment_of"]
+
+_PER = {"tensor": "per tensor", "channel": "per channel", "token": "per token"}
+_SCALES = {"float32": "", "e8m0": ", power-of-two scales", "e4m3": ", E4M3 scales"}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How the inputs of some linears (`scheme`) or the cache (`kv_cache`) are quantized.
+
+    Neither is set for inputs that stay in full precision. `query`: what meets the cache, rounded as
+    it is.
+    """
+
+    scheme: TensorScheme | None = None
+    kv_cache: KvCacheDtype | None = None
+    query: bool = False
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the elements; None in full precision or float16."""
+        if self.scheme is not None:
+            return formats.format_named(self.scheme.format)
+        return formats.FORMATS.get(self.kv_cache or "")
+
+    @property
+    def static(self) -> bool:
+        """Whether one stored scale decides the error, so that a histogram gives it exactly."""
+        if self.scheme is not None:
+            return not self.scheme.dynamic
+        return self.format is not None
+
+    @property
+    def stores_scale(self) -> bool:
+        """Whether some scale of it comes from the samples: a static one, or a global one."""
+        return self.static or (self.scheme is not None and self.scheme.two_level)
+
+    @property
+    def method(self) -> str:
+        """What chooses the stored scale."""
+        if self.scheme is not None:
+            return self.scheme.method
+        return "range" if self.kv_cache == "e5m2" else "max"
+
+    def scale(self, histogram: Histogram) -> float | None:
+        """The scale (of two levels, the global one) that these samples lead to; None if none."""
+        fmt = self.format
+        if fmt is None or not self.stores_scale:
+            return None
+        if self.kv_cache is not None:
+            return kv_scale(histogram, self.kv_cache)
+        assert self.scheme is not None
+        if self.scheme.two_level:
+            return find_scale(histogram, fmt, "max") / formats.E4M3.max
+        return find_scale(histogram, fmt, self.scheme.method, percentile=self.scheme.percentile)
+
+    def __str__(self) -> str:
+        if self.query:
+            return f"{self.kv_cache} where attention rounds queries, one scale a layer"
+        if self.kv_cache is not None:
+            known = self.format is not None
+            return (
+                f"{self.kv_cache} cache, one scale a layer" if known else f"{self.kv_cache} cache"
+            )
+        if self.scheme is None:
+            return "full precision"
+        scheme = self.scheme
+        per = _PER.get(scheme.granularity, f"per {scheme.group_size}")
+        when = "at run time" if scheme.dynamic else f"static ({scheme.method})"
+        whole = " under one static global scale" if scheme.two_level else ""
+        return f"{scheme.format} {per}, {when}{_SCALES[scheme.scale_format]}{whole}"
+
+
+def treatment_of(recipe: Recipe, observation: Observation) -> Treatment:
+    """Linears that share an input share its scheme; if a recipe divides them, a quantized one's."""
+    if observation.kind == "query":
+        e4m3 = recipe.kv_cache == "e4m3"
+        return Treatment(kv_cache="e4m3", query=True) if e4m3 else Treatment()
+    if observation.kind != "input":
+        return Treatment(kv_cache=recipe.kv_cache)
+    for consumer in observation.consumers:
+        schemes = recipe.scheme_of(consumer)
+        if schemes is not None:
+            return Treatment(scheme=schemes[1])
+    return Treatment()

@@ -1,0 +1,262 @@
+"""The scales of weights, by every method of every scheme; `real = stored * scale [* global]`.
+
+| method   | scale of a tile                                                                     |
+|----------|-------------------------------------------------------------------------------------|
+| max      | maps its largest magnitude to the largest value of the format, as ModelOpt does     |
+| mse      | float32: the best of 32 multiples of that, 16 an octave. E8M0: the best power of    |
+|          | two. E4M3 (NVFP4): the best of all 126 values                                       |
+| four_six | NVFP4: maps it to 6 or to 4, whichever errs less (arXiv 2512.02010)                 |
+
+The best is by squared error, and exact: nothing is sampled or estimated. A tile of zeros has scale
+1. A weight is read in slabs of rows, so that no copy of it is ever whole in memory.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.scales.group_search import best_scales, tile_errors
+from octet.errors import NumericsError
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear, ModelSpec
+from octet.numerics import formats, microscaling, scaling
+from octet.numerics.formats import E4M3, Float32Array, Format
+from octet.numerics.scaling import Granularity
+from octet.recipe import Recipe, TensorScheme
+from octet.storage.tensors import Tensor
+
+__all__ = ["WeightScale", "scale_of_weight", "weight_scales"]
+
+# Multiples of the absmax scale that `mse` tries for float32 scales, 16 an octave: the grid's phase
+# repeats every octave, and a weight's distribution has no tail worth clipping by more than half.
+_MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
+
+# The scale of the group that holds the largest magnitude of all. `max` takes 448, all that E4M3
+# has; the others leave room above, so that this group too may map it to 4 instead of 6
+# (arXiv 2512.02010: 256, as 256 * 6/4 = 384 is a value of E4M3 as well). The best of all global
+# scales would gain 0.006 dB more on the example model (benchmarks/fp4_weights.py).
+_LARGEST_SCALE = {"max": E4M3.max, "four_six": 256.0, "mse": 256.0}
+
+_SLAB = 1 << 19  # elements of a weight in float32 at a time, for each thread
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class WeightScale:
+    """The scale of one linear's weight, in the shape of its granularity, and its SQNR.
+
+    `global_scale` [] is there if the scheme has two levels; `scale` is then of E4M3's values.
+    """
+
+    scale: Float32Array
+    format: str
+    sqnr_db: float
+    global_scale: Float32Array | None = None
+
+
+def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str, WeightScale]]:
+    """Each quantized linear's name and scale; NumericsError names a weight that holds NaN or Inf.
+
+    Per-tensor scales, and global ones, are shared by linears that are fused when served (q/k/v,
+    gate/up).
+    """
+    with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
+        for scheme, linears in _fused(checkpoint.spec, recipe):
+            names = [f"{linear.name}.weight" for linear in linears]
+            weights = [_Weight(name, checkpoint.read(name), scheme, pool) for name in names]
+            for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
+                yield linear.name, found
+            checkpoint.release()
+
+
+def scale_of_weight(name: str, tensor: Tensor, scheme: TensorScheme) -> WeightScale:
+    """The scale of one weight [N, K] that shares it with no other."""
+    with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
+        return _scales_of([_Weight(name, tensor, scheme, pool)], scheme)[0]
+
+
+def _fused(spec: ModelSpec, recipe: Recipe) -> Iterable[tuple[TensorScheme, list[Linear]]]:
+    """The quantized linears, those that share a scale or a global scale together."""
+    groups: dict[tuple[str, TensorScheme], list[Linear]] = {}
+    for linear in spec.linears():
+        schemes = recipe.scheme_of(linear.name)
+        if schemes is not None:
+            weights, _ = schemes
+            shared = weights.granularity == "tensor" or weights.two_level
+            groups.setdefault((linear.input if shared else linear.name, weights), []).append(linear)
+    return ((scheme, linears) for (_, scheme), linears in groups.items())
+
+
+class _Weight:
+    """One weight [N, K] under a scheme, read slab by slab."""
+
+    def __init__(
+        self, name: str, tensor: Tensor, scheme: TensorScheme, pool: ThreadPoolExecutor
+    ) -> None:
+        self.name = name
+        self.granularity = Granularity.of(scheme.granularity, scheme.group_size)
+        self.e2m1 = scheme.format == "e2m1"
+        self._tensor = tensor
+        self._pool = pool
+        self.columns = self.granularity.columns or tensor.shape[1]  # of a tile
+        self.scale_shape = self.granularity.scale_shape(tensor.shape)
+
+    def tile_absmax(self) -> Float32Array:
+        """The largest magnitude of each tile, in the shape of the scales."""
+        granularity = self.granularity
+        parts = self._map(lambda _, x: scaling.absmax(x, granularity))
+        return np.concatenate(parts) if granularity.rows else np.max(np.stack(parts), axis=0)
+
+    def totals(self) -> tuple[float, float]:
+        """The largest magnitude of all, and the sum of squares."""
+        parts = self._map(lambda _, x: (float(scaling.absmax(x, scaling.TENSOR)), _power(x)))
+        return max(amax for amax, _ in parts), sum(power for _, power in parts)
+
+    def errors(self, scales: Float32Array) -> NDArray[np.float64]:
+        """The squared error of candidate scales [C, *scale_shape] in each tile, in their shape."""
+        rows = self.granularity.rows
+        candidates = scales.reshape(len(scales), -1, self.scale_shape[-1] if rows else 1)
+
+        def of(part: slice, x: Float32Array) -> NDArray[np.float64]:
+            tile_rows = rows or len(x)
+            own = candidates
+            if rows is not None:
+                own = own[:, part.start // rows : -(-part.stop // rows)]
+            errors = np.empty((len(candidates), len(x), candidates.shape[2]))
+            tile_errors(x, own, tile_rows, self.columns, self.e2m1, errors)
+            if tile_rows == 1:
+                return errors
+            return np.add.reduceat(errors, np.arange(0, len(x), tile_rows), axis=1)
+
+        parts = self._map(of)
+        whole = np.concatenate(parts, axis=1) if rows else np.sum(parts, axis=0)
+        return np.asarray(whole).reshape(scales.shape)
+
+    def sweep(
+        self, candidates: Float32Array, *, powers: bool
+    ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+        """(index of the best candidate of each group, -1 if all zero; the errors of the rows)."""
+
+        def of(part: slice, x: Float32Array) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+            best = np.empty((len(x), self.scale_shape[1]), np.int16)
+            errors = np.empty(len(x))
+            best_scales(x, self.columns, candidates, powers, self.e2m1, best, errors)
+            return best, errors
+
+        parts = self._map(of)
+        return np.concatenate([best for best, _ in parts]), np.concatenate([e for _, e in parts])
+
+    def _map(self, function: Callable[[slice, Float32Array], R]) -> list[R]:
+        """`function(rows, x[rows])` of every slab, in order; each holds whole tiles."""
+        height, width = self._tensor.shape
+        tile = self.granularity.rows or 1
+        step = max(1, _SLAB // (max(1, width) * tile)) * tile
+        parts = [slice(at, min(at + step, height)) for at in range(0, height, step)]
+
+        def of(part: slice) -> R:
+            codes = self._tensor.codes[part]
+            return function(part, Tensor(self._tensor.dtype, codes).float32())
+
+        try:
+            return list(self._pool.map(of, parts))
+        except NumericsError:  # says how many of the whole weight
+            scaling.absmax(self._tensor.float32(), scaling.TENSOR, name=self.name)
+            raise
+
+
+def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale]:
+    """The scales of linears that share what the scheme has to share."""
+    fmt = formats.format_named(scheme.format)
+    totals = [weight.totals() for weight in weights]
+    shared = None
+    if scheme.two_level:
+        amax = max(amax for amax, _ in totals)
+        shared = microscaling.global_scale(amax, fmt, largest=_LARGEST_SCALE[scheme.method])
+    if scheme.method == "mse" and scheme.scale_format != "float32":
+        found = [_swept(weight, scheme, shared) for weight in weights]
+    else:
+        found = _compared(weights, scheme, fmt, shared)
+    return [
+        WeightScale(scale, scheme.format, _sqnr_db(power, error), shared)
+        for (scale, error), (_, power) in zip(found, totals, strict=True)
+    ]
+
+
+def _swept(
+    weight: _Weight, scheme: TensorScheme, shared: Float32Array | None
+) -> tuple[Float32Array, float]:
+    """The best of every representable scale, and its squared error."""
+    if shared is None:
+        values = np.ldexp(np.float32(1), np.arange(-127, 128)).astype(np.float32)
+    else:
+        values = formats.grid(E4M3)[1:]
+    best, errors = weight.sweep(microscaling.combined(values, shared), powers=shared is None)
+    scale = np.where(best < 0, np.float32(1), values[best])
+    return scale, float(errors.sum())
+
+
+def _compared(
+    weights: list[_Weight], scheme: TensorScheme, fmt: Format, shared: Float32Array | None
+) -> list[tuple[Float32Array, float]]:
+    """The best of a few scales of each tile, and its squared error; of equals, the first."""
+    amax = [weight.tile_absmax() for weight in weights]
+    if scheme.granularity == "tensor":
+        amax = [np.max(np.stack(amax), axis=0)] * len(weights)
+    candidates = [_candidates(tile, scheme, fmt, shared) for tile in amax]
+    errors = [
+        weight.errors(microscaling.combined(scales, shared))
+        for weight, scales in zip(weights, candidates, strict=True)
+    ]
+    judged = errors
+    if scheme.granularity == "tensor":
+        judged = [np.sum(errors, axis=0)] * len(weights)
+    results = []
+    for scales, own, by in zip(candidates, errors, judged, strict=True):
+        best = np.argmin(by, axis=0)[None]
+        error = float(np.take_along_axis(own, best, axis=0).sum())
+        results.append((np.take_along_axis(scales, best, axis=0)[0], error))
+    return results
+
+
+def _candidates(
+    amax: Float32Array, scheme: TensorScheme, fmt: Format, shared: Float32Array | None
+) -> Float32Array:
+    """[C, *amax.shape] the scales that are tried for tiles of that largest magnitude."""
+    if shared is not None:
+        targets = (6.0, 4.0) if scheme.method == "four_six" else (6.0,)
+        scales = np.stack([_two_level(amax, shared, target) for target in targets])
+    elif scheme.scale_format == "e8m0":
+        scales = microscaling.power_of_two_scales(amax, fmt)[None]
+    else:
+        largest = np.asarray(scaling.scale_from_absmax(amax, fmt), np.float32)
+        multiples = _MULTIPLES if scheme.method == "mse" else (1.0,)
+        scales = np.stack([largest * np.float32(multiple) for multiple in multiples])
+        scales = np.maximum(scales, np.finfo(np.float32).tiny)
+    return np.where(amax == 0, np.float32(1), scales).astype(np.float32)
+
+
+def _two_level(amax: Float32Array, shared: Float32Array, target: float) -> Float32Array:
+    """E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
+    scale = amax / (np.float32(target) * shared)
+    return formats.round_to(np.maximum(scale, np.float32(microscaling.LEAST_E4M3)), E4M3)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _power(x: Float32Array) -> float:
+    return float(np.square(x, dtype=np.float64).sum())
+
+
+def _sqnr_db(power: float, error: float) -> float:
+    return float(10 * np.log10(power / error)) if error > 0 else float("inf")

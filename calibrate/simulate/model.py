@@ -1,0 +1,248 @@
+"""A transformers model that computes as it would be served quantized, without a server.
+
+Weights are replaced by what their codes decode to, what each linear reads is rounded before it
+reads it, and keys and values are rounded where they enter the cache. The products themselves stay
+in the model's own dtype: float32 gives what an exact kernel gives, bfloat16 adds its own noise.
+It costs a second copy of the weights that are quantized, and some passes over each linear's input.
+
+`simulate` is for a whole model in memory. Its parts are for one decoder layer each, so that a model
+may be swept layer by layer: `decoded_weights` and `replace_weights`, `round_inputs`, and
+`calibrate.simulate.cache.round_attention`.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from calibrate.decoder.experts import expert_weights, tap_experts
+from calibrate.decoder.rounding import fake_quantize
+from calibrate.simulate.cache import CacheRounding, round_attention
+from calibrate.simulate.scales import DeviceScales, Scales, Watch
+from octet.model.spec import ModelSpec
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+
+__all__ = [
+    "Scales",
+    "Schemes",
+    "Watch",
+    "decoded_weights",
+    "layer_weights",
+    "module_schemes",
+    "replace_weights",
+    "round_inputs",
+    "simulate",
+    "simulate_modules",
+]
+
+Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by module
+
+
+@contextmanager
+def simulate(model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales) -> Iterator[None]:
+    """While active, `model` computes as `recipe` with `scales` serves it; then as before, exactly.
+
+    `scales` are those of a calibration. Any forward pass of the model will do, with a cache or
+    without one. KeyError names a scale that is missing.
+    """
+    with simulate_modules(model, spec, module_schemes(spec, recipe), scales, recipe.kv_cache):
+        yield
+
+
+def module_schemes(
+    spec: ModelSpec, recipe: Recipe, only: Collection[str] | None = None
+) -> dict[str, tuple[TensorScheme, TensorScheme]]:
+    """The schemes of each linear that `recipe` quantizes, of those in `only` if given."""
+    named = ((linear.name, recipe.scheme_of(linear.name)) for linear in spec.linears())
+    return {
+        name: scheme
+        for name, scheme in named
+        if scheme is not None and (only is None or name in only)
+    }
+
+
+@contextmanager
+def simulate_modules(
+    model: Any,
+    spec: ModelSpec,
+    schemes: Schemes,
+    scales: Scales,
+    kv_cache: KvCacheDtype | None,
+    *,
+    watch: Watch | None = None,
+) -> Iterator[None]:
+    """`simulate` for some modules alone: linears, `lm_head`, `model.embed_tokens` (weights alone).
+
+    `kv_cache` None leaves keys and values as they are. Experts run one by one in any case, see
+    `calibrate.decoder.experts.tap_experts`.
+    """
+    found = DeviceScales(scales, model.device)
+    layers = {spec.layer(index): dict[str, Any]() for index in range(spec.layers)}
+    others: dict[str, Any] = {}
+    for name, pair in schemes.items():
+        layers.get(".".join(name.split(".")[:3]), others)[name] = pair
+    with ExitStack() as stack:
+        for name, pair in others.items():
+            module = model.get_submodule(name)
+            weights = decoded_weights({name: module.weight}, {name: pair}, found)
+            stack.enter_context(_parameter(module, "weight", weights[name]))
+            if isinstance(module, nn.Linear):
+                rounder = _Inputs(f"{name}.input", name, pair[1], found, watch)
+                rounder.readers = 1
+                stack.enter_context(module.register_forward_pre_hook(rounder.hook))
+        for index, (prefix, mine) in enumerate(layers.items()):
+            layer = model.get_submodule(prefix)
+            weights = decoded_weights(layer_weights(layer, prefix, spec, mine), mine, found)
+            stack.enter_context(replace_weights(layer, prefix, spec, weights))
+            stack.enter_context(round_inputs(layer, index, spec, mine, found, watch))
+            if kv_cache is not None:
+                rounding = CacheRounding(kv_cache)
+                stack.enter_context(round_attention(layer, prefix, rounding, found, watch))
+        yield
+
+
+def layer_weights(
+    layer: nn.Module, prefix: str, spec: ModelSpec, names: Collection[str]
+) -> dict[str, Tensor]:
+    """The weights [N, K] of the linears `names` of decoder layer `prefix`: views, not copies."""
+    experts = expert_weights(layer, prefix, spec) if any(".experts." in x for x in names) else {}
+    return {
+        name: experts[name]
+        if name in experts
+        else layer.get_parameter(f"{name.removeprefix(f'{prefix}.')}.weight")
+        for name in names
+    }
+
+
+@torch.no_grad()
+def decoded_weights(
+    weights: Mapping[str, Tensor], schemes: Schemes, scales: DeviceScales
+) -> dict[str, Tensor]:
+    """What the codes of `weights` decode to, in their shape and dtype; KeyError names a scale."""
+    return {
+        name: fake_quantize(
+            weight,
+            schemes[name][0],
+            scales.need(f"{name}.weight_scale"),
+            scales.get(f"{name}.weight_global_scale"),
+        )
+        for name, weight in weights.items()
+    }
+
+
+@contextmanager
+def replace_weights(
+    layer: nn.Module, prefix: str, spec: ModelSpec, weights: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """While active, linears of `layer` have `weights` [N, K], in the dtype of their own."""
+    with ExitStack() as stack:
+        mine = [name for name in weights if ".experts." in name]
+        if mine:  # they are fused: all of the layer's are copied
+            experts: Any = layer.get_submodule("mlp.experts")
+            for fused in ("gate_up_proj", "down_proj"):
+                stack.enter_context(_parameter(experts, fused, getattr(experts, fused).clone()))
+            views = expert_weights(layer, prefix, spec)
+            for name in mine:
+                views[name].copy_(weights[name])
+        for name in weights.keys() - set(mine):
+            module: Any = layer.get_submodule(name.removeprefix(f"{prefix}."))
+            weight = weights[name].to(module.weight.dtype)
+            stack.enter_context(_parameter(module, "weight", weight))
+        yield
+
+
+@contextmanager
+def round_inputs(
+    layer: nn.Module,
+    index: int,
+    spec: ModelSpec,
+    schemes: Schemes,
+    scales: DeviceScales,
+    watch: Watch | None = None,
+) -> Iterator[None]:
+    """While active, what the linears in `schemes` read in decoder layer `index` is rounded.
+
+    All `schemes` are of that layer; {} rounds nothing. Experts run one by one in any case.
+    """
+    prefix = spec.layer(index)
+    with ExitStack() as stack:
+        rounders: dict[Any, _Inputs] = {}
+        by_name: dict[str, _Inputs] = {}  # of experts, by observation
+        inputs = {linear.name: linear.input for linear in spec.linears(index)}
+        for name, (_, scheme) in schemes.items():
+            rounder = _Inputs(inputs[name], name, scheme, scales, watch)
+            rounder = rounders.setdefault(rounder.key, rounder)
+            by_name[inputs[name]] = rounder
+            rounder.readers += 1
+            if ".experts." not in name:
+                module = layer.get_submodule(name.removeprefix(f"{prefix}."))
+                stack.enter_context(module.register_forward_pre_hook(rounder.hook))
+        if index in spec.sparse_layers:
+            stack.enter_context(tap_experts(layer, prefix, spec, _tap(by_name)))
+        yield
+
+
+class _Inputs:
+    """Rounds one tensor for each of its `readers` (q, k and v, say), computing it once."""
+
+    def __init__(
+        self,
+        observed: str,
+        linear: str,
+        scheme: TensorScheme,
+        scales: DeviceScales,
+        watch: Watch | None,
+    ) -> None:
+        self.readers = 0
+        self._name, self._scheme, self._watch = observed, scheme, watch
+        self._scale = scales.get(f"{linear}.input_scale")
+        self._global_scale = scales.get(f"{linear}.input_global_scale")
+        if not scheme.dynamic:
+            scales.need(f"{linear}.input_scale")
+        self._last: tuple[Tensor, Tensor] | None = None  # as it came, and rounded
+        self._reads = 0
+
+    @property
+    def key(self) -> Any:
+        """Equal for linears whose input is rounded in the same way."""
+        return self._name, self._scheme, _number(self._scale), _number(self._global_scale)
+
+    def hook(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        if self._last is None or self._last[0] is not x:
+            self._last, self._reads = (x, self.round(x)), 0
+        rounded = self._last[1]
+        self._reads += 1
+        if self._reads == self.readers:
+            self._last = None  # so that it lives no longer than it must
+        return (rounded, *args[1:])
+
+    def round(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        rounded = fake_quantize(x, self._scheme, self._scale, self._global_scale)
+        if self._watch is not None:
+            self._watch(self._name, x, rounded, index)
+        return rounded
+
+
+def _tap(rounders: Mapping[str, _Inputs]) -> Callable[[str, Tensor, Tensor], Tensor]:
+    def tap(name: str, rows: Tensor, index: Tensor) -> Tensor:
+        return rounders[name].round(rows, index) if name in rounders else rows
+
+    return tap
+
+
+@contextmanager
+def _parameter(module: Any, name: str, value: Tensor) -> Iterator[None]:
+    """Another parameter in its place; the very object comes back, and ties to it hold."""
+    before = getattr(module, name)
+    setattr(module, name, nn.Parameter(value.detach(), requires_grad=False))
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _number(scale: Tensor | None) -> float | None:
+    return None if scale is None else float(scale)

@@ -1,0 +1,176 @@
+"""What a recipe is expected to cost on the golden prompts, and say to them, by how it is served.
+
+Each hypothesis is simulated layer by layer (`calibrate.simulate.run`). What is compared is
+what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the prompt,
+of the paths that engines take, with a range (`octet.proof.expected_range`); `hypotheses.octet` the
+log-probabilities of the reference's likeliest tokens, at every position, of every hypothesis.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from calibrate.simulate.run import Answers, Weights, simulated
+from calibrate.simulate.scales import Scales
+from calibrate.simulate.scenarios import hypotheses_of, serving_paths
+from octet.artifacts.golden import POSITIONS, GoldenSet, top_k_divergence
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ExpectedSet, ServingPath
+from octet.model.checkpoint import Checkpoint
+from octet.progress import progress_bar
+from octet.proof.expected_range import expectations
+from octet.recipe import Recipe
+
+__all__ = [
+    "Prediction",
+    "Weights",
+    "expected_divergence",
+    "hypotheses",
+    "predict",
+    "serving_paths",
+]
+
+_LOGITS_BYTES = 128 << 20  # of float64 logits in memory at a time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What serving a recipe costs, and what each hypothesis of it says."""
+
+    expected: ExpectedSet
+    hypotheses: HypothesisSet
+
+
+def predict(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    paths: Sequence[ServingPath] | None = None,
+    *,
+    weights: Weights | None = None,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> ExpectedSet:
+    """What each of `paths` (`serving_paths`, if not given) is expected to cost.
+
+    `scales` are those of a calibration. `weights` puts those of an export in their place.
+    `advance` is told tokens as work is done, which add up to those of the golden prompts.
+    KeyError names a scale that is missing.
+    """
+    chosen = [Hypothesis(path=path) for path in (serving_paths(recipe) if paths is None else paths)]
+    runs = simulated(
+        checkpoint,
+        recipe,
+        scales,
+        golden,
+        chosen,
+        weights=weights,
+        device=device,
+        advance=advance,
+    )
+    return _Found(recipe, golden, runs).expected([x.path for x in chosen])
+
+
+def hypotheses(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    chosen: Sequence[Hypothesis] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> HypothesisSet:
+    """What each of `chosen` (`hypotheses_of`, if not given) says to the golden prompts.
+
+    As `predict` for the rest. A record to which a hypothesis answers no number is NaN, as one that
+    it was not simulated on; a hypothesis without any record is left out.
+    """
+    if chosen is None:
+        chosen = hypotheses_of(checkpoint.spec, recipe, scales)
+    runs = simulated(checkpoint, recipe, scales, golden, chosen, device=device, advance=advance)
+    return _Found(recipe, golden, runs).hypotheses(chosen)
+
+
+def expected_divergence(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    *,
+    device: torch.device | str = "cpu",
+    console: Console | None = None,
+) -> Prediction | None:
+    """`predict` for every path and `hypotheses`, of the same runs, with a progress bar.
+
+    None for an architecture that Octet does not know: where its attention is, it does not either.
+    """
+    if checkpoint.spec.generic:
+        return None
+    tokens = sum(len(record.prompt_token_ids) for record in golden.records)
+    chosen = hypotheses_of(checkpoint.spec, recipe, scales)
+    with progress_bar(console, "Expected divergence", tokens) as advance:
+        runs = simulated(checkpoint, recipe, scales, golden, chosen, device=device, advance=advance)
+        found = _Found(recipe, golden, runs)
+    return Prediction(found.expected(serving_paths(recipe)), found.hypotheses(chosen))
+
+
+class _Found:
+    """What runs say at each position, and how far it is from the reference after the prompt."""
+
+    def __init__(self, recipe: Recipe, golden: GoldenSet, runs: Iterable[Answers]) -> None:
+        self._recipe, self._golden = recipe, golden
+        most = max((len(t.token_ids) for r in golden.records for t in r.tops), default=0)
+        self._tokens = np.full((len(golden.records), POSITIONS, most), -1)
+        for number, record in enumerate(golden.records):
+            for position, top in enumerate(record.tops):
+                self._tokens[number, position, : len(top.token_ids)] = top.token_ids
+        self._logprobs: dict[Hypothesis, list[NDArray[np.float32]]] = {}
+        self._divergences: dict[ServingPath, list[NDArray[np.float64]]] = {}
+        for run in runs:
+            self._add(run)
+
+    def expected(self, paths: Sequence[ServingPath]) -> ExpectedSet:
+        found = {path: np.array(self._divergences[path]) for path in paths}
+        return ExpectedSet(recipe=self._recipe.name, expectations=tuple(expectations(found)))
+
+    def hypotheses(self, chosen: Sequence[Hypothesis]) -> HypothesisSet:
+        found = {hypothesis: np.stack(self._logprobs[hypothesis]) for hypothesis in chosen}
+        told = {h: values for h, values in found.items() if not np.isnan(values).all()}
+        return HypothesisSet(self._golden.weights_sha256, self._recipe.name, told)
+
+    def _add(self, run: Answers) -> None:
+        logprobs = np.full(self._tokens.shape, np.nan, np.float32)
+        divergences = np.full(len(self._golden.records), np.nan)
+        step = max(1, _LOGITS_BYTES // (8 * run.model.spec.vocab_size))
+        for start in range(0, len(run.records), step):
+            part = slice(start, start + step)
+            records, positions = run.records[part], run.positions[part]
+            (logits,) = run.model.logits([run.hidden[None, part]])
+            told = logits[0].double().log_softmax(-1)
+            wanted = torch.from_numpy(self._tokens[records, positions])
+            picked = told.gather(-1, wanted.clamp(min=0).to(told.device)).cpu().numpy()
+            logprobs[records, positions] = np.where(wanted.numpy() < 0, np.nan, picked)
+            if run.hypothesis.fault is None:
+                for row in np.flatnonzero(positions == 0):
+                    divergences[records[row]] = self._divergence(int(records[row]), told[row])
+        asked = np.zeros(self._tokens.shape, np.bool_)
+        asked[run.records, run.positions] = True
+        broken = (asked & (self._tokens >= 0) & ~np.isfinite(logprobs)).any(axis=(1, 2))
+        logprobs[broken] = np.nan
+        self._logprobs.setdefault(run.hypothesis, []).append(logprobs)
+        if run.hypothesis.fault is None:
+            self._divergences.setdefault(run.hypothesis.path, []).append(divergences)
+
+    def _divergence(self, number: int, logprobs: Tensor) -> float:
+        """What an API that returns as many log-probabilities as the record holds would show."""
+        record = self._golden.records[number]
+        top = logprobs.topk(len(record.top))
+        served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return top_k_divergence(record.top, served)

@@ -1,0 +1,241 @@
+"""Hypotheses through all layers together, over the golden prompts and what the reference answered.
+
+Weights are decoded once a layer and shared by all; in memory are one layer, in each dtype that is
+computed in, and hidden states (`STATES_BYTES` of them at a time). A sequence is a prompt and the
+first POSITIONS - 1 tokens of its continuation, so that one pass gives every position that a server
+is compared at; positions are causal, so the first is that of the prompt alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.loading import ComputeDtype
+from calibrate.samples.golden_batches import golden_batches
+from calibrate.simulate.cache import round_attention
+from calibrate.simulate.faults import (
+    TakenScales,
+    cache_rounding,
+    changes_weights,
+    faulty_weights,
+)
+from calibrate.simulate.model import (
+    Schemes,
+    decoded_weights,
+    layer_weights,
+    module_schemes,
+    replace_weights,
+    round_inputs,
+)
+from calibrate.simulate.packed import Pack, packs
+from calibrate.simulate.scales import DeviceScales, Scales
+from calibrate.simulate.schedule import Run, fault_records, planned
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import Hypothesis
+from octet.model.checkpoint import Checkpoint
+from octet.progress import Spread
+from octet.recipe import Recipe
+
+__all__ = ["Answers", "Weights", "simulated"]
+
+_TOKENS = {"cpu": 512, "cuda": 16384}  # in a batch: what stays in a cache, what fills a GPU
+_TOGETHER = 2  # so many times as many are packed in a row, where no padding is
+_KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a sweep
+
+# weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
+Weights = Callable[[str], NDArray[np.float32] | None]
+
+
+@dataclass
+class Answers:
+    """The last hidden states of one run of a hypothesis at the positions of its records.
+
+    `hidden` [n, H] is of record `records[i]` at position `positions[i]`.
+    """
+
+    hypothesis: Hypothesis
+    hidden: Tensor
+    records: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    model: LayeredModel = field(repr=False)
+
+
+def simulated(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    scales: Scales,
+    golden: GoldenSet,
+    chosen: Sequence[Hypothesis],
+    *,
+    weights: Weights | None = None,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[Answers]:
+    """Each run of each of `chosen`: repeats of one follow each other; faults come after paths.
+
+    `advance` is told tokens as work is done, which add up to those of the golden prompts.
+    """
+    bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
+    plans = list(planned(chosen, bench.nbytes))
+    steps = sum(checkpoint.spec.layers - run.start for plan in plans for run in plan)
+    total = sum(len(record.prompt_token_ids) for record in golden.records)
+    progress = Spread(advance, total, steps)
+    for plan in plans:
+        bench.sweep(plan, progress)
+        for run in plan:
+            if not run.carrier:
+                yield bench.answers(run)
+            run.states.clear()
+
+
+class _Bench:
+    """What all sweeps share: packs of records, models, scales."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        scales: Scales,
+        golden: GoldenSet,
+        weights: Weights | None,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
+        self._given, self._device = weights, device
+        self._taken = TakenScales(scales, recipe, device)
+        self._honest = DeviceScales(scales, device)
+        self._schemes = module_schemes(self._spec, recipe)
+        self._models: dict[ComputeDtype, LayeredModel] = {}
+        self._golden = golden
+        ours = fault_records(golden)
+        rest = sorted(set(range(len(golden.records))) - set(ours))
+        most = _TOKENS.get(device.type, _TOKENS["cuda"])
+        together, padded = most * _TOGETHER, self._spec.generic
+        self._few, others = (
+            packs(golden_batches(golden, part, most), golden, together, device, padded=padded)
+            for part in (ours, rest)
+        )
+        self._packs = self._few + others
+
+    def nbytes(self, run: Run) -> int:
+        """Of its hidden states."""
+        tokens = sum(pack.tokens for pack in self._of(run))
+        itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
+        return tokens * self._spec.hidden_size * itemsize
+
+    def sweep(self, runs: Sequence[Run], progress: Spread) -> None:
+        """Layer by layer."""
+        names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
+        models = [self._model(name) for name in names]
+        self._begin(runs)
+        for pairs in zip(*(model.sweep() for model in models), strict=True):
+            index = pairs[0][0]
+            layers = {name: layer for name, (_, layer) in zip(names, pairs, strict=True)}
+            self._start(runs, index)
+            started = [run for run in runs if run.start <= index]
+            self._layer(index, layers, started)
+            progress.step(len(started))
+
+    def answers(self, run: Run) -> Answers:
+        """What a finished run says at the positions of its records."""
+        records, positions = (
+            np.concatenate(found)
+            for found in zip(*((pack.records, pack.at) for pack in self._of(run)), strict=True)
+        )
+        model = self._model(run.hypothesis.path.compute)
+        return Answers(run.hypothesis, torch.cat(run.states, 1)[0], records, positions, model)
+
+    def _of(self, run: Run) -> list[Pack]:
+        return self._packs if run.whole else self._few
+
+    def _begin(self, runs: Sequence[Run]) -> None:
+        """Gives those that start with the first layer their embeddings, which equal ones share."""
+        made: dict[tuple[Any, ...], list[Tensor]] = {}
+        for run in runs:
+            key = (run.hypothesis.path.compute, run.repeat, run.whole)
+            if run.start == 0:
+                run.states = made[key] = made.get(key) or self._embed(run)
+
+    def _start(self, runs: Sequence[Run], index: int) -> None:
+        """Gives those that start here the states of their path."""
+        for run in runs:
+            if run.start == index and index:
+                path = Hypothesis(path=run.hypothesis.path)
+                honest = next(x for x in runs if x.hypothesis == path and x.repeat == 0)
+                run.states = honest.states[: len(self._few)]
+
+    def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
+        prefix = self._spec.layer(index)
+        mine = {n: pair for n, pair in self._schemes.items() if n.startswith(f"{prefix}.")}
+        decoded: dict[str, Tensor] = {}
+        if any(run.hypothesis.path.weights for run in runs):
+            decoded = self._weights(next(iter(layers.values())), prefix, mine)
+        # Runs that multiply with the same weights, in one dtype, come one after the other.
+        groups: dict[tuple[Any, ...], list[Run]] = {}
+        for run in runs:
+            hypothesis = run.hypothesis
+            faulty = hypothesis.fault if changes_weights(hypothesis, index) else None
+            key = (hypothesis.path.compute, hypothesis.path.weights, faulty)
+            groups.setdefault(key, []).append(run)
+        for (dtype, quantized, faulty), group in groups.items():
+            weights = decoded if quantized else {}
+            if faulty is not None:
+                hypothesis = group[0].hypothesis
+                weights = faulty_weights(decoded, mine, self._honest, self._spec, hypothesis)
+            layer = layers[dtype]
+            model = self._model(dtype)
+            with replace_weights(layer, prefix, self._spec, weights):
+                for run in group:
+                    with self._rounding(layer, index, mine, run.hypothesis):
+                        run.states = [
+                            pack.finish(model, layer, states)
+                            if index == self._spec.layers - 1
+                            else pack.forward(model, layer, states)
+                            for pack, states in zip(self._of(run), run.states, strict=True)
+                        ]
+
+    def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
+        """float32, of the quantized linears of a layer, decoded."""
+        given = {name: self._given(name) for name in schemes} if self._given is not None else {}
+        found = {
+            name: torch.from_numpy(np.asarray(weight, np.float32)).to(self._device)
+            for name, weight in given.items()
+            if weight is not None
+        }
+        left = {name: pair for name, pair in schemes.items() if name not in found}
+        for name, own in layer_weights(layer, prefix, self._spec, left).items():
+            found |= decoded_weights({name: own.float()}, left, self._honest)
+        return found
+
+    @contextmanager
+    def _rounding(
+        self, layer: Any, index: int, schemes: Schemes, hypothesis: Hypothesis
+    ) -> Iterator[None]:
+        prefix, scales = self._spec.layer(index), self._taken.of(hypothesis)
+        rounded = schemes if hypothesis.path.activations else {}
+        cache = cache_rounding(hypothesis, self._recipe)
+        with (
+            round_inputs(layer, index, self._spec, rounded, scales),
+            round_attention(layer, prefix, cache, scales),
+        ):
+            yield
+
+    def _model(self, dtype: ComputeDtype) -> LayeredModel:
+        if dtype not in self._models:
+            self._models[dtype] = LayeredModel(
+                self._checkpoint, dtype, self._device, keep_bytes=_KEPT_BYTES
+            )
+        return self._models[dtype]
+
+    def _embed(self, run: Run) -> list[Tensor]:
+        """The embeddings of each pack [1, n, H]; but for the first repeat, a last bit off."""
+        model = self._model(run.hypothesis.path.compute)
+        noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
+        return [pack.embed(model, noise) for pack in self._of(run)]

@@ -1,0 +1,36 @@
+"""What the parts of a simulation share: the scales, where the model is, and who watches."""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["DeviceScales", "Scales", "Watch"]
+
+Scales: TypeAlias = Mapping[str, NDArray[np.float32]]  # keyed as in `octet.artifacts.calibration`
+
+# watch(name, x, rounded, index): what was rounded, before and after, as
+# `octet.artifacts.calibration` names it. x is [B, T, ...] of a batch; or, for an expert, [n, K] of
+# the tokens `index` of B*T.
+Watch: TypeAlias = Callable[[str, Tensor, Tensor, Tensor | None], None]
+
+
+class DeviceScales:
+    """The scales of a calibration as tensors on `device`."""
+
+    def __init__(self, scales: Scales, device: torch.device) -> None:
+        self._scales, self.device = scales, device
+
+    def get(self, name: str) -> Tensor | None:
+        found = self._scales.get(name)
+        return None if found is None else torch.from_numpy(np.asarray(found)).to(self.device)
+
+    def need(self, name: str) -> Tensor:
+        """KeyError names a scale that is missing."""
+        found = self.get(name)
+        if found is None:
+            raise KeyError(name)
+        return found

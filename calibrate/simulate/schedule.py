@@ -1,0 +1,78 @@
+"""Which runs a simulation of hypotheses takes, and which of them go through the layers together.
+
+Paths run over all records, `REPEATS` times; faults over `FAULT_RECORDS` of them, evenly spaced by
+length, once. Those records are in batches of their own, so that a fault of one layer starts from
+what the honest path gave before that layer, to the bit, and runs the layers from there alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import Hypothesis
+
+__all__ = ["REPEATS", "Run", "fault_records", "planned"]
+
+REPEATS = 2
+FAULT_RECORDS = 24
+STATES_BYTES = 512 << 20  # hidden states in memory at a time
+
+
+def fault_records(golden: GoldenSet) -> list[int]:
+    """Those that faults are simulated on, evenly spaced by length."""
+    lengths = [len(record.prompt_token_ids) for record in golden.records]
+    order = sorted(range(len(lengths)), key=lambda n: lengths[n])
+    last = len(order) - 1
+    at = np.linspace(0, last, min(len(order), FAULT_RECORDS)).round().astype(int)
+    return sorted(order[n] for n in at)
+
+
+@dataclass
+class Run:
+    """A hypothesis, once: its hidden states [1, n, H] of each pack, after the layers so far; after
+    the last layer [1, m, H], of what is compared.
+
+    Of a fault's records alone if not `whole`. A `carrier` is a path that is run for the faults that
+    start from it. `start` is the first layer that is not as in the path without the fault.
+    """
+
+    hypothesis: Hypothesis
+    repeat: int = 0
+    whole: bool = True
+    carrier: bool = False
+    start: int = 0
+    states: list[Tensor] = field(default_factory=list)
+
+
+def planned(chosen: Sequence[Hypothesis], nbytes: Callable[[Run], int]) -> Iterator[list[Run]]:
+    """Runs whose hidden states fit in `STATES_BYTES` together, or are of one hypothesis."""
+    order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
+    part: list[Run] = []
+    for hypothesis in order:
+        if hypothesis.fault is None:
+            runs = [Run(hypothesis, repeat) for repeat in range(REPEATS)]
+        else:
+            runs = [Run(hypothesis, whole=False, start=_first_layer(hypothesis))]
+        needed = runs + _carriers(part, runs)
+        if part and sum(map(nbytes, part + needed)) > STATES_BYTES:
+            yield part
+            part, needed = [], runs + _carriers([], runs)
+        part += needed
+    if part:
+        yield part
+
+
+def _carriers(part: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """The paths that `runs` start from, where `part` has none yet."""
+    honest = {run.hypothesis.path for run in part if run.hypothesis.fault is None}
+    wanted = {run.hypothesis.path for run in runs if run.start} - honest
+    return [Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
+
+
+def _first_layer(hypothesis: Hypothesis) -> int:
+    """The first layer that is not as in the path without the fault."""
+    fault = hypothesis.fault
+    return 0 if fault is None or fault.layer is None else fault.layer

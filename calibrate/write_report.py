@@ -1,0 +1,105 @@
+"""The report of a calibration and the files that it becomes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.decoder.experts import fallback_warnings
+from calibrate.observe.sweep import Observed
+from calibrate.quality.gate import Outcome
+from calibrate.quality.refused import EVIDENCE_FILE, keep_refused
+from calibrate.report.document import Report, build_report
+from calibrate.report.html import render_html
+from calibrate.samples.inputs import Inputs
+from calibrate.scales.convergence import Convergence
+from calibrate.simulate.predict import Prediction
+from calibrate.solve import Solution
+from octet.artifacts.calibration import Content
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.serving_path import EXPECTED_FILE
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor, write_tensors
+
+__all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
+
+PAGE = "report.html"
+
+
+def report_on(
+    solution: Solution,
+    checkpoint: Checkpoint,
+    name: str,
+    inputs: Inputs,
+    observed: Observed,
+    compute_dtype: str,
+) -> Report:
+    """What the run of `inputs` through `checkpoint`, served as `name`, has found."""
+    experts, gate = solution.experts, solution.gate
+    return build_report(
+        solution.recipe,
+        checkpoint.spec,
+        observed.observations,
+        solution.histograms,
+        solution.scales,
+        solution.weights,
+        model=name,
+        samples=inputs.sample_set.count,
+        tokens=inputs.plan.tokens,
+        convergence=solution.convergence,
+        sensitivity=solution.sensitivity,
+        budget=solution.budget,
+        experts=experts,
+        warnings=[
+            *(gate.warnings if gate else ()),
+            *checkpoint.warnings,
+            *inputs.warnings,
+            *fallback_warnings(experts or {}),
+        ],
+        facts={
+            "compute_dtype": compute_dtype,
+            **observed.facts,
+            **inputs.plan.facts,
+            **(gate.facts if gate else {}),
+        },
+    )
+
+
+def report_files(
+    report: Report, course: Convergence | None, prediction: Prediction | None
+) -> dict[str, Content]:
+    """Name to content: the report as data, as a page, its convergence, what serving costs."""
+    data = report.as_json()
+    files: dict[str, Content] = {
+        "report.json": json.dumps(data, indent=1) + "\n",
+        PAGE: render_html(data),
+    }
+    if course is not None:
+        files["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
+    if prediction is not None:
+        files[EXPECTED_FILE] = prediction.expected.to_json()
+        files[HYPOTHESES_FILE] = prediction.hypotheses.save
+    return files
+
+
+def keep_evidence(
+    refused: Path,
+    report: Report,
+    course: Convergence | None,
+    scales: Mapping[str, NDArray[np.float32]],
+    golden: GoldenSet,
+    gate: Outcome,
+) -> Path:
+    """Writes to `refused` what speaks against a calibration; the page of it."""
+    with keep_refused(refused) as directory:
+        for name, text in report_files(report, course, None).items():
+            (directory / name).write_text(str(text))
+        recipe = report.recipe.model_dump(mode="json")
+        (directory / EVIDENCE_FILE).write_text(gate.evidence(recipe=recipe))
+        golden.save(directory)
+        tensors = {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()}
+        write_tensors(directory / "scales.safetensors", tensors)
+    return refused / PAGE

@@ -1,0 +1,257 @@
+"""calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
+
+Codes and scales take the place of the linears' weights; every other tensor is copied bit for bit.
+Shards are streamed, two at a time: a part of a tensor of each is in memory, each file is read once
+and written once, and both are hashed on the way: SHA-256 of what is written, which identifies it,
+and XXH3-128 of what is read, where the calibration recorded one (octet/storage/files.py says what
+that is worth). A shard that is not the calibration's fails the export when its end is reached, and
+nothing is left behind.
+
+| cache (`kv_cache`) | in the checkpoint                                                          |
+|--------------------|----------------------------------------------------------------------------|
+| e5m2               | no cache scheme; scales of K and V in a layer where one of them is not 1   |
+| e4m3               | a cache scheme; scales of K and V, and of queries where they were observed |
+| float16            | nothing                                                                    |
+
+Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compressed-tensors.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from export.accuracy_gate import Judge, finish
+from export.checkpoint.compressed_tensors import CompressedTensors
+from export.checkpoint.fp8 import Fp8
+from export.checkpoint.layout import CacheScale, Layout, Tensors, float32
+from export.checkpoint.modelopt import ModelOpt
+from export.checkpoint.shard_reader import ShardReader
+from export.checkpoint.tensor_parallel import check_tensor_parallel
+from export.fused import check_fused
+from export.source import Source, require_space
+from octet.artifacts.manifest import Manifest, check_destination, write_artifact
+from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
+from octet.model.chat_template import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
+from octet.recipe import KvCacheDtype
+from octet.storage.tensors import PendingTensor, TensorFile, pending, tensors_nbytes, write_tensors
+
+__all__ = ["CheckpointFormat", "export_checkpoint"]
+
+CheckpointFormat = Literal["compressed-tensors", "modelopt", "fp8"]
+INDEX_FILE = "model.safetensors.index.json"
+_LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "compressed-tensors": CompressedTensors,
+    "modelopt": ModelOpt,
+    "fp8": Fp8,
+}
+_METADATA = {"format": "pt"}
+_SHARDS_AT_A_TIME = 2  # hashing one is slower than copying it
+
+
+def export_checkpoint(
+    calibration: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    format: CheckpointFormat = "compressed-tensors",
+    kv_cache: KvCacheDtype | None = None,
+    tensor_parallel: int = 1,
+    force: bool = False,
+    console: Console | None = None,
+    judge: Judge | None = None,
+) -> Manifest:
+    """Writes the checkpoint directory `out`; `model` overrides where the original is.
+
+    `kv_cache` overrides the recipe's; `tensor_parallel` is over how many GPUs it must be possible
+    to split it; `judge` may refuse it once it is whole. Raises UnsupportedError for what engines
+    would refuse or get wrong, naming the layer, and ArtifactError or ExportError for all else that
+    stands in the way: before the first byte, but for a shard altered since calibration.
+    """
+    if format not in _LAYOUTS:
+        raise ConfigError(f"unknown checkpoint format '{format}'{nearest(format, _LAYOUTS)}")
+    check_destination(out, force=force, inputs=[calibration])
+    source = Source.open(calibration, model, kv_cache=kv_cache, shards=False)
+    layout = _LAYOUTS[format]()
+    if not source.quantized_linears():
+        raise UnsupportedError(f"recipe {source.recipe.name} leaves every linear in full precision")
+    layout.check(source)
+    check_fused(source)
+    check_tensor_parallel(source, tensor_parallel)
+    shards = {shard.path.name: _shard(source, layout, shard) for shard in source.checkpoint.shards}
+    sizes = {name: tensors_nbytes(tensors, _METADATA) for name, tensors in shards.items()}
+    require_space(out, sum(sizes.values()))
+    details = _details(source, layout, tensor_parallel)
+    with write_artifact(out, force=force) as writer:
+        _write_side_files(source, layout, writer.path)
+        if (source.checkpoint.path / INDEX_FILE).exists():
+            _write_index(writer.path, shards)
+        hashes = _write_shards(source, writer.path, shards, console)
+        source.require_unaltered()
+        manifest = source.manifest("checkpoint", details, "numba")
+        return finish(writer, manifest, out, judge, hashes)
+
+
+def _write_shards(
+    source: Source, directory: Path, shards: dict[str, Tensors], console: Console | None
+) -> dict[str, str]:
+    """Writes every shard, and makes sure of the one it comes from; SHA-256 by file name."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    progress = Progress(*columns, console=console, transient=True, disable=console is None)
+    total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
+    stop = threading.Event()
+
+    def write(shard: TensorFile) -> str:
+        written = _write_shard(source, shard, directory, shards[shard.path.name], stop)
+        progress.advance(task, shard.path.stat().st_size)
+        return written
+
+    with progress, ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool:
+        task = progress.add_task("export", total=total)
+        writing = {x.path.name: pool.submit(write, x) for x in source.checkpoint.shards}
+        try:
+            return {name: future.result() for name, future in writing.items()}
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_shard(
+    source: Source, shard: TensorFile, directory: Path, tensors: Tensors, stop: threading.Event
+) -> str:
+    """The SHA-256 of what it writes; ends early, with CancelledError, once `stop` is set."""
+    with ThreadPoolExecutor(1) as hashing:
+        digest = source.calibration.manifest.model.digest(shard.path.name)
+        reader = ShardReader(shard, digest, hashing)
+
+        def release() -> None:
+            reader.release()
+            if source.checkpoint.changes is not None:
+                source.checkpoint.changes.release()
+            if stop.is_set():
+                raise CancelledError
+
+        try:
+            path, streamed = directory / shard.path.name, _streamed(source, reader, tensors)
+            written = write_tensors(path, streamed, _METADATA, release=release)
+        except OctetError:  # such as a NaN, which may come of the very alteration
+            source.require_shard(shard.path, reader.hexdigest())
+            raise
+        source.require_shard(shard.path, reader.hexdigest())
+        return written
+
+
+def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
+    """`tensors` as written from what `reader` reads; of a shard that is not changed, each once."""
+    stored, changes = set(reader.shard.names), source.checkpoint.changes
+    changed = set(changes.names) if changes is not None else set()
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        weight = f"{name.rpartition('.')[0]}.weight"  # which may be stored as weight_packed
+        if isinstance(tensor, PendingTensor) and weight in stored:
+            found[name] = _after(reader, weight, tensor)
+        elif name in stored and name not in changed:
+            found[name] = replace(pending(tensor), parts=partial(reader.parts, name))
+        else:
+            found[name] = tensor
+    return found
+
+
+def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
+    """The tensor, made as `reader` is told how far the stored one is read."""
+
+    def parts() -> Iterator[npt.NDArray[Any]]:
+        rows = 0
+        reader.expect(stored)
+        for part in (tensor.read(),) if tensor.parts is None else tensor.parts():
+            rows += len(part) if part.ndim else 0
+            yield part
+            reader.expect(stored, rows)
+
+    return replace(tensor, parts=parts)
+
+
+def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
+    """The tensors of `shard` as they will be written, in their order; nothing is computed yet."""
+    quantized = {f"{name}.weight": item for name, item in source.quantized_linears().items()}
+    cache_scales = _cache_scales(source, layout)
+    tensors: Tensors = {}
+    for name in shard.names:
+        if name in quantized:
+            tensors |= layout.linear(source, quantized[name])
+        else:
+            tensors[name] = source.checkpoint.read(name)
+        tensors |= cache_scales.get(name, {})
+    return tensors
+
+
+def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
+    """Scales of queries, keys and values, by the weight that they come after."""
+    found: dict[str, Tensors] = {}
+    for index in range(source.spec.layers):
+        attention = f"{source.spec.layer(index)}.self_attn"
+        k, v = source.cache_scales(index)
+        scales: dict[CacheScale, float | None] = {"q": source.query_scale(index), "k": k, "v": v}
+        if source.kv_cache == "e5m2":  # never one of them: vLLM would take it for both
+            scales = {"k": k, "v": v} if (k, v) != (1, 1) else {}
+        elif source.kv_cache == "float16":
+            scales = {}
+        inside = [x.name for x in source.spec.linears(index) if x.name.startswith(f"{attention}.")]
+        for which, scale in scales.items():
+            if scale is not None:
+                projection = f"{attention}.{which}_proj"
+                anchor = projection if projection in inside else inside[0]
+                name = layout.cache_scale_name(attention, which, anchor != projection)
+                tensor = float32(np.asarray(scale, np.float32), (1,))
+                found.setdefault(f"{anchor}.weight", {})[name] = tensor
+    return found
+
+
+def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
+    source.copy_side_files(directory, config=False)
+    config = source.checkpoint.config | {"quantization_config": layout.config(source)}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name, text in layout.side_files(source).items():
+        (directory / name).write_text(text)
+    if template_of(source.checkpoint.path) is None:
+        # vLLM answers no chat without a template, and takes none from a request.
+        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
+
+
+def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    index = {
+        "metadata": {"total_size": sum(tensors_nbytes(x, header=False) for x in shards.values())},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, Any]:
+    """The facts for the manifest."""
+    details: dict[str, Any] = {
+        "format": layout.label(source),
+        "kv_cache": source.kv_cache,
+        "tensor_parallel": tensor_parallel,
+    }
+    if source.kv_cache != "float16":
+        details["serve_with"] = f"--kv-cache-dtype fp8_{source.kv_cache}"
+    if source.kv_cache == "e4m3":
+        known = [source.query_scale(index) is not None for index in range(source.spec.layers)]
+        details["query_scale"] = (
+            "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
+        )
+    if warnings := layout.warnings(source):
+        details["warnings"] = warnings
+    if template_of(source.checkpoint.path) is None:
+        details["chat_template"] = "plain default: the model brings none"
+    return details

@@ -1,0 +1,4 @@
+"""Builds TensorRT and TensorRT-RTX engines from ONNX graphs.
+
+Start with `build.py`.
+"""

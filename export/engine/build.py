@@ -1,0 +1,191 @@
+"""calibration + checkpoint → a TensorRT engine, in the precision that the recipe says.
+
+manifest.json, model.plan, config.json, tokenizer, golden.json, expected.json
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from export.accuracy_gate import Judge, finish
+from export.engine.builder import WORKSPACE_BYTES, Options, Plan, build_plan
+from export.engine.library import RTX, BuilderChoice, Name, choose, load
+from export.engine.profiles import MAX_BATCH, longest_of, profiles_of
+from export.engine.report import check_precision, precision_details, print_report
+from export.engine.targets import (
+    capability,
+    check_names,
+    check_recipe_on,
+    kinds_of,
+    resolve_targets,
+)
+from export.engine.tensorrt_device import Gpu, find_gpu
+from export.onnx.tensorrt_cache import describe
+from export.onnx.tensorrt_decoder import INLINE_LIMIT_BYTES, EngineGraph, engine_graph
+from export.source import Source, require_space
+from octet.artifacts.manifest import (
+    MANIFEST_FILE,
+    PLAN_FILE,
+    ArtifactWriter,
+    Manifest,
+    check_destination,
+    write_artifact,
+)
+from octet.model.checkpoint import sha256_file
+from octet.recipe import KvCacheDtype
+
+__all__ = ["build_engine"]
+
+PROVEN = "proven: on the golden prompts its divergence is what the recipe costs"
+NOT_RUN = "nothing has executed it"
+REPRODUCIBLE = (
+    "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
+)
+
+Prove = Callable[[Path], dict[str, Any]]
+
+
+def build_engine(
+    calibration: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    builder: BuilderChoice = "auto",
+    targets: list[str] | None = None,
+    kv_cache: KvCacheDtype | None = None,
+    max_batch: int = MAX_BATCH,
+    max_length: int | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    timing_cache: Path | None = None,
+    optimization_level: int | None = None,
+    force: bool = False,
+    console: Console | None = None,
+    prove: Prove | None = None,
+    judge: Judge | None = None,
+) -> Manifest:
+    """Writes the engine directory `out`; `model` overrides where the checkpoint is.
+
+    `targets` are compute capabilities such as "sm89"; None is the GPU that is here, or without one
+    those that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence (default:
+    8192, or the model's). `prove` executes the engine in the directory that it is given, and
+    returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse it
+    after that.
+
+    Raises UnsupportedError, before anything is parsed, for a builder, a target or a recipe that do
+    not go together; ExportError for a graph that TensorRT refuses or would run otherwise than
+    written, ArtifactError for a file that is altered while it is read, and what `prove` and `judge`
+    raise: then nothing is left.
+    """
+    named = None if targets is None else check_names(targets)
+    check_destination(out, force=force, inputs=[calibration])
+    gpu = find_gpu()
+    name = choose(builder, gpu, targets=named is not None)
+    if named is not None:
+        resolve_targets(name, named, gpu, ())
+    source = Source.open(calibration, model, kv_cache=kv_cache)
+    chosen = resolve_targets(name, named, gpu, kinds_of(source))
+    check_recipe_on(name, chosen, gpu, source)
+    options = Options(chosen, workspace_bytes, optimization_level, timing_cache)
+    options.check(name)
+    build = _Build(name, load(name, gpu, auto=builder == "auto"), gpu, options, source)
+    profiles = profiles_of(source.spec, max_batch, max_length)
+    graph = engine_graph(source)
+    require_space(out, (1 + len(chosen)) * graph.graph.weight_bytes)
+    with write_artifact(out, force=force) as writer:
+        source.copy_side_files(writer.path)
+        details = build.run(graph, profiles, writer.path, console)
+        details |= {
+            "profiles": profiles,
+            "max_batch": max_batch,
+            "max_length": longest_of(source.spec, max_length),
+        }
+        manifest = finish(writer, _proven(writer, build, details, prove), out, judge)
+    if console is not None:
+        print_report(console, manifest.details)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Build:
+    """What was decided before the first expensive byte."""
+
+    name: Name
+    trt: Any
+    gpu: Gpu | None
+    options: Options
+    source: Source
+
+    def run(
+        self, graph: EngineGraph, profiles: Any, directory: Path, console: Console | None
+    ) -> dict[str, Any]:
+        """Writes the plan into `directory`; returns the facts for its manifest.
+
+        The ONNX file exists only meanwhile, in a directory beside it.
+        """
+        with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
+            file = graph.graph.save(Path(onnx), inline_limit=INLINE_LIMIT_BYTES)
+            self.source.require_unaltered()  # nothing is read of it after this
+            hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
+            self.source.checkpoint.release()  # its pages: the builder needs the memory
+            plan = build_plan(
+                self.name, self.trt, file, profiles, self.options, graph.products, console
+            )
+        targets = self.options.targets
+        who = f"{self.name} {self.trt.__version__} for {', '.join(targets)}"
+        check_precision(plan.precision, self.source, who)
+        path = directory / PLAN_FILE
+        path.write_bytes(plan.data)
+        return {
+            "targets": list(targets),
+            "builder": self._builder(),
+            "options": {
+                "workspace_bytes": self.options.workspace_bytes,
+                "optimization_level": self.options.optimization_level,
+                "timing_cache": self.options.timing_cache is not None,
+            },
+            "opset": graph.graph.opset,
+            "graph_sha256": hashes,
+            "reproducible": REPRODUCIBLE,
+            "kv_cache": describe(self.source.kv_cache),
+            **_figures(plan, path),
+        }
+
+    def _builder(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": self.name, "version": self.trt.__version__}
+        if self.name == RTX:
+            return found | {"targets": list(self.options.targets)}
+        assert self.gpu is not None
+        own = {"gpu": self.gpu.name, "compute_capability": capability(self.gpu.target)}
+        return found | own
+
+
+def _figures(plan: Plan, path: Path) -> dict[str, Any]:
+    return {
+        "plan_bytes": path.stat().st_size,
+        "build_seconds": round(plan.seconds, 2),
+        "scratch_bytes": plan.scratch_bytes,
+        "precision": precision_details(plan.precision),
+    }
+
+
+def _proven(
+    writer: ArtifactWriter, build: _Build, details: dict[str, Any], prove: Prove | None
+) -> Manifest:
+    """The manifest; with `prove`, it is written to be loaded, and says what came of it."""
+    packages = "onnx", "tensorrt_rtx" if build.name == RTX else "tensorrt"
+    status = {"status": f"built, unproven: {NOT_RUN}"}
+    manifest = build.source.manifest("engine", status | details, *packages)
+    if prove is None:
+        return manifest
+    writer.finish(manifest)
+    proof = prove(writer.path)
+    if proof["status"] == "proven":
+        status = {"status": PROVEN}
+    else:
+        status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
+    (writer.path / MANIFEST_FILE).unlink()
+    return build.source.manifest("engine", status | {"proof": proof} | details, *packages)

@@ -1,0 +1,105 @@
+"""The two TensorRT: which one builds here, and what to install where neither does.
+
+TensorRT (NVIDIA's index, container images) builds for the GPU that is there. TensorRT-RTX (PyPI)
+builds for GPUs that are named, without one. Their Python API is the same but for the targets.
+"""
+
+import importlib
+import importlib.util
+import platform
+import re
+from types import ModuleType
+from typing import Literal
+
+from export.engine.tensorrt_device import Gpu
+from octet.errors import UnsupportedError
+
+__all__ = ["RTX", "RTX_TARGETS", "TENSORRT", "BuilderChoice", "Name", "choose", "load"]
+
+BuilderChoice = Literal["auto", "tensorrt", "tensorrt-rtx"]
+Name = Literal["TensorRT", "TensorRT-RTX"]
+TENSORRT: Name = "TensorRT"
+RTX: Name = "TensorRT-RTX"
+
+_MODULES: dict[Name, tuple[str, ...]] = {
+    TENSORRT: ("tensorrt", "tensorrt_bindings"),
+    RTX: ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
+_OLDEST = {TENSORRT: (10, 13), RTX: (1, 7)}
+_INSTALL: dict[Name, str] = {
+    TENSORRT: "pip install 'octet[tensorrt]' --extra-index-url https://pypi.nvidia.com",
+    RTX: "pip install 'octet[tensorrt-rtx]'",
+}
+_SYSTEMS = ("Linux", "Windows")  # that both are made for
+RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")  # that TensorRT-RTX is for
+
+
+def choose(choice: BuilderChoice, gpu: Gpu | None, *, targets: bool) -> Name:
+    """What `choice` means on a machine with that GPU; `targets` if GPUs were named to build for.
+
+    "auto" is TensorRT where it is installed beside a GPU, or is the only one for that GPU. Raises
+    UnsupportedError for "tensorrt" without a GPU.
+    """
+    if choice == "tensorrt-rtx":
+        return RTX
+    if choice == "tensorrt":
+        if gpu is None:
+            raise UnsupportedError(
+                "--builder tensorrt: it builds on the GPU that will run the engine, and there is"
+                " none here; --builder tensorrt-rtx builds without one"
+            )
+        return TENSORRT
+    if gpu is None:
+        return RTX
+    alone = gpu.target not in RTX_TARGETS and not targets
+    return TENSORRT if alone or _installed(TENSORRT) else RTX
+
+
+def load(name: Name, gpu: Gpu | None, *, auto: bool = False) -> ModuleType:
+    """The module. Raises UnsupportedError if it is missing, too old or cannot be loaded.
+
+    What is missing is said with the command that installs it on this machine; `auto` if the user
+    has not asked for that one.
+    """
+    for module in _MODULES[name]:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue
+        except (ImportError, OSError) as error:
+            why = " ".join(str(error).split())
+            raise UnsupportedError(f"{name} is installed but cannot be loaded: {why}") from None
+        if _version(found) < _OLDEST[name]:
+            oldest = ".".join(str(part) for part in _OLDEST[name])
+            raise UnsupportedError(
+                f"{name} {found.__version__} is older than {oldest}: {_INSTALL[name]} --upgrade"
+            )
+        return found
+    raise UnsupportedError(_missing(name, gpu, auto))
+
+
+def _missing(name: Name, gpu: Gpu | None, auto: bool) -> str:
+    system = platform.system()
+    if system not in _SYSTEMS:
+        return f"{name} is made for {' and '.join(_SYSTEMS)}, not for {system}: build there"
+    if not auto:
+        return f"{name} is not installed: {_INSTALL[name]}"
+    if gpu is None:
+        return f"no TensorRT is installed; without a GPU, as here: {_INSTALL[RTX]}"
+    if gpu.target not in RTX_TARGETS:
+        return f"no TensorRT is installed; for {gpu.name} ({gpu.target}): {_INSTALL[TENSORRT]}"
+    return f"no TensorRT is installed; for {gpu.name} ({gpu.target}): {_INSTALL[RTX]}"
+
+
+def _installed(name: Name) -> bool:
+    for module in _MODULES[name]:
+        try:
+            if importlib.util.find_spec(module) is not None:
+                return True
+        except ValueError:  # it is loaded, and has no spec
+            return True
+    return False
+
+
+def _version(module: ModuleType) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])

@@ -1,0 +1,4 @@
+"""Writes the entries of a Triton model repository.
+
+Start with `write.py`.
+"""

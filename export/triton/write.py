@@ -1,0 +1,175 @@
+"""calibration + checkpoint → entries of a Triton model repository.
+
+An entry is a directory named as its model: manifest.json, golden.json, config.pbtxt, the inputs in
+`warmup`, and the version `1`, which holds the whole model:
+  python       1/model.py and 1/onnx, or 1/engine: Octet's embedded engine
+  vllm         1/model.py, 1/model.json and 1/checkpoint: Triton's vLLM backend
+  onnxruntime  1/model.onnx: one step of the decoder, in ONNX Runtime
+  tensorrt     1/model.plan: one step of the decoder, in TensorRT
+The first two take and give the vLLM backend's tensors, so that one client serves for either. Triton
+ignores the files that it does not know.
+"""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from export.accuracy_gate import Judge
+from export.source import Source, require_space
+from export.triton.config_text import pbtxt
+from export.triton.contents import WRITERS, Backend, Inputs, Job, check_kernels
+from export.triton.triton_plan import Plan
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.artifacts.manifest import Manifest, check_destination, write_artifact
+from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.errors import ConfigError, UnsupportedError
+
+__all__ = ["Backend", "Entries", "all_entries", "export_all", "export_triton"]
+
+VERSION = "1"
+CONFIG_FILE = "config.pbtxt"
+
+# What `export_all` writes, by suffix of the entry's name: the backend, and whether on an engine.
+_ALL: dict[str, tuple[Backend, bool]] = {
+    "": ("python", False),
+    "-vllm": ("vllm", False),
+    "-onnxruntime": ("onnxruntime", False),
+    "-engine": ("python", True),
+    "-tensorrt": ("tensorrt", True),
+}
+# Of the content's manifest, in that of the entry too: what is doubtful, changed and expected.
+_KEPT = ("warnings", "algorithm", "expected_divergence", "gate")
+_NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What became of each entry of a repository: its manifest, or why it was left out."""
+
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def export_triton(
+    calibration: Path,
+    out: Path,
+    *,
+    backend: Backend = "python",
+    engine: Path | None = None,
+    model: Path | None = None,
+    name: str | None = None,
+    force: bool = False,
+    judge: Judge | None = None,
+) -> Manifest:
+    """Writes the entry `out`, a directory named as its model, in a model repository.
+
+    `engine` is a directory of `build-engine` from the same calibration: what `tensorrt` serves, and
+    what `python` then runs in place of the ONNX export. `judge` may refuse what it holds. Raises
+    ConfigError if `name` is not that of the directory (Triton would not load such an entry),
+    UnsupportedError for what the backend cannot run.
+    """
+    out = out.absolute()
+    name = name or out.name
+    if name != out.name:
+        raise ConfigError(
+            f"{out}: Triton wants the directory named as its model, '{name}';"
+            f" use --out {out.parent / name}"
+        )
+    if backend == "tensorrt" and engine is None:
+        raise ConfigError(f"--backend tensorrt serves a plan; {_NO_ENGINE}")
+    if engine is not None and backend not in ("python", "tensorrt"):
+        raise ConfigError(f"--engine is for --backend python or tensorrt, not {backend}")
+    inputs = [calibration] if engine is None else [calibration, engine]
+    check_destination(out, force=force, inputs=inputs)
+    plan = None if engine is None else Plan.open(engine, calibration)
+    return _write_entry(out, backend, Inputs(calibration, model, plan, judge), force=force)
+
+
+def _write_entry(out: Path, backend: Backend, inputs: Inputs, *, force: bool) -> Manifest:
+    with write_artifact(out, force=force) as writer:
+        version = writer.path / VERSION
+        version.mkdir()
+        write = WRITERS[backend]
+        entry, content, where = write(Job(out, inputs, version))
+        (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config))
+        for file, data in entry.warmup.items():
+            (writer.path / "warmup").mkdir(exist_ok=True)
+            (writer.path / "warmup" / file).write_bytes(data)
+        for file in (GOLDEN_FILE, HYPOTHESES_FILE):
+            if (version / where / file).is_file():
+                shutil.copyfile(version / where / file, writer.path / file)
+        return writer.finish(_manifest(content, backend, out.name, where))
+
+
+def export_all(
+    calibration: Path,
+    repository: Path,
+    *,
+    engine: Path | None = None,
+    name: str | None = None,
+    model: Path | None = None,
+    force: bool = False,
+    judge: Judge | None = None,
+) -> Entries:
+    """Fills `repository` with every entry that can be written from what is given.
+
+    They are `name` (default: the model's) for the Python backend, and beside it `-vllm`,
+    `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. What
+    a backend cannot run is left out, with the reason; what `judge` refuses ends it, and entries
+    that are there by then stay. Before the first entry is written, all that
+    can be known is raised: of both inputs, of the destinations, and of the space for all of them.
+    """
+    repository = repository.absolute()
+    name = name or Manifest.load(calibration, "calibration", verify=False).model.name
+    paths = [calibration] if engine is None else [calibration, engine]
+    for entry in all_entries(calibration, repository, name):
+        check_destination(entry, force=force, inputs=paths)
+    plan = None if engine is None else Plan.open(engine, calibration)
+    # Each entry hashes the shards of the checkpoint by itself.
+    source = Source.open(calibration, model, shards=False)
+    entries, sizes = Entries(), dict[str, int]()
+    for suffix, (backend, on_engine) in _ALL.items():
+        try:
+            sizes[suffix] = _nbytes(source, backend, plan, on_engine=on_engine)
+        except UnsupportedError as error:
+            entries.left_out[f"{name}{suffix}"] = str(error)
+    require_space(repository, sum(sizes.values()))
+    for suffix in sizes:
+        backend, on_engine = _ALL[suffix]
+        inputs = Inputs(calibration, model, plan if on_engine else None, judge)
+        out = repository / f"{name}{suffix}"
+        try:
+            entries.manifests[out.name] = _write_entry(out, backend, inputs, force=force)
+        except UnsupportedError as error:
+            entries.left_out[out.name] = str(error)
+    return entries
+
+
+def all_entries(calibration: Path, repository: Path, name: str | None = None) -> list[Path]:
+    """Those that `export_all` may write."""
+    name = name or Manifest.load(calibration, "calibration", verify=False).model.name
+    return [repository.absolute() / f"{name}{suffix}" for suffix in _ALL]
+
+
+def _nbytes(source: Source, backend: Backend, plan: Plan | None, *, on_engine: bool) -> int:
+    """What the entry will hold, but for small files. UnsupportedError where there can be none."""
+    if on_engine:
+        if plan is None:
+            raise UnsupportedError(_NO_ENGINE)
+        return plan.nbytes
+    if backend == "vllm":
+        return source.stored_nbytes()
+    from export.onnx.cache import CACHES
+    from export.onnx.decoder import build_decoder
+
+    if backend == "onnxruntime":
+        check_kernels(source.calibration.manifest)
+    return build_decoder(source, CACHES[source.kv_cache]).weight_bytes
+
+
+def _manifest(content: Manifest, backend: Backend, name: str, where: str) -> Manifest:
+    details: dict[str, Any] = {"backend": backend, "name": name}
+    details["content"] = f"{VERSION}/{where}".rstrip("/")
+    details |= {key: content.details[key] for key in _KEPT if key in content.details}
+    return content.model_copy(update={"kind": "triton", "details": details})

@@ -1,0 +1,265 @@
+"""Artifact directories: a manifest with content hashes, written whole or not at all.
+
+Every directory that a stage hands to the next holds `manifest.json`, a `Manifest` naming what it
+was made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octet.artifacts.provenance import ModelIdentity, SampleSet
+from octet.errors import ArtifactError, OctetError
+from octet.recipe import Recipe
+from octet.storage.files import sha256_file
+
+__all__ = [
+    "MANIFEST_FILE",
+    "PLAN_FILE",
+    "Manifest",
+    "move_into_place",
+    "software",
+    "write_artifact",
+]
+
+MANIFEST_FILE = "manifest.json"
+PLAN_FILE = "model.plan"  # of an engine: what TensorRT built
+SCHEMA_VERSION = 1
+Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
+_COMMANDS: Mapping[Kind, str] = {  # that write them
+    "calibration": "octet calibrate",
+    "checkpoint": "octet export checkpoint",
+    "onnx": "octet export onnx",
+    "engine": "octet build-engine",
+    "triton": "octet export triton",
+}
+_WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
+_AGAIN = "copy it again from where it was made, or make it again"
+
+
+class Manifest(BaseModel):
+    """The content of `manifest.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    kind: Kind
+    model: ModelIdentity
+    recipe: Recipe
+    samples: SampleSet | None = None
+    calibration: str | None = None  # identity of the calibration that this was exported from
+    # Facts of one kind of artifact: an engine's targets, an ONNX file's opset, scale choices.
+    details: dict[str, Any] = Field(default_factory=dict)
+    software: dict[str, str]
+    files: dict[str, str] = Field(default_factory=dict)  # relative path -> SHA-256
+    # The hash of the file as it was read, whose fields may be fewer than this release's.
+    recorded_identity: str | None = Field(default=None, exclude=True)
+
+    @property
+    def identity(self) -> str:
+        """A hash of the whole content: manifest fields and, through `files`, every byte."""
+        return self.recorded_identity or _hash(self.model_dump(mode="json"))
+
+    @property
+    def remedy(self) -> str:
+        """What to do about an artifact of which a file is missing or altered."""
+        return f"{_AGAIN} with {_COMMANDS[self.kind]}"
+
+    @classmethod
+    def load(cls, directory: Path, kind: Kind | None = None, *, verify: bool = True) -> Self:
+        """Reads and checks `directory`; with `verify`, every file's hash.
+
+        Raises ArtifactError naming the file for anything missing, altered, of another kind or of a
+        schema version that this release does not read.
+        """
+        path = directory / MANIFEST_FILE
+        if not directory.is_dir():
+            raise ArtifactError(f"{directory}: no such directory; {_WRITERS}")
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ArtifactError(
+                f"{path}: altered since it was written (not valid JSON: {error}); {_AGAIN}"
+            ) from None
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}: use the"
+                " release that wrote it, or make it again with this one"
+            )
+        identity = data.pop("identity", None)
+        try:
+            manifest = cls.model_validate(data | {"recorded_identity": None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ArtifactError(f"{path}: {where}: {first['msg']}; {_AGAIN}") from None
+        if identity != _hash(data):
+            raise ArtifactError(
+                f"{path}: altered since it was written (its own hash differs); {manifest.remedy}"
+            )
+        manifest = manifest.model_copy(update={"recorded_identity": identity})
+        if kind is not None and manifest.kind != kind:
+            raise ArtifactError(
+                f"{directory}: is a {manifest.kind}, not a {kind};"
+                f" give what {_COMMANDS[kind]} wrote"
+            )
+        if verify:
+            manifest.verify(directory)
+        return manifest
+
+    def verify(self, directory: Path) -> None:
+        """Raises ArtifactError naming the first file that is missing or altered."""
+        for name, digest in self.files.items():
+            path = directory / name
+            if not path.is_file():
+                raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {self.remedy}")
+            if sha256_file(path) != digest:
+                raise ArtifactError(
+                    f"{path}: altered since it was written (SHA-256 differs); {self.remedy}"
+                )
+
+
+def software(*packages: str) -> dict[str, str]:
+    """Versions of Python, Octet and those of `packages` that are installed."""
+    from octet import __version__
+
+    found = {"python": platform.python_version(), "octet": __version__}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the JSON with its keys in order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def write_artifact(
+    destination: Path, *, force: bool = False, kind: Kind | None = None
+) -> Iterator["ArtifactWriter"]:
+    """A directory to fill; it takes its place when the block ends well, and vanishes otherwise.
+
+    Raises ArtifactError at once if `destination` may not be written: see `check_destination`. In
+    errors that the block raises, `destination` stands for the directory that was being filled.
+    """
+    named, destination = destination, destination.absolute()
+    check_destination(destination, force=force, kind=kind)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    writer = ArtifactWriter(staging)
+    try:
+        yield writer
+        if writer.manifest is None:
+            raise RuntimeError("the artifact was left without a manifest")
+        move_into_place(staging, destination)
+    except OctetError as error:
+        error.args = (str(error).replace(str(staging), str(named)),)
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_destination(
+    destination: Path,
+    *,
+    force: bool,
+    inputs: Sequence[Path] = (),
+    kind: Kind | None = None,
+) -> None:
+    """Raises ArtifactError if `destination` may not be written; call before expensive work.
+
+    That is if it exists and `force` is not given. `force` or not, these are never replaced: what is
+    no Octet artifact; `inputs`, which the work reads; and, by anything of another `kind`, a
+    calibration, which may have taken hours.
+    """
+    if destination.is_symlink():
+        raise ArtifactError(f"{destination}: is a symbolic link; name the directory itself")
+    if not destination.exists():
+        parent = next(path for path in destination.absolute().parents if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ArtifactError(f"{destination}: {parent} is no directory that can be written to")
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if not (destination / MANIFEST_FILE).is_file():
+        raise ArtifactError(f"{destination}: exists and is not an Octet artifact; choose another")
+    if not force:
+        raise ArtifactError(f"{destination}: exists already; add --force to replace it")
+    if kind != "calibration" and _kind_of(destination) == "calibration":
+        raise ArtifactError(f"{destination}: is a calibration, which --force keeps; choose another")
+    for path in inputs:
+        if path.resolve().is_relative_to(destination.resolve()):
+            raise ArtifactError(
+                f"{destination}: would replace {path}, which is read; choose another"
+            )
+
+
+def _kind_of(directory: Path) -> Any:
+    """What its manifest says that it is; None if that cannot be read."""
+    try:
+        return json.loads((directory / MANIFEST_FILE).read_text())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class ArtifactWriter:
+    """The staging directory of an artifact, and its manifest once given."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest | None = None
+
+    def finish(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Manifest:
+        """Hashes every file written so far, and writes the manifest; returns it complete.
+
+        `hashes`, by path relative to the artifact, are those that were computed on the way: of the
+        bytes that were meant, so that a file which the disk altered meanwhile will not match.
+        """
+        os.chmod(self.path, 0o755)  # mkdtemp's 0700 would outlive the move
+        known = hashes or {}
+        files = {}
+        for path in sorted(self.path.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(self.path).as_posix()
+                files[name] = known.get(name) or sha256_file(path)
+        whole = manifest.model_copy(update={"files": files, "recorded_identity": None})
+        content = whole.model_dump(mode="json") | {"identity": whole.identity}
+        self.manifest = whole.model_copy(update={"recorded_identity": whole.identity})
+        (self.path / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        return self.manifest
+
+
+def move_into_place(staging: Path, destination: Path) -> None:
+    """In place of a directory that is there, which is whole there again if this fails."""
+    if not destination.exists():
+        os.replace(staging, destination)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        os.replace(destination, retired / "old")
+        try:
+            os.replace(staging, destination)
+        except BaseException:
+            os.replace(retired / "old", destination)
+            raise
+    finally:
+        shutil.rmtree(retired, ignore_errors=True)

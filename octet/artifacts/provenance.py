@@ -1,0 +1,86 @@
+"""What an artifact was made from: a model, by the hashes of its files, and samples."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octet.errors import ArtifactError
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.storage.files import XXH3, Digest, sha256_file, xxh3
+
+__all__ = ["ModelIdentity", "SampleSet"]
+
+
+class ModelIdentity(BaseModel):
+    """Which model: its name, its sizes and the hashes of the files it came from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    spec: ModelSpec
+    files: dict[str, str]  # config.json and shards: file name -> SHA-256
+    tokenizer: dict[str, str]
+    # File name -> XXH3-128, of the files in `files`; {} where the package was not installed.
+    checksums: dict[str, str] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Self:
+        return cls(
+            name=name or checkpoint.path.resolve().name,
+            spec=checkpoint.spec,
+            files=checkpoint.weight_hashes,
+            tokenizer=checkpoint.tokenizer_hashes,
+            checksums=checkpoint.weight_checksums,
+        )
+
+    def require(self, checkpoint: Checkpoint, *, shards: bool = True) -> None:
+        """Raises ArtifactError naming the first file of `checkpoint` that differs from this.
+
+        Without `shards`, which take long to read, of those only that they are there: whoever reads
+        them anyway hashes them on the way, and calls `require_file`.
+        """
+        if shards:
+            hashes: dict[str, str | None] = dict(checkpoint.weight_hashes)
+        else:
+            hashes = {
+                shard.path.name: self.files.get(shard.path.name) for shard in checkpoint.shards
+            }
+            hashes["config.json"] = sha256_file(checkpoint.path / "config.json")
+        hashes |= checkpoint.tokenizer_hashes
+        for file in self.files | self.tokenizer:
+            self.require_file(checkpoint.path / file, hashes.get(file))
+
+    def digest(self, name: str) -> Digest:
+        """A hash to be fed the file of that name, and to be given to `require_file`.
+
+        The fastest that is recorded and installed: XXH3-128, which tells an accident and no forger,
+        or else SHA-256.
+        """
+        fast = xxh3() if name in self.checksums else None
+        return hashlib.sha256() if fast is None else fast
+
+    def require_file(self, path: Path, digest: str | None) -> None:
+        """Raises ArtifactError unless the file of that name had this SHA-256, or this XXH3-128 as
+        `digest` gives it; None: it is gone."""
+        fast = digest is not None and digest.startswith(XXH3)
+        known = self.checksums if fast else self.files | self.tokenizer
+        if known.get(path.name) != digest:
+            state = "is missing; it was there at" if digest is None else "has changed since"
+            raise ArtifactError(f"{path} {state} calibration; calibrate again or restore it")
+
+
+class SampleSet(BaseModel):
+    """Which samples were run, and how they became tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str
+    count: int
+    tokens: int
+    max_length: int
+    batch_size: int
+    # How texts became rows: packed or padded, what was cut, which chat template.
+    facts: dict[str, Any] = Field(default_factory=dict)

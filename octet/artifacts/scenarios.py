@@ -1,0 +1,133 @@
+"""What a served model would say to the golden prompts, by what it may really be.
+
+A hypothesis is a way in which the artifact may be served: a `ServingPath`, or a path with a fault
+in it, such as an engine that drops the scales of keys. Each is simulated when a model is
+calibrated, and the log-probabilities that it gives to the golden records' likeliest tokens are
+kept, so that whoever has a server's answers can say which hypothesis they came from, without a
+model.
+
+FP8 rounding is chaotic, so each hypothesis is simulated several times, from embeddings that differ
+in the last bit: an honest server of a path is one more repeat of it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.serving_path import ServingPath
+from octet.errors import ArtifactError
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
+
+__all__ = ["HYPOTHESES_FILE", "Fault", "FaultKind", "Hypothesis", "HypothesisSet"]
+
+# Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
+HYPOTHESES_FILE = "hypotheses.octet"
+
+FaultKind = Literal[
+    "k_scale_dropped",  # keys were stored divided by nothing: k_scale taken for 1
+    "v_scale_dropped",
+    "kv_scales_dropped",  # both
+    "kv_scales_swapped",  # the path's 8-bit cache, with the scales of the other 8-bit format
+    "kv_bytes_reread",  # written in the path's format and read in the other 8-bit one
+    "input_scales_dropped",  # static activation scales taken for 1
+    "weight_scales_dropped",  # of every linear: taken for 1
+    "weight_scales_scaled",  # of every linear of `layer`: times `factor`
+    "fused_scales_merged",  # q/k/v and gate/up given the largest of their scales, codes unchanged
+    "global_scales_inverted",  # NVFP4's, of weights: multiplied by where it is to be divided by
+]
+
+
+class Fault(BaseModel):
+    """What is wrong in an otherwise honest path."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: FaultKind
+    layer: int | None = None
+    factor: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as "weight_scales_scaled, layer 3, x0.5"."""
+        parts: list[str] = [self.kind]
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}")
+        if self.factor is not None:
+            parts.append(f"x{self.factor:g}")
+        return ", ".join(parts)
+
+
+class Hypothesis(BaseModel):
+    """A path, served as it should be or with a fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: ServingPath
+    fault: Fault | None = None
+
+    @property
+    def label(self) -> str:
+        """Unique in a set."""
+        return self.path.label + (f"; {self.fault.label}" if self.fault else "")
+
+
+@dataclass(frozen=True)
+class HypothesisSet:
+    """`logprobs[h]` float32 [repeats, records, positions, tokens] in nats, natural logarithm.
+
+    Of the tokens of `GoldenRecord.tops[position]`, in their order, under the full softmax, with the
+    golden continuation given; NaN where a record has no such position or token, and for records
+    that a hypothesis was not simulated on (faults run on some of them). Repeats are at least 1 for
+    faults and 2 for paths.
+    """
+
+    weights_sha256: str  # of the GoldenSet they belong to
+    recipe: str  # its name
+    logprobs: Mapping[Hypothesis, NDArray[np.float32]]
+
+    @property
+    def paths(self) -> tuple[ServingPath, ...]:
+        """Those that were simulated without a fault."""
+        return tuple(h.path for h in self.logprobs if h.fault is None)
+
+    def save(self, directory: Path) -> None:
+        """Writes HYPOTHESES_FILE into `directory`."""
+        told = {
+            "schema_version": 1,
+            "weights_sha256": self.weights_sha256,
+            "recipe": self.recipe,
+            "hypotheses": [h.model_dump(mode="json") for h in self.logprobs],
+        }
+        tensors = {str(n): Tensor.of(x) for n, x in enumerate(self.logprobs.values())}
+        write_tensors(directory / HYPOTHESES_FILE, tensors, {"octet": json.dumps(told)})
+
+    @classmethod
+    def load(cls, directory: Path, golden: GoldenSet) -> Self:
+        """ArtifactError for a file that is damaged or belongs to other golden records."""
+        path = directory / HYPOTHESES_FILE
+        file = TensorFile.open(path)
+        try:
+            told = json.loads(file.metadata["octet"])
+            if told["schema_version"] != 1:
+                raise ValueError(f"schema version {told['schema_version']}")
+            names = [Hypothesis.model_validate(item) for item in told["hypotheses"]]
+            found = {name: file.read(str(n)).float32() for n, name in enumerate(names)}
+            weights, recipe = str(told["weights_sha256"]), str(told["recipe"])
+        except (KeyError, TypeError, ValueError, ValidationError) as error:
+            detail = str(error).splitlines()[0]
+            raise ArtifactError(f"{path}: not a set of hypotheses ({detail})") from None
+        records = len(golden.records)
+        if weights != golden.weights_sha256 or any(
+            x.ndim != 4 or x.shape[1] != records for x in found.values()
+        ):
+            raise ArtifactError(
+                f"{path}: belongs to other golden records than those beside it; export again"
+            )
+        return cls(weights, recipe, found)

@@ -1,1 +1,0 @@
-"""The commands of `octet`, by stage; each imports its stage when it is called."""

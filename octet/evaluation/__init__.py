@@ -1,1 +1,0 @@
-"""How well artifacts answer held-out text, beside their reference and one another: numpy alone."""

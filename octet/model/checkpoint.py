@@ -1,0 +1,203 @@
+"""A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from octet.errors import CheckpointError
+from octet.model.spec import ModelSpec
+from octet.storage.files import file_digests, sha256_file
+from octet.storage.tensors import Tensor, TensorFile
+
+__all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
+
+# What a tokenizer may consist of; those present are copied along with every export.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; every shard's header has been validated, no weight has been read."""
+
+    path: Path
+    config: dict[str, Any]
+    spec: ModelSpec
+    shards: tuple[TensorFile, ...]
+    changes: TensorFile | None = None  # tensors that stand in for those of the shards
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises CheckpointError for what is not a whole checkpoint, UnsupportedError for what is
+        no decoder-only model."""
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such directory")
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: not a directory; give the checkpoint's directory")
+        config = _read_json(path / "config.json", "not a Hugging Face checkpoint")
+        shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
+        shapes = {name: shard.shape(name) for shard in shards for name in shard.names}
+        spec = ModelSpec.from_config(config, str(path), shapes)
+        checkpoint = cls(path, config, spec, shards)
+        checkpoint._check_tensors()
+        return checkpoint
+
+    @cached_property
+    def _shard_of(self) -> dict[str, TensorFile]:
+        return {name: shard for shard in self.shards for name in shard.names}
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self._shard_of)
+
+    def with_changes(self, path: Path) -> Self:
+        """This checkpoint with the tensors in the file `path` in place of its own.
+
+        CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes stay
+        those of the files of the checkpoint itself.
+        """
+        changes = TensorFile.open(path)
+        for name in changes.names:
+            shard = self._shard_of.get(name)
+            if shard is None or shard.shape(name) != changes.shape(name):
+                raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
+        return replace(self, changes=changes)
+
+    def unchanged(self) -> Self:
+        """This checkpoint with its own tensors alone."""
+        return replace(self, changes=None)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by name, as a view of the mapped file."""
+        if self.changes is not None and name in self.changes.names:
+            return self.changes.read(name)
+        try:
+            return self._shard_of[name].read(name)
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor named {name}") from None
+
+    def release(self) -> None:
+        """Lets go of the memory that what was read takes: pages of mapped files count as ours.
+
+        Tensors read before stay valid; they are read from the files again.
+        """
+        for file in (*self.shards, *([self.changes] if self.changes is not None else [])):
+            file.release()
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).exists())
+
+    @cached_property
+    def _weight_digests(self) -> dict[str, tuple[str, str | None]]:
+        paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
+        return {path.name: file_digests(path) for path in paths}
+
+    @property
+    def weight_hashes(self) -> dict[str, str]:
+        """SHA-256 of config.json and of each shard, by file name."""
+        return {name: sha256 for name, (sha256, _) in self._weight_digests.items()}
+
+    @property
+    def weight_checksums(self) -> dict[str, str]:
+        """XXH3-128 of the same files; {} without the `xxhash` package."""
+        found = self._weight_digests.items()
+        return {name: fast for name, (_, fast) in found if fast is not None}
+
+    @cached_property
+    def tokenizer_hashes(self) -> dict[str, str]:
+        return {path.name: sha256_file(path) for path in self.tokenizer_files}
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know of this checkpoint before it is worked on, a line each."""
+        told = []
+        if self.spec.generic:
+            linears, layer = list(self.spec.linears()), f"{self.spec.layer(0)}."
+            first = [x.name.removeprefix(layer) for x in self.spec.linears(0)]
+            told.append(
+                f"{self.spec.architecture} is an architecture that Octet does not know: it takes"
+                f" every matrix below {self.spec.prefix} for a linear, {len(linears)} in all"
+                f" (in layer 0: {', '.join(first)})"
+            )
+        unknown = self._undescribed()
+        if unknown:
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            told.append(
+                f"config.json describes no tensor {', '.join(unknown[:3])}{more}: what is not"
+                " described is never quantized, and has no part in what transformers computes"
+            )
+        return tuple(told)
+
+    def _undescribed(self) -> list[str]:
+        if self.spec.generic:
+            return []
+        expected = dict(self.spec.tensor_shapes())
+        # Buffers of old transformers releases; and a tied head is the embeddings again.
+        return [
+            name
+            for name in self._shard_of
+            if name not in expected
+            and not name.endswith("rotary_emb.inv_freq")
+            and name != "lm_head.weight"
+        ]
+
+    def _check_tensors(self) -> None:
+        expected = dict(self.spec.tensor_shapes())
+        for name in self._undescribed():
+            matrix = name.endswith(".weight") and len(self._shard_of[name].shape(name)) > 1
+            if matrix and name.startswith(f"{self.spec.prefix}."):  # a layer or an expert too many
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
+                    " leave it out of the model"
+                )
+        for name, shape in expected.items():
+            shard = self._shard_of.get(name)
+            if shard is None:
+                raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            if shard.shape(name) != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {shard.shape(name)}, config.json says {shape}"
+                )
+
+
+def _read_json(path: Path, missing: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {missing}: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return data
+
+
+def _shard_paths(path: Path) -> list[Path]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = _read_json(index, "").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+        ):
+            raise CheckpointError(f"{index}: weight_map does not name files beside it")
+        paths = [path / name for name in sorted(set(weight_map.values()))]
+        for shard in paths:
+            if not shard.exists():
+                raise CheckpointError(
+                    f"{path}: shard {shard.name} named by {index.name} is missing"
+                )
+        return paths
+    if single.exists():
+        return [single]
+    raise CheckpointError(f"{path}: no model.safetensors and no {index.name}")

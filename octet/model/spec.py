@@ -1,0 +1,214 @@
+"""What Octet knows of a decoder's architecture: its sizes, its linears and who shares an input."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from octet.errors import UnsupportedError
+from octet.model.architectures import ARCHITECTURES, fields_of
+from octet.model.generic import generic_fields
+from octet.model.linear import Linear
+
+__all__ = ["ARCHITECTURES", "Linear", "ModelSpec", "RopeScaling"]
+
+
+class RopeScaling(BaseModel):
+    """How RoPE's inverse frequencies are changed; see transformers' modeling_rope_utils.
+
+    `linear` divides every one by `factor`. `llama3` divides those of wavelengths over
+    original_max_positions / low_freq_factor, leaves those under original_max_positions /
+    high_freq_factor, and blends between; its last three fields are given then, and only then.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["llama3", "linear"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_positions: int | None = None
+
+
+class ModelSpec(BaseModel):
+    """The sizes of a decoder, from its config.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norm_offset: float = 0.0  # Gemma's RMSNorm multiplies by 1 + weight
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size)
+    rotary_dim: int  # of each head, the first so many values turn; head_dim unless given
+    rope_scaling: RopeScaling | None = None
+    # A token of `sliding_layers` sees itself and the sliding_window - 1 tokens before it.
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    fused_qkv: bool = False  # one self_attn.qkv_proj: rows of q, then of k, then of v
+    fused_gate_up: bool = False  # one mlp.gate_up_proj: rows of gate, then of up
+    # An architecture that Octet does not know: the linears are those of the checkpoint's tensors,
+    # and the fields above say nothing of what is computed between them.
+    generic: bool = False
+    prefix: str = "model.layers"  # of the decoder layers
+    found: tuple[Linear, ...] = ()  # the linears, where they are those of the checkpoint
+    # What config.json asks for that no field describes, such as "rope_type 'longrope'": a reason
+    # to refuse for whoever computes the model from this object.
+    undescribed: tuple[str, ...] = ()
+    qk_norm: bool = False  # an RMSNorm of each query and key head, [head_dim], before RoPE
+    # Of a mixture of experts; `intermediate_size` is then that of the layers that are not sparse.
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # whether the chosen experts' probabilities are made to sum to 1
+    sparse_layers: tuple[int, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rotary_dim(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "head_dim" in values:
+            return {"rotary_dim": values["head_dim"], **values}
+        return values
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        where: str,
+        tensors: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Self:
+        """From a transformers config.json (4.x or 5.x spelling); `tensors` are the checkpoint's
+        shapes by name, from which a decoder of an unknown architecture takes its linears.
+
+        Raises UnsupportedError naming `where` for what is no decoder-only model or cannot be. What
+        Octet only does not describe is in `undescribed`.
+        """
+        names = config.get("architectures")
+        architecture = names[0] if isinstance(names, list) and names else "(none)"
+        if config.get("quantization_config") is not None:
+            raise UnsupportedError(
+                f"{where}: a checkpoint that is quantized already (give the original) is not"
+                " supported"
+            )
+        known = architecture in ARCHITECTURES
+        if not known and (tensors is None or not str(architecture).endswith("ForCausalLM")):
+            raise UnsupportedError(
+                f"{where}: architecture {architecture} is not supported; supported:"
+                f" {', '.join(ARCHITECTURES)}, and others named ...ForCausalLM by their tensors"
+            )
+        try:
+            if known:
+                return cls(architecture=architecture, **fields_of(architecture, config, where))
+            return cls(architecture=architecture, **generic_fields(config, tensors or {}, where))
+        except KeyError as error:
+            raise UnsupportedError(f"{where}: config.json lacks {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise UnsupportedError(f"{where}: config.json: {place}: {first['msg']}") from None
+
+    def layer(self, index: int) -> str:
+        """The module name of decoder layer `index`."""
+        return f"{self.prefix}.{index}"
+
+    def experts_of(self, layer: str) -> str:
+        """The module name, in the checkpoint, of the experts of the sparse layer of that name."""
+        block = "block_sparse_moe" if self.architecture == "MixtralForCausalLM" else "mlp"
+        return f"{layer}.{block}.experts"
+
+    @property
+    def expert_projections(self) -> tuple[str, str, str]:
+        """The names, in the checkpoint, of an expert's gate, up and down projections."""
+        if self.architecture == "MixtralForCausalLM":
+            return "w1", "w3", "w2"
+        return "gate_proj", "up_proj", "down_proj"
+
+    def linears(self, layer: int | None = None) -> Iterator[Linear]:
+        """Every projection of decoder layer `layer`, or of all, in execution order.
+
+        A router is none of them: it is never quantized.
+        """
+        if self.generic:
+            below = f"{self.prefix}." if layer is None else f"{self.layer(layer)}."
+            yield from (linear for linear in self.found if linear.name.startswith(below))
+            return
+        for index in range(self.layers) if layer is None else (layer,):
+            yield from self._attention(f"{self.layer(index)}.self_attn")
+            if index not in self.sparse_layers:
+                names = ("gate_proj", "up_proj", "down_proj")
+                yield from self._mlp(f"{self.layer(index)}.mlp", names, self.intermediate_size)
+                continue
+            for expert in range(self.experts):
+                yield from self._mlp(
+                    f"{self.experts_of(self.layer(index))}.{expert}",
+                    self.expert_projections,
+                    self.moe_intermediate_size,
+                )
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The name and shape of every tensor of the model, without the head of tied embeddings; of
+        an unknown architecture, only of its linears' weights."""
+        for linear in self.linears():
+            yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+            if self._has_bias(linear):
+                yield f"{linear.name}.bias", (linear.out_features,)
+        if self.generic:
+            return
+        for index in range(self.layers):
+            layer = self.layer(index)
+            yield f"{layer}.input_layernorm.weight", (self.hidden_size,)
+            yield f"{layer}.post_attention_layernorm.weight", (self.hidden_size,)
+            if self.qk_norm:
+                yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
+            if index in self.sparse_layers:
+                router = self.experts_of(layer).removesuffix(".experts") + ".gate"
+                yield f"{router}.weight", (self.experts, self.hidden_size)
+        yield "model.norm.weight", (self.hidden_size,)
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        if not self.tied_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def _has_bias(self, linear: Linear) -> bool:
+        block, _, projection = linear.name.rpartition(".")
+        if block.endswith(".self_attn"):
+            return self.o_bias if projection == "o_proj" else self.qkv_bias
+        return self.mlp_bias
+
+    def _attention(self, name: str) -> Iterator[Linear]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.fused_qkv:
+            yield _linear(f"{name}.qkv_proj", q + 2 * kv, self.hidden_size, f"{name}.qkv_proj")
+        else:
+            for projection, out in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+                yield _linear(f"{name}.{projection}", out, self.hidden_size, f"{name}.q_proj")
+        yield _linear(f"{name}.o_proj", self.hidden_size, q, f"{name}.o_proj")
+
+    def _mlp(self, name: str, projections: Sequence[str], inner: int) -> Iterator[Linear]:
+        gate, up, down = (f"{name}.{projection}" for projection in projections)
+        if self.fused_gate_up:
+            fused = f"{name}.gate_up_proj"
+            yield _linear(fused, 2 * inner, self.hidden_size, fused)
+        else:
+            yield _linear(gate, inner, self.hidden_size, gate)
+            yield _linear(up, inner, self.hidden_size, gate)
+        yield _linear(down, self.hidden_size, inner, down)
+
+
+def _linear(name: str, out: int, into: int, first: str) -> Linear:
+    return Linear(name=name, out_features=out, in_features=into, input=f"{first}.input")

@@ -1,0 +1,294 @@
+"""Number formats of 4 to 8 bits: limits, encode, decode, rounding and overflow.
+
+| format | bits | largest finite | Inf | NaN | meaning                                         |
+|--------|------|----------------|-----|-----|-------------------------------------------------|
+| E4M3   | 8    | 448            | no  | yes | `float8_e4m3fn`: weights and activations        |
+| E5M2   | 8    | 57,344         | yes | yes | the top byte of an IEEE half: the KV cache      |
+| E2M1   | 4    | 6              | no  | no  | elements of NVFP4 and MXFP4                     |
+| E3M2   | 6    | 28             | no  | no  | elements of MXFP6                               |
+| E2M3   | 6    | 7.5            | no  | no  | elements of MXFP6                               |
+| E8M0   | 8    | 2^127          | no  | yes | unsigned power of two: the scale of an MX block |
+
+Sources: "FP8 Formats for Deep Learning" (arXiv 2209.05433) and "OCP Microscaling Formats (MX)",
+version 1.0. Codes are uint8, one per element, in the low bits; the sign is the top bit of a code.
+
+`encode` rounds to nearest, ties to even, and saturates: whatever is beyond the largest finite
+value, Inf included, becomes that value with its sign. A NaN stays a NaN. Where ml_dtypes 0.5 and
+torch 2.13 do otherwise:
+
+- 480 → E4M3 is 448 here and in torch, NaN in ml_dtypes; so is all above 464, Inf too.
+- 61,440 and above, Inf too → E5M2 is 57,344 here, Inf in torch and ml_dtypes: one overflow must
+  not turn a row of attention into NaN. This is also what ONNX (`saturate=1`) and CUDA do.
+- A float64 is rounded once here; torch and ml_dtypes go by way of float32, and so round twice.
+- NaN → E5M2 is 0x7F with the sign kept here and in torch, 0x7E in ml_dtypes.
+- NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0.
+- 0 → E8M0, which has no zero, is 2^-127 (code 0) here and in torch, NaN in ml_dtypes: the scale
+  of a block of zeros must not poison it. Negative numbers → E8M0 are NaN here and in ml_dtypes;
+  torch drops their sign.
+- E8M0 does not saturate, here or there: 1.5·2^127 and above is NaN, because a clipped scale would
+  be silently wrong for its whole block. Ties go up, and so does everything between 2^-127 and
+  2^-126, as in torch and ml_dtypes. The scales of MX blocks are not rounded so: OCP's rule is
+  `encode_e8m0_scale`, and what engines do is in `octet.numerics.microscaling`.
+
+How it is fast: no format here has more than 3 mantissa bits, so the upper 16 bits of a float32
+and one bit that says whether any lower bit was set ("round to odd") decide the result. A table of
+65,536 entries, built from the definition of rounding, maps one to the other for every format.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.errors import NumericsError, UnsupportedError, nearest
+from octet.numerics.bits import bf16_to_float32
+
+__all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "FORMATS",
+    "Format",
+    "Rounding",
+    "decode",
+    "encode",
+    "encode_e8m0_scale",
+    "format_named",
+    "grid",
+    "round_to",
+]
+
+Float32Array: TypeAlias = NDArray[np.float32]
+Codes: TypeAlias = NDArray[np.uint8]
+Rounding: TypeAlias = Literal["nearest", "truncate"]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_CHUNK = 1 << 15  # elements handled at a time, so that the temporaries stay in the L2 cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format: its layout, its limits and what others call it."""
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float  # the largest finite value
+    has_inf: bool
+    has_nan: bool
+    onnx_name: str  # in `onnx.TensorProto.DataType`
+    safetensors_name: str
+    torch_name: str | None  # None: torch has no such dtype
+    signed: bool = True
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite value, floor(log2(max)): `emax_elem` of OCP MX."""
+        return int(np.frexp(self.max)[1]) - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** ((1 if self.signed else 0) - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; for E8M0, which has no subnormals, `smallest_normal`."""
+        return self.smallest_normal * 2.0**-self.mantissa_bits
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code that encode gives a positive NaN; None where the format has none."""
+        if not self.has_nan:
+            return None
+        return 0x7F if self.signed else 0xFF
+
+
+E4M3 = Format("e4m3", 8, 4, 3, 7, 448.0, False, True, "FLOAT8E4M3FN", "F8_E4M3", "float8_e4m3fn")
+E5M2 = Format("e5m2", 8, 5, 2, 15, 57344.0, True, True, "FLOAT8E5M2", "F8_E5M2", "float8_e5m2")
+E2M1 = Format("e2m1", 4, 2, 1, 1, 6.0, False, False, "FLOAT4E2M1", "F4", "float4_e2m1fn_x2")
+E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, False, False, "FLOAT6E3M2", "F6_E3M2", None)
+E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, False, False, "FLOAT6E2M3", "F6_E2M3", None)
+E8M0 = Format(
+    "e8m0", 8, 8, 0, 127, 2.0**127, False, True, "FLOAT8E8M0", "F8_E8M0", "float8_e8m0fnu", False
+)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E3M2, E2M3, E8M0)}
+
+
+def format_named(name: str) -> Format:
+    """The format called `name`; UnsupportedError names the nearest known one."""
+    if name not in FORMATS:
+        raise UnsupportedError(f"unknown number format '{name}'{nearest(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def encode(x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest") -> Codes:
+    """Codes of `fmt` for `x` (float16, float32 or float64, any shape), of the same shape.
+
+    `rounding="truncate"` drops the lower bits instead (vLLM's CPU cache writer does). A float64 is
+    rounded once, from its own value. NumericsError for a NaN where `fmt` has none.
+    """
+    _check(x, fmt)
+    return _look_up(x, _code_table(fmt, rounding, x.dtype == np.float16))
+
+
+def round_to(
+    x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest"
+) -> Float32Array:
+    """The value nearest to `x` that `fmt` has: `decode(encode(x))` in one look-up."""
+    _check(x, fmt)
+    return _look_up(x, _value_table(fmt, rounding, x.dtype == np.float16))
+
+
+def decode(codes: Codes, fmt: Format) -> Float32Array:
+    """The exact values of `codes` (uint8, any shape). NumericsError if a code has too many bits."""
+    try:
+        return _decode_table(fmt)[codes]
+    except IndexError:
+        raise NumericsError(
+            f"code {int(codes.max())} is not {fmt.name}: it has {fmt.bits} bits a code, "
+            f"0 to {2**fmt.bits - 1}; unpack packed codes first"
+        ) from None
+
+
+def grid(fmt: Format) -> Float32Array:
+    """The finite values of `fmt` that are not negative, ascending; index = code for each."""
+    values = _decode_table(fmt)[: 2 ** (fmt.bits - fmt.signed)]
+    return values[np.isfinite(values)]
+
+
+def encode_e8m0_scale(amax: NDArray[np.floating[Any]], element: Format) -> Codes:
+    """E8M0 scales of MX blocks with largest magnitude `amax`, for elements of format `element`.
+
+    OCP MX 1.0, section 6.3: 2^(floor(log2(amax)) - emax_elem), clamped to 2^-127 … 2^127. The
+    logarithm is taken from the exponent (frexp), so it is exact. An amax in the last part of its
+    binade, above max/2^emax (7 of 6·2^0 for E2M1), saturates; the rule accepts that. A block of
+    zeros gets 2^-127, the smallest scale; a NaN or an Inf gives NaN (0xFF).
+    """
+    if np.any(amax < 0):
+        raise NumericsError(f"amax is a largest magnitude and cannot be negative: {amax.min()}")
+    exponent = np.frexp(amax)[1].astype(np.int32) - 1 - element.emax
+    codes = np.clip(exponent + E8M0.bias, 0, 254)
+    codes = np.where(amax == 0, 0, codes)
+    return np.where(np.isfinite(amax), codes, 0xFF).astype(np.uint8)
+
+
+def _check(x: NDArray[np.floating[Any]], fmt: Format) -> None:
+    if x.dtype not in (np.float16, np.float32, np.float64):
+        raise TypeError(f"cannot encode {x.dtype} as {fmt.name}: pass float16, float32 or float64")
+    if not fmt.has_nan and np.isnan(x).any():
+        raise NumericsError(
+            f"NaN has no code in {fmt.name}; find where it comes from before quantizing"
+        )
+
+
+def _look_up(x: NDArray[np.floating[Any]], table: NDArray[Scalar]) -> NDArray[Scalar]:
+    """`table[key]` for each element of `x`, where the key is the element's 16 deciding bits."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    out = np.empty(flat.size, table.dtype)
+    for start in range(0, flat.size, _CHUNK):
+        keys = _keys(flat[start : start + _CHUNK])
+        # Every 16-bit key is in the table: "wrap" only spares the bounds check.
+        np.take(table, keys, out=out[start : start + _CHUNK], mode="wrap")
+    return out.reshape(x.shape)
+
+
+def _keys(x: NDArray[np.floating[Any]]) -> NDArray[np.integer[Any]]:
+    """The index of each element: its float16 bits, or its bfloat16 bits rounded to odd."""
+    if x.dtype == np.float16:
+        return x.view(np.uint16)
+    if x.dtype == np.float64:
+        x = _narrow(x)
+    bits = x.view(np.uint32)
+    keys = bits & 0xFFFF
+    keys += 0xFFFF  # carries into bit 16 exactly when a lower bit was set
+    keys |= bits
+    keys >>= 16
+    return keys.astype(np.intp)  # the type that `take` would convert to, in a slower way
+
+
+def _narrow(x: NDArray[np.floating[Any]]) -> Float32Array:
+    """float64 to float32, rounded to odd, so that a later rounding to fewer bits is the only one.
+
+    Rounding to odd: an inexact result has its last bit set (Boldo and Melquiond, 2008).
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        narrow = x.astype(np.float32)
+        exact = (narrow == x) | np.isnan(x)
+        away = np.abs(narrow) > np.abs(x)
+    bits = narrow.view(np.uint32)
+    bits -= ~exact & away  # truncated toward zero
+    bits |= ~exact
+    return narrow
+
+
+@cache
+def _decode_table(fmt: Format) -> Float32Array:
+    """float32[2^bits]: the value of every code, from the definition of the format."""
+    codes = np.arange(2**fmt.bits)
+    if not fmt.signed:  # E8M0: no sign, no mantissa, no zero
+        values = np.ldexp(1.0, codes - fmt.bias)
+        values[0xFF] = np.nan
+    else:
+        mantissa = codes & (2**fmt.mantissa_bits - 1)
+        exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
+        significand = mantissa + np.where(exponent > 0, 2**fmt.mantissa_bits, 0)
+        shift = np.maximum(exponent, 1) - fmt.bias - fmt.mantissa_bits
+        values = np.ldexp(significand.astype(np.float64), shift)
+        if fmt.has_inf:  # IEEE: the last exponent holds Inf and NaN
+            special = exponent == 2**fmt.exponent_bits - 1
+            values[special] = np.where(mantissa[special] == 0, np.inf, np.nan)
+        elif fmt.has_nan:  # E4M3: only S.1111.111
+            values[codes & 0x7F == 0x7F] = np.nan
+        values = np.where(codes >> (fmt.bits - 1), -values, values)
+    return _frozen(values.astype(np.float32))
+
+
+@cache
+def _code_table(fmt: Format, rounding: Rounding, half: bool) -> Codes:
+    """uint8[65536]: the code of every float16 (`half`), or of every bfloat16 rounded to odd."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        inputs = patterns.view(np.float16) if half else bf16_to_float32(patterns)
+        return _frozen(_encode_by_definition(inputs.astype(np.float64), fmt, rounding))
+
+
+@cache
+def _value_table(fmt: Format, rounding: Rounding, half: bool) -> Float32Array:
+    """float32[65536]: `_code_table`, decoded."""
+    return _frozen(decode(_code_table(fmt, rounding, half), fmt))
+
+
+def _encode_by_definition(x: NDArray[np.float64], fmt: Format, rounding: Rounding) -> Codes:
+    """Codes found by searching the format's own values: exact and slow, for the tables."""
+    values = grid(fmt).astype(np.float64)
+    magnitude, negative, nan = np.abs(x), np.signbit(x), np.isnan(x)
+    if rounding == "truncate":
+        codes = np.maximum(np.searchsorted(values, magnitude, side="right") - 1, 0)
+    else:
+        middles = (values[:-1] + values[1:]) / 2
+        if not fmt.signed:
+            middles[0] = np.nextafter(values[0], np.inf)  # as torch and ml_dtypes, see above
+        codes = np.searchsorted(middles, magnitude, side="right")  # ties up
+        if fmt.signed:
+            tie = (codes > 0) & (middles[codes - 1] == magnitude)
+            codes -= tie & (codes % 2 == 1)  # to even: the last bit of a code is its mantissa's
+    if fmt.signed:
+        codes = np.where(nan, fmt.nan_code or 0, codes) | (negative << (fmt.bits - 1))
+    else:
+        limit = np.inf if rounding == "truncate" else 1.5 * fmt.max
+        codes[(magnitude >= limit) | (x < 0) | nan] = 0xFF
+    return codes.astype(np.uint8)
+
+
+def _frozen(table: NDArray[Scalar]) -> NDArray[Scalar]:
+    """The table, read-only: a cached one is shared by all callers."""
+    table.flags.writeable = False
+    return table

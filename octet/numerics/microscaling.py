@@ -1,0 +1,147 @@
+"""Scales of groups that are themselves numbers of few bits: MX (powers of two), NVFP4 (two levels).
+
+| scheme | element | group | scale of a group         | global scale, one a tensor        |
+|--------|---------|-------|--------------------------|-----------------------------------|
+| MXFP8  | E4M3    | 32    | E8M0: 2^-127 … 2^127     | none                              |
+| MXFP4  | E2M1    | 32    | E8M0                     | none                              |
+| NVFP4  | E2M1    | 16    | E4M3: 0, 2^-9 … 448      | float32, amax / (6 * 448)         |
+
+Every scale is a float32 that multiplies, `real = stored * scale [* global_scale]`, whatever it is
+stored in. `combined` gives the one factor of both levels, rounded to float32 as in ONNX's two
+DequantizeLinear and in vLLM; with it, `scaling.quantize`, `dequantize` and `fake_quantize` do the
+rest. They divide by it. GPU kernels multiply by a reciprocal (an approximate one for NVFP4), so an
+element within a unit or two in the last place of a rounding boundary may fall on its other side.
+
+The scales that engines compute at run time, as in vLLM 0.32 (mxfp8_utils, mxfp4_utils,
+nvfp4_emulation_utils), bit for bit up to 2^127:
+
+- MXFP8: the least power of two with which the largest magnitude does not saturate,
+  2^ceil(log2(amax/448)); ModelOpt's too. vLLM takes the logarithm in float32, which may round an
+  amax within 2^-21 of 448·2^e down to it; no bfloat16 is that close.
+- MXFP4: amax is rounded up to a power of two if it is 1.75 of one or more, and down otherwise;
+  that over 4. compressed-tensors too. So 6 saturates to within 7/6 and not, as OCP's rule does
+  (`formats.encode_e8m0_scale`), to within 8/6.
+- NVFP4: E4M3(amax/6 / global_scale), the quotients as products with float32 reciprocals. A group
+  below 2^-10 of the range gets scale 0, and its elements become 0.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.errors import NumericsError
+from octet.numerics import formats
+from octet.numerics.formats import E4M3, Float32Array, Format, round_to
+from octet.numerics.scaling import FloatArray, Granularity, absmax, fake_quantize, scale_from_absmax
+from octet.recipe import TensorScheme
+
+__all__ = [
+    "LEAST_E4M3",
+    "combined",
+    "dynamic_scales",
+    "fake_quantize_dynamic",
+    "global_scale",
+    "power_of_two_scales",
+    "two_level_scales",
+]
+
+LEAST_E4M3 = float(formats.grid(E4M3)[1])  # 2^-9, the least scale of a group that is not 0
+_LEAST_GLOBAL = 2.0**-117  # times LEAST_E4M3 it is the smallest normal float32
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def global_scale(amax: float, fmt: Format, *, largest: float = E4M3.max) -> Float32Array:
+    """[] the global scale of a tensor with that largest magnitude: amax / (fmt.max * largest).
+
+    `largest` is the scale of the group that holds it: 448 by default, which uses all of E4M3.
+    A tensor of zeros gets 1.0. NumericsError unless `amax` is finite and not negative.
+    """
+    if not (np.isfinite(amax) and amax >= 0):
+        raise NumericsError(f"amax must be finite and not negative, not {amax}")
+    if amax == 0:
+        return np.asarray(1, np.float32)
+    scale = np.float32(amax) / np.float32(fmt.max * largest)
+    return np.asarray(max(scale, np.float32(_LEAST_GLOBAL)), np.float32)
+
+
+def power_of_two_scales(amax: FloatArray, fmt: Format) -> Float32Array:
+    """E8M0 scales of groups with largest magnitude `amax`, for elements of E4M3 or E2M1.
+
+    As engines compute them, see above; of zeros, 2^-127. NumericsError for a NaN or Inf.
+    """
+    amax = _checked(amax)
+    fraction, exponent = np.frexp(amax)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
+    # 448 is 0.875 * 2^9, and 1.75 is 0.875 * 2: both formats round up from there.
+    up = fraction > 0.875 if fmt == E4M3 else fraction >= 0.875
+    power = exponent.astype(np.int32) - 1 - fmt.emax + up
+    power = np.where(amax == 0, -127, np.clip(power, -127, 127))
+    return np.ldexp(np.float32(1), power).astype(np.float32)
+
+
+def two_level_scales(amax: FloatArray, fmt: Format, global_scale: Float32Array) -> Float32Array:
+    """E4M3 scales, computed at run time, of groups with largest magnitude `amax`; 0 is possible.
+
+    E4M3(min(448, (1/global_scale) * (amax * (1/fmt.max)))), each operation in float32: vLLM's
+    order. NumericsError for a NaN or Inf.
+    """
+    reciprocal = np.float32(1) / np.asarray(global_scale, np.float32)
+    with np.errstate(over="ignore"):  # saturates
+        scale = reciprocal * (_checked(amax) * (np.float32(1) / np.float32(fmt.max)))
+    return round_to(np.asarray(scale, np.float32), E4M3)
+
+
+def combined(scale: FloatArray, global_scale: FloatArray | None) -> Float32Array:
+    """The positive float32 to divide by, and to multiply with: scale * global_scale.
+
+    Where a group's scale is 0, the largest float32: divided by it, all elements round to 0.
+    """
+    scale = np.asarray(scale, np.float32)
+    if global_scale is None:
+        return scale
+    product = scale * np.asarray(global_scale, np.float32)
+    return np.where(scale == 0, _FLOAT32_MAX, product)
+
+
+def dynamic_scales(
+    x: FloatArray,
+    scheme: TensorScheme,
+    global_scale: Float32Array | None = None,
+    *,
+    name: str | None = None,
+) -> Float32Array:
+    """The scales that an engine computes at run time from `x` [..., K] by a dynamic scheme.
+
+    [..., 1] per token, [..., ⌈K/g⌉] in groups. `global_scale` [] is needed by two-level schemes.
+    """
+    amax = absmax(x, _granularity(scheme), name=name)
+    fmt = formats.format_named(scheme.format)
+    if scheme.scale_format == "e8m0":
+        return power_of_two_scales(amax, fmt)
+    if scheme.two_level:
+        if global_scale is None:
+            raise ValueError(f"{scheme.format} with e4m3 scales needs a global scale")
+        return two_level_scales(amax, fmt, global_scale)
+    return scale_from_absmax(amax, fmt)
+
+
+def fake_quantize_dynamic(
+    x: FloatArray,
+    scheme: TensorScheme,
+    global_scale: Float32Array | None = None,
+    *,
+    name: str | None = None,
+) -> Float32Array:
+    """`x` [..., K] as an engine sees it after quantization by a dynamic scheme; float32."""
+    scale = combined(dynamic_scales(x, scheme, global_scale, name=name), global_scale)
+    fmt = formats.format_named(scheme.format)
+    return fake_quantize(x, scale, fmt, _granularity(scheme), name=name)
+
+
+def _granularity(scheme: TensorScheme) -> Granularity:
+    return Granularity.of(scheme.granularity, scheme.group_size)
+
+
+def _checked(amax: FloatArray) -> NDArray[np.float32]:
+    amax = np.asarray(amax, np.float32)
+    if not (np.isfinite(amax) & (amax >= 0)).all():
+        raise NumericsError("amax must be finite and not negative: its tensor holds NaN or Inf")
+    return amax

@@ -1,0 +1,103 @@
+"""How far a server is from the reference, in figures that anyone can check by hand.
+
+The divergence of a position is `octet.artifacts.golden.top_k_divergence`: KL(reference ‖ served) in
+nats over the shared most likely tokens, with the rest lumped. Positions of one prompt are not
+independent, so that the mean is one over prompts of each prompt's mean, and its 95 % interval is
+that over them (`octet.statistics`: clustered by prompt, and not symmetric, for divergences are
+skewed).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.artifacts.golden import GoldenSet, top_k_divergence
+from octet.proof.responses import Response, agreement, comparable
+from octet.statistics import Interval, interval
+
+__all__ = ["Measure", "divergences", "measure"]
+
+_INFINITE = (
+    88.0  # nats that no mass where the reference has some counts for: -ln of float32's least
+)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Divergence in nats; NaN where nothing could be compared."""
+
+    kl_mean: float
+    kl_low: float  # 95 % interval of the mean, over prompts
+    kl_high: float
+    kl_p90: float  # over positions
+    kl_max: float
+    agreement: float  # share of golden tokens that were generated before the first other one
+    perplexity_change: float | None  # of the prompts, relative; None unless both sides know it
+    prompts: int
+    positions: int
+
+
+def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
+    """Over all positions that can be compared, of the prompts that have any."""
+    found = [x for x in divergences(golden, responses) if len(x)]
+    means = np.array([float(x.mean()) for x in found])
+    positions = np.concatenate(found) if found else np.empty(0)
+    over = _interval(means)
+    return Measure(
+        kl_mean=over.mean,
+        kl_low=max(over.low, 0.0),
+        kl_high=over.high,
+        kl_p90=float(np.quantile(positions, 0.9)) if found else math.nan,
+        kl_max=float(positions.max()) if found else math.nan,
+        agreement=_agreement(golden, responses),
+        perplexity_change=_perplexity_change(golden, responses),
+        prompts=len(found),
+        positions=len(positions),
+    )
+
+
+def divergences(golden: GoldenSet, responses: Sequence[Response]) -> list[NDArray[np.float64]]:
+    """Of each response, those of its comparable positions, in nats."""
+    found = []
+    for response in responses:
+        record = golden.records[response.record]
+        values = [
+            top_k_divergence(record.tops[j].mapping, response.tops[j])
+            for j in comparable(record, response)
+        ]
+        found.append(np.minimum(np.array(values, np.float64), _INFINITE))
+    return found
+
+
+def _interval(means: NDArray[np.float64]) -> Interval:
+    """Of one prompt, whatever there is."""
+    if len(means) < 2:
+        mean = float(means[0]) if len(means) else math.nan
+        return Interval(mean, -math.inf, math.inf)
+    return interval(means, np.ones(len(means)))
+
+
+def _agreement(golden: GoldenSet, responses: Sequence[Response]) -> float:
+    """Of the golden tokens that were asked for: as many as the response has."""
+    asked = agree = 0
+    for response in responses:
+        record = golden.records[response.record]
+        asked += min(len(record.continuation_token_ids), len(response.tokens))
+        agree += agreement(record, response)
+    return agree / asked if asked else math.nan
+
+
+def _perplexity_change(golden: GoldenSet, responses: Sequence[Response]) -> float | None:
+    """exp of the mean excess of -ln p over the prompts' own tokens, less 1."""
+    excess, tokens = 0.0, 0
+    for response in responses:
+        record = golden.records[response.record]
+        told = [x for x in response.prompt_logprobs or () if x is not None]
+        if record.prompt_nll is None or not told or len(told) != len(record.prompt_token_ids) - 1:
+            continue
+        excess += -math.fsum(told) - record.prompt_nll
+        tokens += len(told)
+    return math.exp(min(excess / tokens, 700.0)) - 1 if tokens else None

@@ -1,0 +1,200 @@
+"""The hypotheses beside each other, on some prompts: scores of answers, and what could be told.
+
+`octet.proof.judge` says what is made of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.serving_path import ServingPath
+from octet.proof.hellinger import Answers
+from octet.proof.noise import Candidate, Noise, Values, distance, z_score
+from octet.proof.outliers import Tail, heaviness, tail
+from octet.proof.responses import Response
+
+__all__ = ["Contest"]
+
+# What is not quantized and computed as the reference was is the reference.
+_REFERENCE = Hypothesis(
+    path=ServingPath(weights=False, activations=False, kv_cache="float16", compute="float32")
+)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Hypotheses and answers on the prompts that can be compared."""
+
+    answers: Answers
+    candidates: dict[Hypothesis, Candidate]
+    honest: tuple[Hypothesis, ...]
+    lengths: tuple[int, ...]  # [n], of prompts in tokens
+    _told: dict[tuple[Hypothesis, Hypothesis], float] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        golden: GoldenSet,
+        hypotheses: HypothesisSet,
+        honest: Sequence[ServingPath],
+        responses: Sequence[Response],
+    ) -> Self:
+        """All hypotheses but those that were simulated on none of these prompts."""
+        answers = Answers.of(golden, responses)
+        points = {h: answers.points(x) for h, x in hypotheses.logprobs.items()}
+        if _REFERENCE not in points and not any(_bare(path) for path in honest):
+            points[_REFERENCE] = answers.reference[None]
+        candidates = {
+            h: Candidate(h, x) for h, x in points.items() if len(x) and not np.isnan(x).all()
+        }
+        paths = tuple(h for h in candidates if h.fault is None and h.path in honest)
+        lengths = tuple(len(golden.records[n].prompt_token_ids) for n in answers.records)
+        return cls(answers, candidates, paths, lengths)
+
+    @classmethod
+    def whole(
+        cls, golden: GoldenSet, hypotheses: HypothesisSet, honest: Sequence[ServingPath]
+    ) -> Self:
+        """On all golden records, as the reference itself would answer them."""
+        perfect = [
+            Response(n, record.continuation_token_ids, tuple(top.mapping for top in record.tops))
+            for n, record in enumerate(golden.records)
+        ]
+        return cls.of(golden, hypotheses, honest, perfect)
+
+    @cached_property
+    def noise(self) -> Noise:
+        return Noise(list(self.candidates.values()), self.answers.compared.sum(1))
+
+    @cached_property
+    def scores(self) -> dict[Hypothesis, Values]:
+        """[n]: the log-likelihood of the answers; NaN where a hypothesis was not simulated."""
+        served = self.answers.served
+        return {h: self.noise.likelihood(x, served) for h, x in self.candidates.items()}
+
+    @cached_property
+    def best(self) -> Hypothesis:
+        """The honest path that explains the answers best."""
+        return max(self.honest, key=lambda h: float(np.nanmean(self.scores[h])))
+
+    @cached_property
+    def others(self) -> list[Hypothesis]:
+        return [h for h in self.candidates if h not in self.honest]
+
+    def against(self, other: Hypothesis, honest: Hypothesis) -> tuple[float, int]:
+        """Vuong's z of `other` over `honest`, and over how many prompts."""
+        return z_score(self.scores[other] - self.scores[honest])
+
+    def told(self, truth: Hypothesis, other: Hypothesis) -> float:
+        """The z of `truth` over `other` if a repeat of it were the server: mean over repeats.
+
+        Either is without that repeat then, so that neither mean is of more. 0 for a hypothesis that
+        was simulated once.
+        """
+        key = truth, other
+        if key not in self._told:
+            self._told[key] = self._tell(self.candidates[truth], self.candidates[other])
+        return self._told[key]
+
+    def _tell(self, mine: Candidate, others: Candidate) -> float:
+        if mine.repeats < 2:
+            return 0.0
+        found = []
+        for number, served in enumerate(mine.points):
+            own = self.noise.likelihood(mine, served, without=number)
+            without = number % others.repeats if others.repeats > 1 else None
+            theirs = self.noise.likelihood(others, served, without=without)
+            found.append(z_score(own - theirs)[0])
+        return float(np.mean(found))
+
+    def misfit(self, hypothesis: Hypothesis) -> tuple[float, int]:
+        """z of how much farther the answers are than a repeat would be, above the margin."""
+        candidate = self.candidates[hypothesis]
+        excess = self._logs(candidate, self.answers.served, None) - self._usual
+        return z_score(excess, _margin(candidate))
+
+    def tail(self, hypothesis: Hypothesis) -> Tail:
+        """The prompts that are the least likely of it, and how likely, above the margin."""
+        candidate = self.candidates[hypothesis]
+        excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
+        known = np.flatnonzero(~np.isnan(excess))
+        found = tail(excess[known], [self.lengths[n] for n in known], self._heaviness)
+        return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
+
+    def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
+        """By what factor the answers are nearer to it, in squared distance: ln, mean of prompts.
+
+        `than` to another, or None: to a model that gives the reference's likeliest tokens nothing.
+        """
+        served = self.answers.served
+        mine = self.candidates[hypothesis].squared(served)
+        if than is not None:
+            other = self.candidates[than].squared(served)
+        else:
+            nothing = np.zeros_like(served)
+            nothing[..., -1] = 2.0 * self.answers.compared
+            other = distance(served, nothing)
+        return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
+
+    def farther(self, hypothesis: Hypothesis, honest: Hypothesis) -> bool:
+        """Whether `hypothesis` is farther from the reference than `honest`, on these prompts."""
+        mine, other = (self._from_reference(h) for h in (hypothesis, honest))
+        return float(np.nanmean(mine - other)) > 0
+
+    @property
+    def answers_farther(self) -> bool:
+        """Whether the answers are farther from the reference than the best honest path."""
+        mine = distance(self.answers.served, self.answers.reference)
+        return float(np.mean(mine - self._from_reference(self.best))) > 0
+
+    def _from_reference(self, hypothesis: Hypothesis) -> Values:
+        points = self.candidates[hypothesis].points
+        return np.asarray(distance(points, self.answers.reference).mean(0))
+
+    @cached_property
+    def _usual(self) -> Values:
+        """[n]: mean ln(|x - m|²/S) of the repeats that the noise was fitted to."""
+        found = [
+            self._logs(candidate, served, number)
+            for h in self.noise.fitted
+            for candidate in (self.candidates[h],)
+            for number, served in enumerate(candidate.points)
+        ]
+        return np.asarray(np.mean(found, 0))
+
+    @cached_property
+    def _heaviness(self) -> int:
+        """Of ln(|x - m|²/S) of the repeats, S being by the other hypotheses' alone."""
+        found = [
+            self._logs(candidate, served, number)
+            + np.log(self.noise.prompts / self.noise.others(h))
+            for h in self.noise.fitted
+            if len(self.noise.fitted) > 1
+            for candidate in (self.candidates[h],)
+            for number, served in enumerate(candidate.points)
+        ]
+        return heaviness(np.concatenate(found) if found else np.empty(0))
+
+    def _logs(self, candidate: Candidate, served: Values, without: int | None) -> Values:
+        kept = candidate.repeats - (without is not None)
+        squared = self._floored(candidate.squared(served, without=without))
+        return np.asarray(np.log(squared / self.noise.expected(candidate, kept)))
+
+    def _floored(self, squared: Values) -> Values:
+        return np.asarray(np.maximum(squared, self.noise.least))
+
+
+def _margin(candidate: Candidate) -> float:
+    """Of ln |x - m|²: of twice as many roundings as were simulated."""
+    one = 1 / candidate.repeats
+    return math.log((2 + one) / (1 + one))
+
+
+def _bare(path: ServingPath) -> bool:
+    return not path.weights and path.kv_cache == "float16"

@@ -1,0 +1,82 @@
+"""What a directory proves with: its golden records, its hypotheses, and what it is."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.errors import ArtifactError, CheckpointError
+from octet.recipe import KvCacheDtype, Recipe
+from octet.storage.files import sha256_file
+
+__all__ = ["Proofs", "load_proofs"]
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Of an export or a calibration."""
+
+    golden: GoldenSet
+    hypotheses: HypothesisSet | None  # None: nothing was simulated, and a bound holds instead
+    manifest: Manifest
+    recipe: Recipe
+    kv_cache: KvCacheDtype
+    identity: str  # the manifest's
+
+    @property
+    def weights(self) -> Literal["quantized", "original"]:
+        """What the artifact itself holds."""
+        return "quantized" if self.manifest.details.get("quantized", True) else "original"
+
+
+def load_proofs(directory: Path) -> Proofs:
+    """ArtifactError for what is damaged, or of another model than the manifest's; other files of
+    the artifact, such as its weights, are not read."""
+    manifest = Manifest.load(directory, verify=False)
+    golden = _golden(directory, manifest)
+    hypotheses = None
+    if _listed(directory, HYPOTHESES_FILE, manifest):
+        try:
+            hypotheses = HypothesisSet.load(directory, golden)
+        except CheckpointError as error:
+            raise ArtifactError(f"{error}; {manifest.remedy}") from None
+    recipe = manifest.recipe
+    kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
+    if isinstance(kv_cache, dict):  # of an engine: with its shape
+        kv_cache = kv_cache["dtype"]
+    return Proofs(golden, hypotheses, manifest, recipe, kv_cache, manifest.identity)
+
+
+def _golden(directory: Path, manifest: Manifest) -> GoldenSet:
+    path = directory / GOLDEN_FILE
+    if not _listed(directory, GOLDEN_FILE, manifest):
+        raise ArtifactError(f"{path}: missing: nothing to prove by; calibrate or export again")
+    golden = GoldenSet.load(directory)
+    model = json.dumps(manifest.model.files, sort_keys=True)
+    if golden.weights_sha256 != hashlib.sha256(model.encode()).hexdigest():
+        raise ArtifactError(
+            f"{path}: golden records of another model than {MANIFEST_FILE} names"
+            f" ({manifest.model.name}); export again"
+        )
+    if not golden.records:
+        raise ArtifactError(f"{path}: holds no golden record; calibrate again")
+    return golden
+
+
+def _listed(directory: Path, name: str, manifest: Manifest) -> bool:
+    """Whether the artifact has that file; ArtifactError if it is not as it was written."""
+    path, digest = directory / name, manifest.files.get(name)
+    if digest is None:
+        return False
+    if not path.is_file():
+        raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {manifest.remedy}")
+    if sha256_file(path) != digest:
+        raise ArtifactError(
+            f"{path}: truncated or altered since it was written (SHA-256 differs);"
+            f" {manifest.remedy}"
+        )
+    return True

@@ -1,0 +1,1 @@
+"""Reads and writes safetensors files, JSON documents and checksums."""

@@ -1,0 +1,222 @@
+"""`octet calibrate` and `octet rescale`: a model observed once, and scales for any recipe."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from octet.artifacts.manifest import Manifest
+from octet.errors import ConfigError
+from octet.interrupts import held_back
+from octet.recipe import KvCacheDtype, Recipe
+from octet_cli.options import (
+    RECIPES,
+    Force,
+    Json,
+    MaxKl,
+    MaxPplChange,
+    Model,
+    ModelOption,
+    Out,
+    Source,
+    TextField,
+    console_for,
+    wrote,
+)
+
+__all__ = ["calibrate", "chosen_recipe", "rescale"]
+
+RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
+KvOption = Annotated[
+    KvCacheDtype | None,
+    typer.Option("--kv-cache", "--kv", help="Format of the cache, if not the recipe's."),
+]
+Predict = Annotated[
+    bool,
+    typer.Option(
+        "--predict/--no-predict", help="Say what each way of serving it is expected to cost."
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Pattern of module names to leave in full precision; may be repeated."),
+]
+
+
+def calibrate(
+    model: Model,
+    samples: Annotated[
+        Path, typer.Option("--samples", help="JSONL, text, folder of texts, Parquet or data set.")
+    ],
+    out: Out,
+    recipe: RecipeOption = "fp8",
+    kv_cache: KvOption = None,
+    exclude: Exclude = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to serve the model as (default: its directory's name).")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")] = 256,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Samples for golden records and budget, not for scales.")
+    ] = None,
+    text_field: TextField = "text",
+    messages_field: Annotated[
+        str, typer.Option(help="Field of each sample that holds its conversation.")
+    ] = "messages",
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens in a row, at most.")] = 512,
+    long: Annotated[
+        Literal["cut", "split", "refuse"], typer.Option(help="What becomes of a longer sample.")
+    ] = "cut",
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Join samples into full rows instead of padding.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a forward pass.")] = 8,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Arithmetic of the forward pass.")
+    ] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
+    ] = "auto",
+    algorithm: Annotated[
+        Literal["smoothquant", "awq", "gptq"] | None,
+        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="kl=0.005 or ppl=1%: layers go up in precision until it is met."),
+    ] = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Measure what quantizing each layer costs.")
+    ] = False,
+    spill: Annotated[
+        Path | None, typer.Option(help="Directory for activations that memory cannot hold.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what an interrupted run has computed.")
+    ] = False,
+    allow_few_samples: Annotated[
+        bool, typer.Option("--allow-few-samples", help="Accept fewer than 128 samples.")
+    ] = False,
+    predict: Predict = True,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Observe a model on representative samples, and find its scales.
+
+    An interrupted run continues where it stopped when the same command is given again; so does one
+    that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
+    it did not write. Under torchrun, processes share the samples.
+    """
+    chosen = chosen_recipe(recipe, kv_cache, exclude)
+    with held_back():
+        import calibrate as stage
+        from calibrate.decoder.arithmetic import fit_threads
+        from calibrate.journal.journal import recorded_threads
+        from calibrate.quality.gate import Gate
+
+    kept = stage.progress_directory(out)
+    fit_threads(None if restart else recorded_threads(kept))
+    try:
+        calibration = stage.run(
+            model,
+            samples,
+            out,
+            recipe=chosen,
+            name=name,
+            count=count,
+            held_out=held_out,
+            text_field=text_field,
+            messages_field=messages_field,
+            max_length=max_length,
+            long=long,
+            pack=pack,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            algorithm=algorithm,
+            budget=budget,
+            gate=Gate.parse(max_kl, max_ppl_change),
+            sensitivity=sensitivity,
+            spill=spill,
+            restart=restart,
+            allow_few_samples=allow_few_samples,
+            predict=predict,
+            force=force,
+            console=console_for(as_json),
+        )
+    except KeyboardInterrupt:
+        if kept.exists():
+            print(f"kept {kept}: the same command continues there", file=sys.stderr)
+        raise
+    if calibration is not None:  # only the first of several processes writes
+        wrote(out, calibration.manifest, as_json)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo's threads can outlive their group, and abort the interpreter while it shuts down:
+        # torchrun would take that for a failure, and stop the other processes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def rescale(
+    calibration: Source,
+    out: Out,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help=f"{RECIPES}, or a YAML file (default: the calibration's own)."),
+    ] = None,
+    kv_cache: KvOption = None,
+    exclude: Exclude = None,
+    model: ModelOption = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    predict: Predict = True,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Derive the scales of another recipe from a calibration, without the samples.
+
+    Limits are held against what it costs on the golden prompts.
+    """
+    if recipe is None and kv_cache is None and exclude is None:
+        raise ConfigError("what should change? Give --recipe, --kv-cache or --exclude")
+    base = Manifest.load(calibration, "calibration").recipe if recipe is None else recipe
+    chosen = chosen_recipe(base, kv_cache, exclude)
+    with held_back():
+        from calibrate.decoder.arithmetic import fit_threads
+        from calibrate.quality.gate import Gate
+        from calibrate.rescale import rescale as derive
+
+    fit_threads()
+    derived = derive(
+        calibration,
+        out,
+        recipe=chosen,
+        model=model,
+        gate=Gate.parse(max_kl, max_ppl_change),
+        predict=predict,
+        force=force,
+        console=console_for(as_json),
+    )
+    wrote(out, derived.manifest, as_json)
+
+
+def chosen_recipe(
+    base: Recipe | str, kv_cache: KvCacheDtype | None, exclude: list[str] | None
+) -> Recipe:
+    """The recipe with these changes, and a name of its own if they change anything."""
+    recipe = Recipe.load(base) if isinstance(base, str) else base
+    changes: dict[str, object] = {}
+    called = recipe.name
+    if kv_cache is not None and kv_cache != recipe.kv_cache:
+        changes["kv_cache"] = kv_cache
+        called += f"+kv-{kv_cache}"
+    added = [pattern for pattern in dict.fromkeys(exclude or ()) if pattern not in recipe.exclude]
+    if added:
+        changes["exclude"] = (*recipe.exclude, *added)
+        called += "+exclude"
+    return recipe.model_copy(update={**changes, "name": called})

@@ -1,0 +1,238 @@
+"""`octet evaluate`: how well artifacts answer text that they have not seen."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from octet.errors import BackendError, ConfigError, OctetError, RequestError
+from octet.statistics import Interval
+from octet_cli.options import Json, TextField, console_for
+from verify.evaluation.comparison import Comparison, compare, plain
+from verify.evaluation.console import render, render_tasks
+from verify.evaluation.evaluator import Advance
+from verify.evaluation.evaluator import evaluate as score
+from verify.evaluation.lm_eval import Harness
+from verify.evaluation.means import Evaluation
+from verify.evaluation.targets.open import AskedByUrl, open_target, read_samples
+
+__all__ = ["evaluate"]
+
+_PIPE = 200  # columns
+TOP_K = 20  # what vLLM returns at most unless told otherwise
+
+
+def evaluate(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="Checkpoints, ONNX exports, engines, or servers as http://host:port\\[/model].",
+        ),
+    ],
+    samples: Annotated[
+        Path | None,
+        typer.Option("--samples", help="Held-out texts: JSONL; with a checkpoint, any kind."),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="The original checkpoint, to measure divergence from."),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--count", "-n", min=1, help="Samples used, from the first.")
+    ] = None,
+    text_field: TextField = "text",
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each sample.")] = 512,
+    top_k: Annotated[
+        int, typer.Option(min=1, help="Tokens of each distribution that are compared.")
+    ] = TOP_K,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Keep every answer here: a later run goes on from it."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one page with tables and plots.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Of lm-evaluation-harness, asked of servers: arc_easy,hellaswag,..."),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="The harness: a directory with tasks of your own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The harness: items of a task.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 4,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the servers' API key.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Held-out perplexity and divergence of several artifacts, with confidence intervals."""
+    local = [Path(target) for target in targets if "://" not in target]
+    for path in (*local, *filter(None, (samples, reference, include_path))):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or directory")
+    if samples is None and tasks is None:
+        raise ConfigError("nothing to evaluate on: give --samples FILE, or --tasks for servers")
+    if samples is None and html is not None:
+        raise ConfigError("--html shows what --samples measures: give --samples FILE too")
+    if tasks is not None and local:
+        raise ConfigError(
+            f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
+        )
+    _require_room(out, html)
+    origin = None if reference is None else open_target(str(reference), None, 1)
+    opened = [open_target(name, api_key_env, concurrency) for name in targets]
+    servers = [target for target in opened if isinstance(target, AskedByUrl)]
+    harness = None
+    if tasks is not None:
+        names = tuple(tasks.split(","))
+        harness = Harness(names, reference, include_path, limit, concurrency, api_key_env)
+        harness.require_installed(servers[0])
+    console = console_for(as_json)
+    evaluation = None
+    if samples is not None:
+        every = opened if origin is None else [origin, *opened]
+        sequences = read_samples(
+            every, samples, count=count, text_field=text_field, max_length=max_length
+        )
+        vocabularies = [target.vocabulary for target in every if target.vocabulary is not None]
+        k = min([top_k, *vocabularies])
+        with _kept(out), _progress(console) as advance:
+            evaluation = score(opened, origin, sequences, k=k, out=out, advance=advance, note=_note)
+        _show(evaluation, html, as_json)  # before the harness, which takes its time and may fail
+    figures, failure = _tasks(harness, servers)
+    _report(evaluation, figures, targets, html, as_json)
+    if failure is not None:
+        raise failure
+
+
+def _require_room(out: Path | None, html: Path | None) -> None:
+    """Before hours of work: what would be written can be."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
+    if html is None:
+        return
+    if html.is_dir():
+        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
+    if not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
+    if find_spec("plotly") is None:
+        raise ConfigError("--html needs plotly: pip install 'octet[evaluate]'")
+
+
+def _tasks(
+    harness: Harness | None, servers: Sequence[AskedByUrl]
+) -> tuple[list[dict[str, Interval]], OctetError | None]:
+    """The harness' figures of each server, empty of those that it does not come to; and why."""
+    figures: list[dict[str, Interval]] = []
+    if harness is None:
+        return figures, None
+    try:
+        for server in servers:
+            figures.append(harness.figures(server))
+    except OctetError as error:
+        return [*figures, *({} for _ in servers[len(figures) :])], error
+    return figures, None
+
+
+def _show(evaluation: Evaluation, html: Path | None, as_json: bool) -> None:
+    result = compare(evaluation)
+    if html is not None:
+        _write_page(html, evaluation, result)
+    if not as_json:
+        _standard_output().print(render(result))
+
+
+def _report(
+    evaluation: Evaluation | None,
+    figures: list[dict[str, Interval]],
+    targets: list[str],
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """What is not shown yet: the harness' figures, and the whole as JSON."""
+    if evaluation is None:
+        rows = [
+            {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
+            for name, row in zip(targets, figures, strict=True)
+        ]
+        data = plain({"rows": rows})
+    else:
+        result = compare(evaluation, figures)
+        if html is not None and any(figures):
+            _write_page(html, evaluation, result)
+        data = result.as_json()
+    if as_json:
+        print(json.dumps(data))
+    elif any(figures):
+        console = _standard_output()
+        for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
+            console.print(line, soft_wrap=True)
+        console.print(*render_tasks(figures))
+
+
+def _write_page(html: Path, evaluation: Evaluation, result: Comparison) -> None:
+    from verify.evaluation.html import write_page
+
+    write_page(html, evaluation, result)
+
+
+def _standard_output() -> Console:
+    """In a pipe as wide as names need it: nobody's window folds them."""
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, markup=False, width=_PIPE if free else None)
+
+
+def _note(line: str) -> None:
+    Console(stderr=True, highlight=False, markup=False).print(f"note: {line}", soft_wrap=True)
+
+
+@contextmanager
+def _kept(out: Path | None) -> Iterator[None]:
+    """Says how to go on after an interruption, or a server that failed."""
+    hint = f"what was answered is kept in {out}: the same command goes on from there"
+    if out is None:
+        hint = "nothing was kept: with --out DIR, a run that ends early can be gone on with"
+    try:
+        yield
+    except BackendError as error:
+        raise BackendError(f"{error}; {hint}", kind=error.kind) from None
+    except RequestError as error:
+        raise BackendError(f"{error}; {hint}", kind="failed") from None
+    except KeyboardInterrupt:
+        _note(hint)
+        raise
+
+
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Advance]:
+    """A bar for each target, over predicted tokens; silent without a console."""
+    if console is None:
+        yield lambda name, done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,}/{task.total:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(escape(name), total=total)
+            progress.update(tasks[name], completed=done)
+
+        yield advance

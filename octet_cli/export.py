@@ -1,0 +1,283 @@
+"""`octet export` and `octet build-engine`: a calibration becomes what an engine loads."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from octet.errors import ConfigError
+from octet_cli.options import (
+    Force,
+    Json,
+    MaxKl,
+    MaxPplChange,
+    ModelOption,
+    Out,
+    Source,
+    console_for,
+    wrote,
+)
+from verify.export_gate import ExportGate, export_gate
+
+__all__ = ["build_engine", "export"]
+
+export = typer.Typer(
+    help="Write a calibrated model for an engine: checkpoint, ONNX or Triton entry.",
+    no_args_is_help=True,
+)
+
+Format = Literal["compressed-tensors", "modelopt", "fp8"]
+Kv = Annotated[
+    Literal["e5m2", "e4m3", "float16"] | None,
+    typer.Option("--kv", "--kv-cache", help="The cache to export for, if not the recipe's."),
+]
+TritonBackend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
+
+
+@export.command("checkpoint")
+def export_checkpoint(
+    calibration: Source,
+    out: Out,
+    format: Annotated[
+        Format, typer.Option(help="compressed-tensors is what vLLM serves with an E5M2 cache.")
+    ] = "compressed-tensors",
+    kv: Kv = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "--tp", min=1, help="GPUs that will share it.")
+    ] = 1,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
+    from export.checkpoint.write import export_checkpoint as write
+
+    console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
+    manifest = write(
+        calibration,
+        out,
+        model=model,
+        format=format,
+        kv_cache=kv,
+        tensor_parallel=tensor_parallel,
+        force=force,
+        console=console,
+        judge=judge,
+    )
+    _supersede(judge, out)
+    wrote(out, manifest, as_json)
+
+
+@export.command("onnx")
+def export_onnx(
+    calibration: Source,
+    out: Out,
+    target: Annotated[
+        Literal["onnxruntime", "tensorrt"],
+        typer.Option("--for", help="tensorrt: the graph that build-engine compiles."),
+    ] = "onnxruntime",
+    kv: Kv = None,
+    full_precision: Annotated[
+        bool, typer.Option("--full-precision", help="The same graph without quantization.")
+    ] = False,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The decoder as an ONNX graph."""
+    from export.onnx.write import export_onnx as write
+
+    console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
+    manifest = write(
+        calibration,
+        out,
+        model=model,
+        target=target,
+        kv_cache=kv,
+        quantize=not full_precision,
+        force=force,
+        judge=judge,
+    )
+    _supersede(judge, out)
+    wrote(out, manifest, as_json)
+
+
+@export.command("triton")
+def export_triton(
+    calibration: Source,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The entry; with --all, the repository (default: triton_models)."
+        ),
+    ] = None,
+    backend: Annotated[
+        TritonBackend | None, typer.Option(help="What runs it inside Triton (default: python).")
+    ] = None,
+    engine: Annotated[
+        Path | None, typer.Option(help="What `build-engine` wrote, for an entry that runs it.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every entry that can be written here.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="The name of the model.")] = None,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """An entry of a Triton model repository, or all of them."""
+    from export.triton.write import write as triton
+
+    progress = console_for(as_json)
+    if every and backend is not None:
+        raise ConfigError("--all writes the entries of every backend: leave --backend out")
+    if every:
+        repository = out or Path("triton_models")
+        judge = export_gate(
+            max_kl,
+            max_ppl_change,
+            calibration,
+            repository,
+            model=model,
+            console=progress,
+            entries=triton.all_entries(calibration, repository, name),
+        )
+        written = triton.export_all(
+            calibration, repository, engine=engine, name=name, model=model, force=force, judge=judge
+        )
+        _supersede(judge, *(repository / entry for entry in written.manifests))
+        entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
+        if as_json:
+            facts = {"path": str(repository), "entries": entries, "left_out": written.left_out}
+            print(json.dumps(facts))
+            return
+        console = Console()
+        for entry, manifest in written.manifests.items():
+            cache = manifest.details.get("kv_cache")
+            told = f" ({cache} cache)" if isinstance(cache, str) else ""
+            console.print(f"wrote {repository / entry}{told}", highlight=False, markup=False)
+        for entry, reason in written.left_out.items():
+            console.print(f"left out {entry}: {reason}", highlight=False, markup=False)
+        return
+    if out is None:
+        raise ConfigError("say where to with --out, or write all entries with --all")
+    judge = export_gate(
+        max_kl,
+        max_ppl_change,
+        calibration,
+        out,
+        model=model,
+        console=progress,
+        entries=[out],
+    )
+    manifest = triton.export_triton(
+        calibration,
+        out,
+        backend=backend or "python",
+        engine=engine,
+        model=model,
+        name=name,
+        force=force,
+        judge=judge,
+    )
+    _supersede(judge, out)
+    wrote(out, manifest, as_json)
+
+
+def build_engine(
+    calibration: Source,
+    out: Out,
+    builder: Annotated[
+        Literal["auto", "tensorrt", "tensorrt-rtx"],
+        typer.Option(help="auto: tensorrt where it is installed beside a GPU."),
+    ] = "auto",
+    target: Annotated[
+        str | None,
+        typer.Option(help="tensorrt-rtx: GPU architectures, such as sm89 or sm89,sm120."),
+    ] = None,
+    kv: Kv = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences in a decoding step.")] = 16,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sequence (default: the model's, 8192 at most)."),
+    ] = None,
+    workspace: Annotated[
+        float, typer.Option(min=0.001, help="GiB of scratch memory that one layer may use.")
+    ] = 1.0,
+    timing_cache: Annotated[
+        Path | None, typer.Option(help="File that remembers timings between builds.")
+    ] = None,
+    optimization_level: Annotated[
+        int | None,
+        typer.Option(min=0, max=5, help="The builder's effort (default: its own choice)."),
+    ] = None,
+    benchmark: Annotated[
+        bool, typer.Option("--benchmark", help="Time the engine as trtexec does.")
+    ] = False,
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    model: ModelOption = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
+    from export.engine.build import build_engine as build
+
+    console = console_for(as_json)
+    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
+    manifest = build(
+        calibration,
+        out,
+        model=model,
+        builder=builder,
+        targets=None if target is None else target.split(","),
+        kv_cache=kv,
+        max_batch=max_batch,
+        max_length=max_length,
+        workspace_bytes=int(workspace * (1 << 30)),
+        timing_cache=timing_cache,
+        optimization_level=optimization_level,
+        force=force,
+        console=console,
+        prove=_prove,
+        judge=judge,
+    )
+    _supersede(judge, out)
+    figures: dict[str, Any] = {}
+    try:
+        if benchmark:
+            from serve.tensorrt.benchmark import benchmark as measure
+
+            figures["benchmark"] = measure(out)
+    finally:  # the engine is there, whatever became of its benchmark
+        wrote(out, manifest, as_json, **figures)
+    if figures and not as_json:
+        from serve.tensorrt.benchmark import table
+
+        Console().print(table(figures["benchmark"]))
+
+
+def _supersede(judge: ExportGate | None, *written: Path) -> None:
+    if judge is not None:
+        for out in written:
+            judge.written(out)
+
+
+def _prove(directory: Path) -> dict[str, Any]:
+    """Runs the engine on the golden prompts; says why where that cannot be."""
+    try:
+        from serve.engine.golden_check import prove
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed: pip install 'octet[serve]'"
+        return {"status": "unproven", "reason": missing}
+    return prove(directory)

@@ -1,0 +1,142 @@
+"""The command line: one typer app, whose commands import their stage when they are called."""
+
+import atexit
+import errno
+import gc
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from octet import __version__
+from octet.errors import OctetError
+from octet.hardware.cores import wait_briefly
+from octet_cli.calibrate import calibrate, rescale
+from octet_cli.evaluate import evaluate
+from octet_cli.export import build_engine, export
+from octet_cli.keys import keys
+from octet_cli.serve import serve
+from octet_cli.verify import verify
+
+__all__ = ["app", "build_engine_main", "calibrate_main", "main"]
+
+app = typer.Typer(
+    help="From a Hugging Face checkpoint to an FP8 service that can prove what it serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(calibrate)
+app.command()(rescale)
+app.add_typer(export, name="export")
+app.command("build-engine")(build_engine)
+app.command()(verify)
+app.command()(evaluate)
+app.command()(serve)
+app.add_typer(keys, name="keys")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"octet {__version__}")
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
+    wait_briefly()
+    atexit.register(gc.freeze)  # else Python searches torch's million objects for cycles: a second
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for ending in (
+        (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+    ):
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, _terminate)
+    command: Any = typer.main.get_command(app)
+    try:
+        code = command.main(arguments, prog_name="octet", standalone_mode=False) or 0
+        if code == 130:  # typer has turned KeyboardInterrupt into this code
+            raise KeyboardInterrupt
+        sys.exit(code)
+    except OctetError as error:
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _fail(
+                "the disk is full: free some space, or write to another; nothing half-written stays"
+            )
+        if error.strerror is None or isinstance(error, BrokenPipeError):
+            raise
+        _fail(f"{error.filename or 'input or output'}: {error.strerror}")
+    except ModuleNotFoundError as error:
+        _fail(_missing(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as error:
+        # Typer carries its own copy of click, so its errors are known by this method alone.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        if not message():
+            sys.exit(2)  # the help has been printed
+        _fail(message())
+
+
+def calibrate_main() -> NoReturn:
+    """`calibrate`, as a command of its own."""
+    main(["calibrate", *sys.argv[1:]])
+
+
+def build_engine_main() -> NoReturn:
+    """`build-engine`, as a command of its own."""
+    main(["build-engine", *sys.argv[1:]])
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # so that what is half-written is removed then, too
+
+
+_EXTRA_OF = {
+    "torch": "calibrate",
+    "transformers": "calibrate",
+    "numba": "calibrate",
+    "plotly": "calibrate",
+    "pyarrow": "datasets",
+    "cuda": "gpu",
+    "modelopt": "modelopt",
+    "onnx": "export",
+    "onnxruntime": "export",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "aiohttp": "serve",
+    "tokenizers": "serve",
+    "prometheus_client": "serve",
+    "tritonclient": "serve",
+    "jinja2": "serve",
+}
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF.get(package)
+    if extra is None:
+        raise error
+    return f"this command needs {package}: pip install 'octet[{extra}]'"
+
+
+if __name__ == "__main__":
+    main()

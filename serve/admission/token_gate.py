@@ -1,0 +1,202 @@
+"""One pool's token budget and the queue before it."""
+
+import asyncio
+import functools
+import math
+import random
+import time
+from collections.abc import Callable
+
+from octet.errors import RequestError
+from serve.admission.drain import DrainRate
+from serve.admission.errors import overloaded
+from serve.admission.fair_queue import FairQueue, Flow
+
+__all__ = ["Gate"]
+
+# Clients told the same time would all come back at once: up to a quarter is added.
+SPREAD = 0.25
+DOUBT = 2.0  # of the time that tokens stay: the next ones may be so much faster
+
+
+class _Waiter:
+    __slots__ = ("expiry", "flow", "future", "granted", "tokens")
+
+    def __init__(self, flow: Flow, tokens: int, future: asyncio.Future[None]) -> None:
+        self.flow = flow
+        self.tokens = tokens
+        self.future = future
+        self.granted = False
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class Gate:
+    """Tokens under way are at most `limit`, except for one request that is larger and goes alone.
+
+    Its own methods change nothing but this object: all run on one event loop.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.pool = pool
+        self.limit: int | None = None  # tokens
+        self.tokens = 0  # under way
+        self.requests = 0
+        self.queue = FairQueue()
+        self.drain = DrainRate()
+        self._clock = clock
+        self._chance = chance
+
+    def set_limit(self, limit: int | None) -> None:
+        if limit != self.limit:
+            self.limit = limit
+            self._let_in()
+
+    def try_enter(self, flow: Flow, tokens: int) -> bool:
+        """Lets a request in at once, if nobody waits and there is room."""
+        if self.queue or not self._fits(tokens):
+            return False
+        self.queue.pass_by(flow, tokens)
+        self.tokens += tokens
+        self.requests += 1
+        return True
+
+    async def wait(
+        self, flow: Flow, tokens: int, *, max_queue: int, max_wait_s: float, deadline: float | None
+    ) -> None:
+        """Returns when the request is in. Cancelled, it leaves no trace.
+
+        Raises RequestError: 503 if the queue is full, if `max_wait_s` is over or at once where
+        that is certain to happen, 504 at the deadline (a time of `clock`).
+        """
+        self._require_hope(flow, tokens, max_wait_s)
+        waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
+        loop = waiter.future.get_loop()
+        left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
+        late = deadline is not None and left_s < max_wait_s
+        expire = functools.partial(self._expire, waiter, left_s, max_wait_s, late)
+        waiter.expiry = loop.call_later(max(left_s, 0.0), expire)
+        try:
+            await waiter.future
+        except BaseException:
+            self._abandon(waiter)
+            raise
+        finally:
+            waiter.expiry.cancel()
+
+    def leave(self, tokens: int, stay_s: float) -> None:
+        """A request that was in has ended, after `stay_s`."""
+        self.drain.left(tokens, stay_s, self.tokens, self._clock())
+        self.tokens -= tokens
+        self.requests -= 1
+        if self.queue:
+            self._let_in()
+
+    def retry_after_s(self, tokens: int, priority: int = 0, max_wait_s: float = math.inf) -> float:
+        """When a request of `tokens` would find room, behind what waits now; at least 1.
+
+        After `max_wait_s` nobody waits any more who waits now.
+        """
+        before = self.queue.tokens_before(priority) + tokens
+        room = self.limit - self.tokens if self.limit is not None else 0
+        wait_s = self.drain.wait_s(max(before - room, 1), self.tokens, self._clock())
+        return max(1.0, min(wait_s, max_wait_s)) * (1.0 + SPREAD * self._chance())
+
+    def _require_hope(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
+        """Raises RequestError (503) if a request would wait for nothing.
+
+        That is if its turn would not come in time even in a pool that is always full, and in which
+        tokens stay `DOUBT` times as short as they do. Nothing is known where none has left yet.
+        """
+        assert self.limit is not None
+        within = DOUBT * max_wait_s * self.limit  # token seconds
+        stay_s = self.drain.stay_s
+        room = self.limit - self.tokens - min(tokens, self.limit)  # a larger one goes alone
+        if (self.queue.tokens - room) * stay_s <= within:
+            return
+        if (self.queue.tokens_ahead(flow) - room) * stay_s > within:
+            raise overloaded(
+                f"'{self.pool}' will have no room within {max_wait_s:g} s",
+                self.retry_after_s(tokens, flow.level.priority, max_wait_s),
+                reason="queue_too_long",
+            )
+
+    def _fits(self, tokens: int) -> bool:
+        return self.limit is None or self.tokens + tokens <= self.limit or not self.requests
+
+    def _enqueue(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> _Waiter:
+        if len(self.queue) >= max_queue:
+            self._make_place(flow, tokens, max_queue, max_wait_s)
+        waiter = _Waiter(flow, tokens, asyncio.get_running_loop().create_future())
+        if not self.queue:
+            self.drain.queued(self.tokens, self._clock())
+        self.queue.push(flow, waiter, tokens)
+        self._let_in()  # it may go before those that wait: a higher priority that fits
+        return waiter
+
+    def _make_place(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> None:
+        found = self.queue.to_push_out(flow) if max_queue else None
+        if found is None:
+            raise self._full(flow, tokens, max_wait_s)
+        other, waiter = found
+        assert isinstance(waiter, _Waiter)
+        if not waiter.future.done():
+            waiter.future.set_exception(self._full(other, waiter.tokens, max_wait_s))
+        self.queue.remove(other, waiter)
+
+    def _full(self, flow: Flow, tokens: int, max_wait_s: float) -> RequestError:
+        return overloaded(
+            f"the queue of '{self.pool}' is full: {len(self.queue)} requests wait",
+            self.retry_after_s(tokens, flow.level.priority, max_wait_s),
+            reason="queue_full",
+        )
+
+    def _let_in(self) -> None:
+        """Lets in those whose turn it is, as long as they fit."""
+        while (found := self.queue.first()) is not None:
+            flow, waiter, tokens = found
+            assert isinstance(waiter, _Waiter)
+            if waiter.future.done():  # cancelled, and not yet told
+                self.queue.remove(flow, waiter)
+                continue
+            if not self._fits(tokens):
+                return
+            self.queue.pop(flow)
+            self.tokens += tokens
+            self.requests += 1
+            waiter.granted = True
+            waiter.future.set_result(None)
+        self.drain.emptied()
+
+    def _expire(self, waiter: _Waiter, waited_s: float, max_wait_s: float, late: bool) -> None:
+        if waiter.future.done():
+            return
+        self.queue.remove(waiter.flow, waiter)
+        if late:
+            error = RequestError(
+                f"the request's deadline passed: {max(waited_s, 0.0):.3f} s were spent in the "
+                f"queue of '{self.pool}', none on a backend",
+                status=504,
+                code="deadline_exceeded",
+                kind="timeout_error",
+            )
+        else:
+            error = overloaded(
+                f"'{self.pool}' had no room within {waited_s:g} s",
+                self.retry_after_s(waiter.tokens, waiter.flow.level.priority, max_wait_s),
+                reason="queue_timeout",
+            )
+        waiter.future.set_exception(error)
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """The request will not go, wherever it is by now."""
+        if waiter.granted:  # let in, but its task was cancelled before it knew
+            self.tokens -= waiter.tokens
+            self.requests -= 1
+        elif waiter in waiter.flow.waiting:
+            self.queue.remove(waiter.flow, waiter)
+        self._let_in()  # it may have been the one that did not fit

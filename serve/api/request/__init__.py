@@ -1,0 +1,4 @@
+"""Handles one request from its key to its last byte.
+
+Start with `exchange.py`; `attempts.py` sends it to backends.
+"""

@@ -1,0 +1,300 @@
+"""One request over the backends that may answer it, until one does.
+
+Nothing has reached the client yet: another member may be asked, then another pool. A connection
+that was refused or lost is worth one more try at once, and so is a model whose process died: all of
+its requests fail together, more than a budget would let through. What else goes wrong may be the
+load, or the request: it is tried again as far as the pool's retry budget goes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from octet.errors import BackendError, OctetError, RequestError
+from serve.access.keys import Principal
+from serve.admission.admission import Admission, Ticket
+from serve.admission.errors import shutting_down
+from serve.api.answer import Answer
+from serve.api.call import Call
+from serve.api.operation import Operation
+from serve.api.request.affinity import ask_for
+from serve.api.request.deadlines import Deadlines
+from serve.api.request.disowned import Disowned, require_same
+from serve.api.request.failures import fault_of, nobody_left, too_late, without_address
+from serve.api.unsupported import UnsupportedField
+from serve.members.lease import Lease
+from serve.members.member import Member
+from serve.routing.pool import Pool
+from serve.routing.retry_budget import RetryBudget
+from serve.routing.tiers import ModelTier
+from serve.telemetry.observation import Observation
+
+__all__ = ["Attempts"]
+
+_AGAIN = ("lost", "failed", "garbled")  # the same member, if there is no other: it may do better
+# Facts about the backend, no sign of load: one re-dispatch a request, outside the budget.
+_GONE = ("refused", "lost", "dead")
+_log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """What one request holds, of which `release` gives everything back; and what it spent."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        call: Call,
+        pools: Sequence[Pool],
+        principal: Principal,
+        admission: Admission,
+        observation: Observation,
+        deadlines: Deadlines,
+        headers: Mapping[bytes, bytes],
+        tier: ModelTier | None = None,
+    ) -> None:
+        """`pools` are asked in this order, while `tier` allows; `headers` are the client's."""
+        self.operation = operation
+        self.call = call
+        self.pools = pools
+        self.principal = principal
+        self.admission = admission
+        self.observation = observation
+        self.deadlines = deadlines
+        self.headers = headers
+        self.tier = tier
+        self.pool: Pool | None = None
+        self.lease: Lease | None = None
+        self.ticket: Ticket | None = None
+        self.prompt_tokens = 0  # estimated
+        self._budget: RetryBudget | None = None  # of `pool`, in which it has a place
+        self._redispatched = False
+        self._retries = 0  # that took from a budget
+        self._waits: list[tuple[str, float]] = []  # member's name, when it was asked
+        self._queued_s = 0.0
+
+    async def open(self) -> Answer:
+        """The answer of the first member that gives one, over all pools.
+
+        Raises RequestError if it is refused, or the BackendError of the last who was asked.
+        """
+        last: OctetError | None = None
+        for pool in self.pools:
+            try:
+                await self._enter(pool)
+                return await self._ask(pool)
+            except UnsupportedField as error:
+                last = last or error
+            except RequestError as error:
+                if error.status != 503 or self.deadlines.interrupting:
+                    raise
+                last = error
+            except BackendError as error:
+                last = error
+        assert last is not None
+        raise last
+
+    def release(self) -> None:
+        """Gives everything back, whatever became of the request. Idempotent; does not wait."""
+        try:
+            self._leave_member()
+        finally:
+            try:
+                self._leave_pool()
+            finally:
+                ticket, self.ticket = self.ticket, None
+                if ticket is not None:
+                    ticket.release()
+
+    @property
+    def closing(self) -> bool:
+        """Whether a drain is over, and running answers end."""
+        return self.pool is not None and self.pool.closing
+
+    @property
+    def inter_token_s(self) -> float:
+        assert self.pool is not None
+        return self.pool.config.timeouts.inter_token_s
+
+    def succeeded(self) -> None:
+        """The answer is complete."""
+        if self.lease is not None and self.operation.runs_model:
+            self.lease.succeeded()
+
+    def failed(self, error: BackendError) -> None:
+        """The answer broke off; `error` names the member from now on, and no address."""
+        if self.lease is not None:
+            self.lease.failed(error)
+            without_address(error, self.lease.member)
+
+    def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """What the key is charged for."""
+        if self.lease is not None:
+            self.lease.served = prompt_tokens + completion_tokens
+        if self.ticket is not None:
+            self.ticket.settle(prompt_tokens, completion_tokens)
+
+    def expired(self, tokens: int) -> RequestError:
+        """The deadline that passed, as an error; `tokens` were sent until then."""
+        stage, total_s = self.deadlines.expired or "total", self.deadlines.total_s
+        self.observation.metrics.deadlines.labels(stage).inc()
+        what, at_fault = f"the deadline of {total_s:g} s passed", False
+        if self.lease is not None and self.pool is not None:
+            timeouts, name = self.pool.config.timeouts, self.lease.member.name
+            if stage == "inter_token":
+                what, at_fault = f"{name} was silent for {timeouts.inter_token_s:g} s", True
+            else:  # a client in a hurry says nothing about the backend
+                at_fault = tokens == 0 and total_s >= timeouts.total_s
+            if at_fault:
+                self.lease.failed(BackendError(what, kind="timeout"))
+        return self.too_late(what, tokens)
+
+    def too_late(self, what: str, tokens: int = 0) -> RequestError:
+        """504, with what was spent."""
+        return too_late(what, self._queued_s, self._waits, tokens)
+
+    async def _enter(self, pool: Pool) -> None:
+        """Waits for room. Raises RequestError if there is none, or the key has no more."""
+        self._leave_pool()
+        if pool.closing:
+            raise shutting_down()
+        unlimited = pool.config.admission.answer_tokens
+        self.prompt_tokens, answer = self.operation.cost(self.call.body, unlimited)
+        self.observation.estimated_prompt_tokens = self.prompt_tokens
+        self.observation.pool = pool.name
+        self._ask_of = ask_for(
+            pool.config.routing, self.prompt_tokens + answer, self.call.data, self.headers
+        )
+        since = time.monotonic()
+        deadline = since + self.deadlines.remaining_s
+        before_s = 0.0 if self.ticket is None else self.ticket.queued_s
+        try:
+            if self.ticket is None:
+                self.ticket = await self.admission.admit(
+                    pool,
+                    self.principal,
+                    tokens=self._ask_of.tokens,
+                    deadline=deadline,
+                    prompt_tokens=self.prompt_tokens,
+                )
+            else:
+                await self.ticket.move_to(pool, deadline=deadline)
+        finally:  # who waited in vain has waited, too
+            self._queued_s += time.monotonic() - since
+        self.observation.queued(self.ticket.queued_s - before_s)
+        pool.active += 1
+        self.pool = pool
+
+    async def _ask(self, pool: Pool) -> Answer:
+        tried: list[Member] = []
+        unfit: list[Member] = []  # for this request, however often they are asked
+        refusal: UnsupportedField | None = None
+        failure: BackendError | None = None
+        member = pool.choose(self._ask_of) or await self._next(pool, tried, unfit, failure)
+        while member is not None:
+            again = member in tried
+            tried.append(member)
+            try:
+                return await self._attempt(pool, member, again=again)
+            except UnsupportedField as error:  # another backend of the pool may take the field
+                refusal = refusal or error
+                unfit.append(member)
+                member = await self._next(pool, tried, unfit, failure)
+                continue
+            except BackendError as error:
+                failure = error
+            member = await self._next(pool, tried, unfit, failure)
+            if member is None:
+                break
+            if failure.kind in _GONE and not self._redispatched:
+                self._redispatched = True
+            else:
+                await self._may_retry(pool, failure)
+                if not member.available:  # any more
+                    member = await self._next(pool, tried, unfit, failure)
+            if member is not None:
+                self.observation.retried(failure.kind)
+        raise failure or nobody_left(pool, refusal, unfit)
+
+    async def _next(
+        self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
+    ) -> Member | None:
+        """Who is asked after `failure`: one that was not, or else who may do better now."""
+        again = failure is not None and failure.kind in _AGAIN
+        for barred in (tried, unfit) if again else (tried,):
+            member = pool.choose(self._ask_of, barred)
+            if member is None and await pool.looked_into(barred):
+                member = pool.choose(self._ask_of, barred)
+            if member is not None:
+                return member
+        # Room is waited for where the next try is free, and no later pool has any.
+        free = failure is not None and failure.kind in _GONE and not self._redispatched
+        later = self.pools[self.pools.index(pool) + 1 :]
+        if not free or any(other.available for each in later for other in each.members):
+            return None
+        return pool.choose(self._ask_of, tried) if await pool.room(tried) else None
+
+    async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
+        """Returns when the request may be tried again; raises `failure` if it may not.
+
+        Its retries in all pools count together: the first attempt in each is none. It has one place
+        in the pool's budget, from its first retry there until it leaves the pool.
+        """
+        budget, attempts = pool.budget, pool.config.retries.attempts
+        if self._retries + 1 >= attempts or not (self._budget or budget.take()):
+            self.observation.metrics.retries_exhausted.labels(pool.name).inc()
+            raise failure
+        self._budget = budget
+        self._retries += 1
+        if backoff_s := budget.backoff_s(self._retries):
+            await asyncio.sleep(backoff_s)
+
+    async def _attempt(self, pool: Pool, member: Member, *, again: bool) -> Answer:
+        if self.tier is not None:
+            self.tier.require(pool)
+        lease = self.lease = member.lease(self._ask_of.tokens, again=again)
+        lease.given_up = self.deadlines.give_up
+        self.observation.attempt(pool.name, member.name, pool.precision or "")
+        if self.observation.trace is not None:  # each attempt has a span of its own
+            self.call.headers.update(self.observation.headers_out())
+        self._waits.append((member.name, time.monotonic()))
+        first_token_s = pool.config.timeouts.first_token_s
+        if self.call.streamed:
+            self.deadlines.within("first_token", first_token_s)
+        try:
+            answer = await self.operation.open(member.backend, self.call)
+            if lease.unsettled:
+                await require_same(lease, answer)
+        except Disowned:
+            self._leave_member()
+            raise
+        except RequestError as refused:
+            self._leave_member()
+            raise without_address(refused, member) from None
+        except (BackendError, asyncio.CancelledError) as failed:
+            error = fault_of(failed, self.deadlines, member, first_token_s)
+            if error is not failed and error.kind == "timeout":  # by our own clock
+                self.observation.metrics.deadlines.labels("first_token").inc()
+        else:
+            return answer
+        finally:
+            self.deadlines.idle()
+        if pool.closing:
+            raise shutting_down()
+        _log.warning("pool %s, %s: %s", pool.name, member.name, error)
+        lease.failed(error)
+        self._leave_member()
+        raise without_address(error, member)
+
+    def _leave_member(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _leave_pool(self) -> None:
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget.give_back()
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.active -= 1

@@ -1,0 +1,283 @@
+"""The life of one POST: rights, body, route, admission, attempts, answer; and all given back.
+
+It runs in the task that the server made for the request. One other task waits for the client to go
+away, and cancels this one if it does.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from octet.errors import BackendError, OctetError, RequestError
+from serve.admission.errors import shutting_down
+from serve.api.answer import JSON, Answer, close
+from serve.api.body import require_json
+from serve.api.call import Call
+from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
+from serve.api.operation import Operation
+from serve.api.pieces import ended_in, events_in, is_comment
+from serve.api.receiving import disconnected, read_body
+from serve.api.relay import AnsweredFailure
+from serve.api.request.attempts import Attempts
+from serve.api.request.deadlines import Deadlines, requested_timeout_s
+from serve.api.request.headers import provenance, requested_tier
+from serve.api.request.shadow import cast_shadow
+from serve.api.schemas import parse_body
+
+if TYPE_CHECKING:
+    from serve.access.keys import Principal
+    from serve.gateway.epoch import Entry
+    from serve.gateway.state import Gateway
+    from serve.telemetry.observation import Observation
+
+__all__ = ["Exchange"]
+
+_log = logging.getLogger(__name__)
+
+
+class Exchange:
+    """One request and its answer."""
+
+    __slots__ = (
+        *("attempts", "deadlines", "fields", "gateway", "headers", "observation", "operation"),
+        *("principal", "receive", "send", "tokens"),
+    )
+
+    def __init__(
+        self, gateway: "Gateway", operation: Operation, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.gateway = gateway
+        self.operation = operation
+        self.fields: list[tuple[bytes, bytes]] = scope["headers"]
+        self.headers: dict[bytes, bytes] = dict(self.fields)
+        self.receive = receive
+        self.send = send
+        self.observation: Observation = scope["octet"]
+        self.principal: Principal | None = None
+        self.deadlines: Deadlines | None = None
+        self.attempts: Attempts | None = None
+        self.tokens = 0  # events with tokens that the client was sent
+
+    async def run(self) -> None:
+        """Runs until the answer is complete or the client has gone, whichever is first."""
+        try:
+            entry = self.gateway.enter()
+        except RequestError as error:
+            await self._send_whole(self._refusal(error))
+            return
+        try:
+            answer = await self._answer(entry)
+            if answer is not None:
+                await self._send_whole(answer)
+        finally:
+            entry.leave()
+
+    async def _answer(self, entry: "Entry") -> Answer | None:
+        """The answer if it goes out in one piece; None if nothing is left to be sent."""
+        watch: asyncio.Task[None] | None = None
+        try:
+            attempts = await self._checked(entry)
+            watch = asyncio.create_task(_watch(self.receive, attempts.deadlines))
+            answer = await attempts.open()
+            member = None if attempts.lease is None else attempts.lease.member
+            answer.headers.update(provenance(attempts.pool, attempts.tier, member))
+            cast_shadow(self.gateway, self.operation, attempts.call)
+            if answer.rest is None:
+                self._complete(answer)
+                return answer
+            await self._stream(attempts, answer, answer.rest)
+            return None
+        except ClientDisconnect:
+            self.observation.gone = True
+            return None
+        except (Exception, asyncio.CancelledError) as failure:
+            error = self._cause(failure)
+            return None if error is None else self._refusal(error)
+        finally:
+            if watch is not None:
+                watch.cancel()
+            if self.deadlines is not None:
+                self.deadlines.close()
+            if self.attempts is not None:
+                self.attempts.release()
+
+    async def _checked(self, entry: "Entry") -> Attempts:
+        """Raises RequestError for a request that is not to be answered."""
+        observation, operation, limits = self.observation, self.operation, entry.config.limits
+        self.principal = entry.keys.authenticate(self.headers.get(b"authorization"))
+        observation.authenticated(self.principal.name)
+        require_json(self.headers.get(b"content-type"))
+        timeout_s = requested_timeout_s(self.headers)
+        self.gateway.admission.require_memory()
+        raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
+        body, data = await parse_body(operation.schema, raw, limits)
+        route = entry.routes.resolve(data["model"], self.principal.may_use)
+        tier = route.tier(data["model"], requested_tier(self.headers, self.fields))
+        self.principal.require_model(route, tier.name if tier is not None else None)
+        observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
+        if entry.config.logs.prompts:
+            observation.prompt = str(data.get("messages") or data.get("prompt") or "")
+        headers = {"content-type": JSON, **observation.headers_out()}
+        streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
+        call = Call(observation.id, operation.path, raw, data, body, route, headers, streamed)
+        pools = route.pools(tier)
+        total_s = min(pools[0].config.timeouts.total_s, timeout_s)
+        elapsed_s = time.perf_counter() - observation.started
+        self.deadlines = Deadlines(total_s, elapsed_s)
+        self.attempts = Attempts(
+            operation,
+            call,
+            pools,
+            self.principal,
+            self.gateway.admission,
+            observation,
+            self.deadlines,
+            self.headers,
+            tier,
+        )
+        return self.attempts
+
+    async def _stream(
+        self, attempts: Attempts, answer: Answer, rest: AsyncGenerator[bytes, None]
+    ) -> None:
+        """Sends every piece as it comes; a failure on the way becomes an error event."""
+        send, observation, deadlines = self.send, self.observation, attempts.deadlines
+        assert attempts.lease is not None
+        progressed, several = attempts.lease.progressed, observation.choices > 1
+        error: Exception | None = None
+        whole = False
+        try:
+            progressed()  # before anything else: others wait for the end of a trial
+            deadlines.within("inter_token", attempts.inter_token_s)
+            deadlines.sending()
+            await self._send_start(answer)
+            await send({"type": "http.response.body", "body": answer.first, "more_body": True})
+            deadlines.sent()
+            self.tokens = events_in(answer.first)
+            observation.first_token(self.tokens)
+            async for piece in rest:
+                deadlines.sending()
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if is_comment(piece):  # the server lives; whether its model does, it does not say
+                    deadlines.sent(heard=False)
+                    continue
+                deadlines.sent()
+                events = events_in(piece)
+                self.tokens += events
+                observation.streamed(events, ended_in(piece) if several else 0)
+                progressed()
+            whole = True
+        except (Exception, asyncio.CancelledError) as failure:
+            # After [DONE], or the backend's own error event, nothing else that fails matters.
+            told = answer.tally.ended or answer.tally.failed is not None
+            if not (told and (deadlines.caught() or isinstance(failure, BackendError))):
+                error = self._cause(failure)
+                if error is None:
+                    return
+        finally:
+            deadlines.close()  # a second one would end what the first one has begun
+            if not whole:
+                await close(rest)
+        # From here on the backend is free, and the client has the time that it takes.
+        tail = self._broken(error) if error is not None else b""
+        self._complete(answer, error)
+        attempts.release()
+        await send({"type": "http.response.body", "body": tail})
+
+    def _complete(self, answer: Answer, error: Exception | None = None) -> None:
+        """Notes what the answer came to; `error` is what cut it short."""
+        attempts, tally = self.attempts, answer.tally
+        assert attempts is not None
+        if answer.status != 200:  # which says nothing of the model: it may hang behind it
+            self.observation.refused("refused_by_backend")
+            attempts.settle(0, 0)
+            return
+        if error is None and tally.failed is not None:  # it has told the client so itself
+            if isinstance(tally.failed, BackendError):  # else it blames the request
+                attempts.failed(tally.failed)
+            self.observation.broken(code_of(tally.failed))
+        elif error is None:
+            attempts.succeeded()
+        self.observation.finished(tally.prompt_tokens, tally.completion_tokens)
+        if tally.prompt_tokens is not None:
+            attempts.settle(tally.prompt_tokens, tally.completion_tokens or 0)
+        elif answer.rest is not None:
+            attempts.settle(attempts.prompt_tokens, self.tokens)
+
+    def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
+        """What really ended the request: None if its client went, else what to tell it.
+
+        A cancellation of ours may come out of a backend's clean-up as something else. Raises one
+        that is not ours.
+        """
+        attempts, deadlines = self.attempts, self.deadlines
+        if attempts is None or deadlines is None or not deadlines.caught():
+            if isinstance(failure, Exception):
+                return failure
+            raise failure
+        attempts.settle(attempts.prompt_tokens, self.tokens)
+        if deadlines.gone:
+            self.observation.gone = True
+            return None
+        return attempts.expired(self.tokens)
+
+    def _refusal(self, error: Exception) -> Answer:
+        """What a request is answered with that failed before its first token."""
+        if self.attempts is not None:
+            if isinstance(error, BackendError) and error.kind == "timeout":
+                error = self.attempts.too_late(str(error))
+            late = status_of(error) == 504  # a backend has worked for it
+            self.attempts.settle(self.attempts.prompt_tokens if late else 0, 0)
+        if not isinstance(error, OctetError):
+            _log.error("a request failed", exc_info=error)
+        self.observation.refused(code_of(error))
+        headers = error_headers(error)
+        if isinstance(error, AnsweredFailure):
+            return Answer(error.answer.status, headers | error.answer.headers, error.answer.first)
+        return Answer(status_of(error), headers, error_bytes(error))
+
+    def _broken(self, error: Exception) -> bytes:
+        """The event that ends a stream which failed."""
+        assert self.attempts is not None
+        if self.attempts.closing:
+            error = shutting_down()
+        elif isinstance(error, BackendError):
+            self.attempts.failed(error)
+        _log.warning("a stream broke: %s", error)
+        self.observation.broken(code_of(error))
+        return sse_error(error)
+
+    async def _send_start(self, answer: Answer) -> None:
+        headers = answer.headers
+        if self.principal is not None:
+            headers = headers | self.principal.headers()
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        if answer.rest is None:
+            encoded.append((b"content-length", b"%d" % len(answer.first)))
+        if self.gateway.draining:
+            encoded.append((b"connection", b"close"))
+        await self.send(
+            {"type": "http.response.start", "status": answer.status, "headers": encoded}
+        )
+
+    async def _send_whole(self, answer: Answer) -> None:
+        await self._send_start(answer)
+        await self.send({"type": "http.response.body", "body": answer.first})
+
+
+async def _watch(receive: Receive, deadlines: Deadlines) -> None:
+    await disconnected(receive)
+    deadlines.disconnected()
+
+
+def _choices(body: Any) -> int:
+    """Answers that the request will get: prompts times n."""
+    if "n" not in type(body).model_fields:  # what else a body has may be anything
+        return 1
+    prompts = getattr(body, "prompt", None)
+    return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)

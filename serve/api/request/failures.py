@@ -1,0 +1,107 @@
+"""What clients are told of backends that fail: members by name, never by address."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from octet.errors import (
+    BackendError,
+    BackendUnavailable,
+    BackendUnproven,
+    OctetError,
+    RequestError,
+)
+from serve.api.relay import AnsweredFailure
+from serve.api.request.deadlines import Deadlines
+from serve.api.unsupported import NeedsTokenizer, UnsupportedField
+from serve.members.member import Member
+from serve.routing.pool import Pool
+
+__all__ = ["fault_of", "nobody_left", "too_late", "without_address"]
+
+
+def fault_of(
+    failure: BackendError | asyncio.CancelledError,
+    deadlines: Deadlines,
+    member: Member,
+    first_token_s: float,
+) -> BackendError:
+    """What the backend did wrong: `failure` itself, or that its first token is late, or it gone.
+
+    Raises CancelledError if the request was to end. What a backend's clean-up makes of a
+    cancellation may be anything.
+    """
+    if isinstance(failure, BackendError) and not deadlines.interrupting:
+        return failure
+    given_up, deadlines.given_up = deadlines.given_up, False
+    late = deadlines.expired == "first_token" or (given_up and deadlines.expired is None)
+    if deadlines.gone or not (late and deadlines.caught()):
+        raise asyncio.CancelledError from failure
+    if given_up:
+        return BackendUnavailable(f"{member.name} went away, and sent no token", kind="lost")
+    return BackendUnavailable(
+        f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
+    )
+
+
+def too_late(
+    what: str, queued_s: float, waits: Sequence[tuple[str, float]], tokens: int
+) -> RequestError:
+    """504, with where the time went: `waits` are members' names and when each was asked.
+
+    Their times are of `time.monotonic`; `tokens` were sent until now.
+    """
+    spent = [f"{queued_s:.2f} s queued"]
+    ends = [*(asked for _, asked in waits), time.monotonic()]
+    for (name, asked), end in zip(waits, ends[1:], strict=True):
+        spent.append(f"{end - asked:.2f} s waiting for {name}")
+    sent = f"{tokens} tokens" if tokens else "nothing"
+    return RequestError(
+        f"{what}: {', '.join(spent)}; {sent} had been sent",
+        status=504,
+        code="deadline_exceeded",
+        kind="timeout_error",
+    )
+
+
+def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
+    """Why nobody is left to ask: `refusal`, if those of `unfit` cannot take what is asked for.
+
+    Not while one is out, or full, that would take it: a client would never ask again.
+    """
+    spells = isinstance(refusal, NeedsTokenizer)
+    able = [
+        member
+        for member in pool.members
+        if member.backend.accepts_extra or (spells and member.backend.tokenizer is not None)
+    ]
+    if refusal is None:
+        return _unavailable(pool, pool.members)
+    if able and not any(member in able for member in unfit):
+        return _unavailable(pool, able)
+    return refusal
+
+
+def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
+    """That none of `members` can be asked; and that proof is why, if all in reach lack it."""
+    standings = Counter(member.standing for member in members)
+    counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
+    said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
+    if counts and standings.keys() <= {"refused", "unproven", "unreachable", "not_ready"}:
+        said += f" has proven that its numbers are right ({', '.join(counts)})"
+        return BackendUnproven(said, retry_after_s=retry_after_s)
+    able = "" if len(members) == len(pool.members) else " that can take this request"
+    return BackendUnavailable(f"{said}{able} is available now", retry_after_s=retry_after_s)
+
+
+def without_address(error: OctetError, member: Member) -> OctetError:
+    """`error` naming the member as clients know it: addresses are nobody's business."""
+    answer = error.answer if isinstance(error, AnsweredFailure) else None
+    if answer is not None:
+        for shown in member.addresses:
+            answer.first = answer.first.replace(shown.encode(), member.name.encode())
+    text = member.nameless(str(error))
+    if text != str(error):
+        error.args = (text,)
+    return error

@@ -1,0 +1,4 @@
+"""Generates text in this process: scheduling, sampling, tokenizing.
+
+Start with `engine.py`.
+"""

@@ -1,0 +1,87 @@
+"""The prompt of a conversation: the model's own template, or a plain default."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from octet.errors import ArtifactError, RequestError
+from octet.model.chat_template import DEFAULT_TEMPLATE, template_of, tokenizer_config
+
+__all__ = ["ChatTemplate"]
+
+
+class ChatTemplate:
+    """A Jinja template as transformers defines them, rendered in a sandbox."""
+
+    def __init__(self, source: str | None, variables: Mapping[str, Any] | None = None) -> None:
+        """`variables` are the special tokens that the template may name. Raises ArtifactError."""
+        self.is_default = source is None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source or DEFAULT_TEMPLATE)
+        except jinja2.TemplateSyntaxError as error:
+            raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
+        self._variables = dict(variables or {})
+
+    @classmethod
+    def load(cls, directory: Path) -> "ChatTemplate":
+        """Loads the directory's own template (see octet/model/chat_template.py), or the default."""
+        config = tokenizer_config(directory)
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        return cls(template_of(directory), tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt, ending where the assistant begins. Raises RequestError if it refuses them."""
+        flat = [{**message, "content": _text(message)} for message in messages]
+        try:
+            return self._template.render(
+                messages=flat, add_generation_prompt=True, **self._variables
+            )
+        # A template is a program: on messages it does not expect it fails as programs do.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The content as one string; OpenAI also allows a list of parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    raise RequestError(
+        "message content must be text: this model reads nothing else", param="messages"
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """Like Jinja's filter, without its HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -1,0 +1,283 @@
+"""The embedded engine: one thread, one loop, continuous batching over the slots of a cache.
+
+Each turn of the loop
+  1. drops what was cancelled and gives free slots to waiting requests, first come first served;
+  2. reads prompts, at most `chunk` tokens of them, so that a long prompt delays the running
+     answers by one chunk a turn and no more;
+  3. decodes one token for every request whose prompt has been read, all in one batch.
+
+A prompt is read by itself, in chunks whose borders depend on nothing but its own length, and a
+runner's rows are independent of each other: so an answer is the same, bit for bit, whatever runs
+beside it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from octet.errors import BackendError, BackendUnavailable
+from serve.engine.generation import Generation
+from serve.engine.pace import Pace
+from serve.engine.request import Event
+from serve.engine.sampler import sample
+from serve.runner.protocol import CHUNK, Runner, RunnerLost, StepBatch
+
+__all__ = ["Delivery", "Engine", "EngineStats"]
+
+log = logging.getLogger(__name__)
+
+# What happened to a request in one step: events in order, or the error that ended it.
+Delivery: TypeAlias = tuple[Generation, list[Event] | BackendError]
+
+# Bounds the logits of a scored prompt: 2^22 float32 are 16 MiB a chunk.
+_SCORED_LOGITS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment; counts of tokens are since its start."""
+
+    waiting: int
+    running: int
+    slots: int
+    cached_tokens: int  # of all running requests
+    cache_bytes: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+
+
+class Engine:
+    """Runs generations to their end; `submit` and `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        deliver: Callable[[list[Delivery]], None],
+        *,
+        slots: int | None = None,
+        context: int | None = None,
+        chunk: int = CHUNK,
+        max_waiting: int = 1024,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`deliver` is called from the engine's thread and must not block.
+
+        `slots` requests are decoded together (default: the runner's). `context` limits prompt and
+        answer together (default: the model's). `on_stop` is called from the engine's thread when it
+        ends, for whatever reason. Raises ConfigError for sizes that cannot be.
+        """
+        self.context = context or runner.spec.max_positions
+        self.cache = runner.new_cache(slots or runner.slots, self.context)
+        self._runner = runner
+        self._deliver = deliver
+        self._on_stop = on_stop
+        self._chunk = chunk
+        self._scored_chunk = max(1, min(chunk, _SCORED_LOGITS // runner.spec.vocab_size))
+        self._max_waiting = max_waiting
+        self._waiting: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        self._decoding: list[Generation] = []
+        self._pace = Pace()
+        self._wake = threading.Condition()
+        self._accepting = False
+        self._draining = False  # ends once nothing is left to do
+        self._stopping = False  # ends at once
+        self._lost: RunnerLost | None = None
+        self._prompt_tokens = self._generated_tokens = self._steps = 0
+        self._thread = threading.Thread(target=self._run, name="octet-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether a generation submitted now would be run."""
+        return self._accepting and self._thread.is_alive()
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            waiting=len(self._waiting),
+            running=len(self._reading) + len(self._decoding),
+            slots=self.cache.slots,
+            cached_tokens=int(self.cache.lengths.sum()),
+            cache_bytes=self.cache.size_bytes,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._steps,
+        )
+
+    def start(self) -> None:
+        self._accepting = True
+        self._thread.start()
+
+    def submit(self, generation: Generation) -> None:
+        """Queues `generation`. Raises BackendUnavailable if too many wait, or it was closed."""
+        with self._wake:
+            if not self.alive:
+                raise BackendUnavailable("the embedded engine is not running", kind="dead")
+            if len(self._waiting) >= self._max_waiting:
+                raise BackendUnavailable(
+                    f"{self._max_waiting} requests are waiting for the embedded engine;"
+                    " try again later",
+                    kind="overloaded",
+                    retry_after_s=self._pace.until_half(self._max_waiting),
+                )
+            self._waiting.append(generation)
+            self._wake.notify()
+
+    def cancel(self, generation: Generation) -> None:
+        """Frees what `generation` holds at the next step; nothing more of it is delivered."""
+        generation.cancelled = True
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Takes no more, lets what there is run for up to `drain_s`, fails the rest and stops."""
+        with self._wake:
+            self._accepting = False
+            self._draining = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            # Only the loop itself knows when it has nothing left: between two of its lines a
+            # request may be in no queue.
+            self._thread.join(drain_s)
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+            self._thread.join()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._reading or self._decoding)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._drop_cancelled()
+                self._admit()
+                self._read_prompts()
+                self._decode()
+                if self._lost is not None:
+                    log.error("the embedded engine stops: %s", self._lost)
+                    self._fail_everything(self._lost)
+                    return
+            self._fail_everything(BackendError("the embedded engine was stopped", kind="lost"))
+        except Exception:  # a defect of ours: nobody may wait for an answer that will not come
+            log.exception("the embedded engine failed")
+            failure = BackendError("the embedded engine failed; see the server's log", kind="dead")
+            self._fail_everything(failure)
+        finally:
+            self._on_stop()
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._busy or self._draining or self._stopping):
+                self._wake.wait()
+        return self._busy and not self._stopping
+
+    def _drop_cancelled(self) -> None:
+        with self._wake:
+            if any(g.cancelled for g in self._waiting):
+                self._waiting = deque(g for g in self._waiting if not g.cancelled)
+        for generation in [*self._reading, *self._decoding]:
+            if generation.cancelled:
+                self._retire(generation)
+
+    def _admit(self) -> None:
+        with self._wake:
+            while self._waiting and (slot := self.cache.acquire()) is not None:
+                generation = self._waiting.popleft()
+                generation.slot = slot
+                self._reading.append(generation)
+
+    def _read_prompts(self) -> None:
+        budget = self._chunk
+        while self._reading and budget > 0:
+            generation = self._reading[0]
+            before = generation.read
+            try:
+                delivery: Delivery = (generation, self._read_chunk(generation))
+            except Exception as error:
+                delivery = (generation, self._failure(error))
+            budget -= max(generation.read - before, 1)
+            if isinstance(delivery[1], BackendError) or generation.finished:
+                self._retire(generation)
+            elif generation.read == len(generation.prompt):
+                self._decoding.append(self._reading.popleft())
+            if delivery[1]:
+                self._deliver([delivery])
+
+    def _read_chunk(self, generation: Generation) -> list[Event]:
+        """Reads one chunk of the prompt; events only after the last, with the first token."""
+        size = self._scored_chunk if generation.scores_prompt else self._chunk
+        tokens = generation.prompt[generation.read : generation.read + size]
+        scored = np.arange(len(tokens)) if generation.scores_prompt else [len(tokens) - 1]
+        step = StepBatch(tokens[None], [generation.slot], np.array([scored], np.int64))
+        logits = self._runner.forward(step, self.cache)[0]  # [L, V]
+        if generation.scores_prompt:
+            generation.add_prompt_logits(logits)
+        generation.read += len(tokens)
+        self._steps += 1
+        self._prompt_tokens += len(tokens)
+        if generation.read < len(generation.prompt):
+            return []
+        token = int(sample(logits[-1:], [generation.sampling])[0])
+        self._generated_tokens += 1
+        return generation.echo() + generation.accept(token, logits[-1])
+
+    def _decode(self) -> None:
+        batch = self._decoding
+        if not batch:
+            return
+        tokens = np.array([[g.last_token] for g in batch], np.int64)
+        step = StepBatch(tokens, [g.slot for g in batch], np.zeros((len(batch), 1), np.int64))
+        try:
+            logits = self._runner.forward(step, self.cache)[:, 0]  # [B, V]
+            drawn = sample(logits, [g.sampling for g in batch]).tolist()
+        except Exception as error:
+            failure = self._failure(error)
+            for generation in batch[:]:
+                self._retire(generation)
+            self._deliver([(generation, failure) for generation in batch])
+            return
+        self._steps += 1
+        self._generated_tokens += len(batch)
+        deliveries: list[Delivery] = []
+        for generation, token, row in zip(batch, drawn, logits, strict=True):
+            try:
+                deliveries.append((generation, generation.accept(token, row)))
+            except Exception as error:
+                deliveries.append((generation, self._failure(error)))
+        for generation, outcome in deliveries:
+            if generation.finished or isinstance(outcome, BackendError):
+                self._retire(generation)
+        self._deliver(deliveries)
+
+    def _retire(self, generation: Generation) -> None:
+        """Takes a generation out of the loop and frees its slot."""
+        if generation in self._reading:
+            self._reading.remove(generation)
+        self._decoding = [g for g in self._decoding if g is not generation]
+        self.cache.release(generation.slot)
+        self._pace.ended(busy=self._busy)
+
+    def _fail_everything(self, error: BackendError) -> None:
+        with self._wake:
+            self._accepting = False
+            waiting, self._waiting = list(self._waiting), deque()
+        running = [*self._reading, *self._decoding]
+        for generation in running:
+            self._retire(generation)
+        if running or waiting:
+            self._deliver([(generation, error) for generation in [*running, *waiting]])
+
+    def _failure(self, error: Exception) -> BackendError:
+        """The error for those concerned; one that is not the runner's own is logged whole."""
+        if isinstance(error, RunnerLost):
+            self._lost = error
+        if isinstance(error, BackendError):
+            return error
+        log.error("a step of the embedded engine failed", exc_info=error)
+        return BackendError(f"the embedded engine failed at this request: {error!r}")

@@ -1,0 +1,212 @@
+"""Whether an export answers as its recipe should: the golden records, through its own runner.
+
+golden.json has the unquantized model's next-token distribution after each golden prompt. Here the
+prompts are read twice: in one piece, which tests the step that reads prompts; and but for their
+last tokens, which are then decoded, all prompts in one batch: that goes through every part of
+decoding, the cache that is read back above all. Both mean divergences must be what the recipe
+costs. Then the golden continuations are generated, nothing given but the prompt; how far they agree
+is reported and not judged, since a close call, decided otherwise, changes all that follows.
+
+What the recipe costs is in expected.json, simulated on the same prompts, as a 95 % range. An honest
+runner leaves it once in twenty times, so what is refused lies outside twice that range, in
+logarithms, or 4 times off: few prompts make a range so wide that nothing would be. Decoding may
+cost at most 4 times what reading does, for both compute the same but for rounding. Without a
+prediction `octet.artifacts.serving_path.bound_of` holds: it catches an export that is broken, no
+more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.manifest import Manifest
+from octet.artifacts.serving_path import (
+    EXPECTED_FILE,
+    Expectation,
+    ExpectedSet,
+    ServingPath,
+    bound_of,
+)
+from octet.errors import ExportError, UnsupportedError
+from serve.engine.prompts import PromptSteps
+from serve.engine.sampler import log_softmax
+from serve.runner.protocol import Runner, load_runner
+
+__all__ = ["Range", "expected_range", "prove", "prove_runner"]
+
+_FACTOR = 4
+_LEAST = 1e-3  # nats, below which nobody sees a difference
+
+
+@dataclass(frozen=True)
+class Range:
+    """The mean divergences, in nats, that are accepted, and where they come from."""
+
+    low: float
+    high: float
+    source: str
+    expectation: Expectation | None = None
+
+    def beside(self, read: float) -> "Range":
+        """For decoding, where reading the same prompts gave `read`."""
+        most = max(_FACTOR * read, _LEAST)
+        if most >= self.high:
+            return self
+        return Range(min(self.low, most), most, f"{_FACTOR} times what reading costs")
+
+
+def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, Any]:
+    """Facts for a manifest: `status` "proven", with figures, or "unproven", with a `reason`.
+
+    The second is for an engine that cannot be executed on this machine. Raises ExportError for one
+    that can, and whose numbers are off, ArtifactError for what is not a whole, unaltered export.
+    """
+    manifest = Manifest.load(directory, verify=False)
+    golden = GoldenSet.load(directory)
+    try:
+        runner = load_runner(directory, threads, device)
+    except UnsupportedError as error:
+        # A manifest keeps the reason: not where the engine lay while it was written.
+        return {"status": "unproven", "reason": str(error).removeprefix(f"{directory}: ")}
+    return prove_runner(runner, golden, expected_range(directory, manifest, runner), directory)
+
+
+def prove_runner(
+    runner: Runner, golden: GoldenSet, accepted: Range, directory: Path
+) -> dict[str, Any]:
+    """`prove` for what is loaded already; `directory` is what an error names."""
+    records = [r for r in golden.records if len(r.prompt_token_ids) < runner.spec.max_positions]
+    if not records:
+        raise ExportError(f"{directory}: none of its golden prompts fits into its context")
+    read, decoded, agree, tokens, same = _Golden(runner, records).run()
+    _judge(float(np.mean(read)), "reading prompts", accepted, directory)
+    _judge(float(np.mean(decoded)), "decoding", accepted.beside(float(np.mean(read))), directory)
+    facts: dict[str, Any] = {
+        "status": "proven",
+        "prompts": len(records),
+        "kl": float(np.mean(read)),
+        "kl_max": float(np.max(read)),
+        "kl_decoding": float(np.mean(decoded)),
+        "accepted": {"low": accepted.low, "high": accepted.high, "from": accepted.source},
+        "tokens": tokens,
+        "tokens_agree": agree,
+        "rows_independent": same,
+    }
+    if accepted.expectation is not None:
+        facts["in_predicted_range"] = accepted.expectation.holds(float(np.mean(read)))
+    return facts
+
+
+def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:
+    """What the recipe costs with this cache, computed in FP16 or better."""
+    quantized = bool(manifest.details.get("quantized", True))
+    if quantized and (directory / EXPECTED_FILE).is_file():
+        expected = ExpectedSet.load(directory)
+        for compute in ("float32", "bfloat16"):
+            path = ServingPath(kv_cache=runner.kv_dtype, compute=compute)
+            found = expected.find(path)
+            if found is not None and found.mean > 0:
+                high = found.mean * min((found.high / found.mean) ** 2, _FACTOR)
+                low = found.mean * max((found.low / found.mean) ** 2, 1 / _FACTOR)
+                if compute == "bfloat16":  # FP16 rounds eight times finer: it may well cost less
+                    low = 0.0
+                return Range(low, high, f"{EXPECTED_FILE}: {path.label}", found)
+    return Range(0.0, *bound_of(manifest.recipe, quantized=quantized))
+
+
+def _judge(found: float, way: str, accepted: Range, directory: Path) -> None:
+    if accepted.low <= found <= accepted.high:  # never, if it is NaN
+        return
+    side = "below" if found < accepted.low else "outside"
+    raise ExportError(
+        f"{directory}: {way}, its divergence from the golden records is {found:.3g} nats, {side}"
+        f" {accepted.low:.3g} to {accepted.high:.3g} ({accepted.source}): this export does not"
+        " compute what its recipe says"
+    )
+
+
+class _Golden:
+    """The golden records, through one runner."""
+
+    def __init__(self, runner: Runner, records: Sequence[GoldenRecord]) -> None:
+        self._records = records
+        longest = max(len(r.prompt_token_ids) + len(r.continuation_token_ids) for r in records)
+        self._steps = PromptSteps(runner, len(records), longest)
+
+    def run(self) -> tuple[list[float], list[float], int, int, bool]:
+        """Divergence of each prompt when read and when decoded; tokens that agree, of how many.
+
+        Last, whether the logits of a row were the same, in every bit, alone and in a batch.
+        """
+        read: list[float] = []
+        decoded: list[float] = []
+        agree = tokens = 0
+        same = True
+        together = self._steps.together
+        for start in range(0, len(self._records), together):
+            group = self._records[start : start + together]
+            found, generated = self._answers(group)
+            read += found
+            for record, ids in zip(group, generated, strict=True):
+                agree += _common(ids, record.continuation_token_ids)
+                tokens += len(record.continuation_token_ids)
+            rows = self._after([record.prompt_token_ids for record in group])
+            decoded += [_divergence(r, row) for r, row in zip(group, rows, strict=True)]
+            if start == 0 and len(group) > 1:
+                alone = [self._after([record.prompt_token_ids])[0] for record in group]
+                same = all(map(np.array_equal, alone, rows))
+        return read, decoded, agree, tokens, same
+
+    def _answers(self, group: Sequence[GoldenRecord]) -> tuple[list[float], list[list[int]]]:
+        """Each prompt read by itself; then all continued together, greedily."""
+        slots = self._steps.acquire(len(group))
+        found, generated = [], []
+        for record, slot in zip(group, slots, strict=True):
+            logits = self._steps.read(record.prompt_token_ids, slot)
+            found.append(_divergence(record, logits))
+            generated.append([int(logits.argmax())])
+        going = list(range(len(group)))
+        while going := [i for i in going if self._goes_on(group[i], generated[i])]:
+            last = np.array([[generated[i][-1]] for i in going], np.int64)
+            for i, row in zip(
+                going, self._steps.step(last, [slots[i] for i in going]), strict=True
+            ):
+                generated[i].append(int(row.argmax()))
+        self._steps.release(slots)
+        return found, generated
+
+    def _goes_on(self, record: GoldenRecord, generated: Sequence[int]) -> bool:
+        held = len(record.prompt_token_ids) + len(generated)
+        return (
+            len(generated) < len(record.continuation_token_ids)
+            and held <= self._steps.cache.positions
+        )
+
+    def _after(self, prompts: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        """Logits [V] after each prompt, whose last tokens are decoded, all rows together."""
+        found = self._steps.decoded(prompts)
+        for n, prompt in enumerate(prompts):
+            if not len(found[n]):  # one token, which is read
+                (slot,) = self._steps.acquire(1)
+                found[n] = self._steps.read(prompt, slot)[None]
+                self._steps.release([slot])
+        return [rows[-1] for rows in found]
+
+
+def _divergence(record: GoldenRecord, logits: NDArray[np.float32]) -> float:
+    """In nats, of as many of the likeliest tokens as the record has: what is predicted, and what
+    an API would show."""
+    logprobs = log_softmax(logits[None])[0]
+    top = np.argpartition(-logprobs, len(record.top) - 1)[: len(record.top)]
+    return top_k_divergence(record.top, {int(token): float(logprobs[token]) for token in top})
+
+
+def _common(generated: Sequence[int], golden: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(generated, golden, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(generated), len(golden)))

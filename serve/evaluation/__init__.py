@@ -1,1 +1,0 @@
-"""What `octet evaluate` asks: exports in this process, and running servers."""

@@ -1,0 +1,4 @@
+"""Holds the state of the gateway that lives across reloads.
+
+Start with `state.py`.
+"""

@@ -1,0 +1,196 @@
+"""Gauges of what is now: pools, backends and queues, read when somebody scrapes.
+
+So they cost requests nothing, and cannot drift from what they show.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octet import __version__
+
+if TYPE_CHECKING:
+    from serve.admission.token_gate import Gate
+    from serve.gateway.state import Gateway
+    from serve.members.member import Member
+    from serve.members.proof_state import MemberProof
+
+__all__ = ["GatewayCollector"]
+
+BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+# "none": no proof is wanted of it.
+PROOF_STATES = {"refused": -1, "none": 0, "unproven": 1, "admitted": 2, "proven": 3}
+_BACKEND = ("pool", "backend")
+# Each gauge's name and documentation, and how it is read; None: there is nothing to say.
+_GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
+    ("queue_requests", "Requests that wait at a pool's gate.", lambda gate: len(gate.queue)),
+    ("queue_tokens", "Tokens of those, as estimated.", lambda gate: gate.queue.tokens),
+    ("admitted_tokens", "Tokens under way in a pool, as estimated.", lambda gate: gate.tokens),
+    ("admission_limit_tokens", "At most so many; absent: no limit.", lambda gate: gate.limit),
+)
+_MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
+    (
+        "up",
+        "Whether it serves: reachable, ready, not refused for its numbers, its breaker not open.",
+        lambda m: m.up,
+    ),
+    (
+        "proof_state",
+        "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 3 proven.",
+        lambda m: PROOF_STATES["none" if m.proof is None else m.proof.state],
+    ),
+    (
+        "breaker_state",
+        "0 closed, 1 half-open, 2 open.",
+        lambda m: BREAKER_STATES[m.breaker.state],
+    ),
+    ("in_flight", "Requests that this gateway has on it.", lambda m: m.in_flight),
+    (
+        "outstanding_tokens",
+        "Tokens that those may still take, as estimated.",
+        lambda m: m.outstanding_tokens,
+    ),
+    (
+        "running",
+        "Requests that it runs, from everybody, as it says itself.",
+        lambda m: m.report.running if m.report else None,
+    ),
+    (
+        "waiting",
+        "Requests in its own queue, as it says itself.",
+        lambda m: m.report.waiting if m.report else None,
+    ),
+    (
+        "kv_usage",
+        "Used part of its KV cache, 0 to 1, as it says itself.",
+        lambda m: m.report.kv_usage if m.report else None,
+    ),
+)
+
+
+class GatewayCollector(Collector):
+    def __init__(self, gateway: "Gateway") -> None:
+        self.gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        gateway = self.gateway
+        info = GaugeMetricFamily("octet_build_info", "The gateway's version.", labels=("version",))
+        info.add_metric((__version__,), 1)
+        yield info
+        pools = GaugeMetricFamily(
+            "octet_pool_ready", "Whether a backend of it works.", labels=("pool", "precision")
+        )
+        unproven = GaugeMetricFamily(
+            "octet_pool_unproven",
+            "Whether a backend of it serves whose numbers were not proven.",
+            labels=("pool",),
+        )
+        for pool in gateway.pools.values():
+            pools.add_metric((pool.name, pool.precision or ""), pool.ready)
+            unproven.add_metric((pool.name,), pool.unproven)
+        yield pools
+        yield unproven
+        yield GaugeMetricFamily(
+            "octet_ready", "Whether new requests are taken and some backend works.", gateway.ready
+        )
+        yield self._tiers()
+        yield from self._queues()
+        yield from self._backends()
+        yield from self._proofs()
+
+    def _tiers(self) -> Metric:
+        fits = GaugeMetricFamily(
+            "octet_tier_fits",
+            "Whether the pool's measured divergence is within the tier's budget.",
+            labels=("model", "tier", "pool"),
+        )
+        for route in self.gateway.routes:
+            for tier in route.tiers.values():
+                for pool, fitting in tier.fitting().items():
+                    fits.add_metric((route.name, tier.name, pool), fitting)
+        return fits
+
+    def _queues(self) -> Iterator[Metric]:
+        gates = self.gateway.admission.gates
+        for name, documentation, read in _GATE:
+            gauge = GaugeMetricFamily(f"octet_{name}", documentation, labels=("pool",))
+            for pool, gate in gates.items():
+                value = read(gate)
+                if value is not None:
+                    gauge.add_metric((pool,), value)
+            yield gauge
+        rejections = CounterMetricFamily(
+            "octet_admission_rejections",
+            "Requests refused at the gate; without a pool: before one was chosen.",
+            labels=("pool", "reason"),
+        )
+        for labels, count in self.gateway.admission.rejections.items():
+            rejections.add_metric(labels, count)
+        yield rejections
+
+    def _backends(self) -> Iterator[Metric]:
+        members = [(pool.name, m) for pool in self.gateway.pools.values() for m in pool.members]
+        for name, documentation, read in _MEMBER:
+            gauge = GaugeMetricFamily(f"octet_backend_{name}", documentation, labels=_BACKEND)
+            for pool, member in members:
+                value = read(member)
+                if value is not None:
+                    gauge.add_metric((pool, member.name), value)
+            yield gauge
+        transitions = CounterMetricFamily(
+            "octet_backend_breaker_transitions",
+            "Changes of its breaker's state.",
+            labels=(*_BACKEND, "from", "to"),
+        )
+        ejections = CounterMetricFamily(
+            "octet_backend_ejections", "Times its breaker has opened.", labels=_BACKEND
+        )
+        for pool, member in members:
+            counts = member.breaker.transitions
+            for (before, after), count in counts.items():
+                transitions.add_metric((pool, member.name, before, after), count)
+            opened = sum(count for (_, after), count in counts.items() if after == "open")
+            ejections.add_metric((pool, member.name), opened)
+        yield transitions
+        yield ejections
+
+    def _proofs(self) -> Iterator[Metric]:
+        pools = self.gateway.pools.values()
+        proofs = [(pool.name, m.name, m.proof) for pool in pools for m in pool.members if m.proof]
+        divergence = GaugeMetricFamily(
+            "octet_backend_divergence_nats",
+            "Mean KL divergence from the reference on golden prompts: measured, with its 95 % "
+            "interval, and the range in which an honest backend's is.",
+            labels=(*_BACKEND, "figure"),
+        )
+        probes = CounterMetricFamily(
+            "octet_backend_probes",
+            "Probes by golden prompts, by what came of them.",
+            labels=(*_BACKEND, "outcome"),
+        )
+        tokens = CounterMetricFamily(
+            "octet_backend_probe_tokens", "Tokens that those took.", labels=_BACKEND
+        )
+        for pool, name, proof in proofs:
+            for figure, nats in _figures(proof):
+                divergence.add_metric((pool, name, figure), nats)
+            for outcome, count in proof.outcomes.items():
+                probes.add_metric((pool, name, outcome), count)
+            tokens.add_metric((pool, name), proof.tokens)
+        yield from (divergence, probes, tokens)
+
+
+def _figures(proof: "MemberProof") -> Iterator[tuple[str, float]]:
+    """Those that are known, in nats."""
+    verdict = proof.verdict
+    if verdict is None:
+        return
+    measure, expected = verdict.measure, verdict.expected
+    yield "measured", measure.kl_mean
+    yield "measured_low", measure.kl_low
+    yield "measured_high", measure.kl_high
+    if expected is not None:
+        yield "expected_low", expected.low
+        yield "expected_high", expected.high

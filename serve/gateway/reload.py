@@ -1,0 +1,214 @@
+"""A new configuration while requests run: made ready beside the old one, then taken in one step."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from octet.errors import ConfigError, OctetError
+from serve.access.keys import Keys
+from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig
+from serve.gateway.discovery import origin_of
+from serve.gateway.epoch import Epoch
+from serve.gateway.unproven import unproven
+from serve.proof.exam import Exams
+from serve.routing import Member, Pool, Routes
+from serve.routing.provers import Provers
+
+if TYPE_CHECKING:
+    from serve.gateway.state import Gateway
+
+__all__ = ["Change", "reload_from"]
+
+_log = logging.getLogger(__name__)
+
+# What is read once, at the start; a dot leads into a section.
+AT_START_ONLY = ("listen", "admin.host", "admin.port", "access.cors_origins", "logs", "traces")
+
+
+async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
+    """Goes over to what the file says now, or raises the OctetError for which it cannot."""
+    report: dict[str, Any]
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        if path is None:
+            raise ConfigError("there is no configuration file to read again")
+        async with gateway.reloading:  # one that was asked for later reads, and wins, later
+            config = await asyncio.to_thread(GatewayConfig.load, path)
+            config = config if gateway.proves else config.without_proof()
+            report = await gateway.reload(config)
+    except Exception as error:
+        defect = None if isinstance(error, OctetError) else error
+        _log.error("not reloaded, nothing has changed: %s", error, exc_info=defect)
+        gateway.metrics.reloads.labels("failed").inc()
+        gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error) or repr(error)}
+        raise
+    used = {name: pool.config for name, pool in gateway.pools.items()}
+    for warning in [*config.warnings, *unproven(used)]:
+        _log.warning("%s", warning)
+    _log.info("reloaded %s: %s", path, ", ".join(f"{k} {v}" for k, v in report.items()))
+    gateway.metrics.reloads.labels("ok").inc()
+    gateway.last_reload = {"at": at, "outcome": "ok", "reason": None}
+    return report
+
+
+class Change:
+    """What a reload does to each pool, ready to be committed."""
+
+    def __init__(self, gateway: "Gateway", config: GatewayConfig) -> None:
+        self._gateway = gateway
+        self.config, self.restart = _for_this_process(gateway.config, config)
+        self._fresh: dict[str, Pool] = {}
+        self._changes: dict[str, _PoolChange] = {}  # of pools that stay
+
+    @classmethod
+    async def prepared(cls, gateway: "Gateway", config: GatewayConfig) -> Self:
+        """Starts what is new. Raises OctetError, with all of that closed again."""
+        change = cls(gateway, config)
+        try:
+            await change._prepare()
+        except BaseException:
+            await change._discard()
+            raise
+        return change
+
+    async def _prepare(self) -> None:
+        gateway, config = self._gateway, self.config
+        for name, pool_config in config.all_pools.items():
+            models = config.models_of(name)
+            pool = gateway.pools.get(name)
+            if not models:
+                continue
+            if pool is None:
+                self._fresh[name] = Pool.from_config(name, pool_config, models[0])
+            else:
+                self._changes[name] = _PoolChange(pool, pool_config, models[0])
+        self.keys = Keys.from_config(config.access, gateway.keys)
+        await all_of(
+            [pool.start() for pool in self._fresh.values()]
+            + [change.prepare() for change in self._changes.values()]
+        )
+        kept = {name: change.pool for name, change in self._changes.items()}
+        used = kept | self._fresh
+        self.pools = {name: used[name] for name in config.all_pools if name in used}
+        self.routes = Routes.from_config(config, self.pools)
+
+    async def _discard(self) -> None:
+        await asyncio.gather(
+            *(pool.close() for pool in self._fresh.values()),
+            *(c.pool.discard(member) for c in self._changes.values() for member in c.come),
+            return_exceptions=True,
+        )
+
+    def commit(self) -> dict[str, Any]:
+        """Takes everything over, without yielding to anybody; returns what has changed."""
+        report: dict[str, Any] = {
+            "pools_added": [name for name in self._fresh],
+            "pools_removed": [name for name in self._gateway.pools if name not in self.pools],
+            "backends_added": sum(len(pool.members) for pool in self._fresh.values()),
+            "backends_removed": 0,
+            "backends_kept": 0,
+        }
+        for change in self._changes.values():
+            removed = change.commit()
+            report["backends_added"] += len(change.come)
+            report["backends_removed"] += removed
+            report["backends_kept"] += len(change.pool.members) - len(change.come)
+        for name, pool in self._gateway.pools.items():
+            if self.pools.get(name) is not pool:
+                report["backends_removed"] += len(pool.members)
+        self._gateway.replace(Epoch(self.config, self.routes, self.keys), self.pools)
+        report["needs_restart"] = self.restart
+        return report
+
+
+class _PoolChange:
+    """One pool that stays: the members that its new configuration lists, old ones among them."""
+
+    def __init__(self, pool: Pool, config: PoolConfig, model: str) -> None:
+        """`model` is the public name for which new backends are made from now on."""
+        self.pool = pool
+        self.config = config
+        self.model = model
+        self.come: list[Member] = []
+        self._listed: list[Member] = []
+        self._exams = Exams(config.proof)
+        self._provers: Provers = {}
+
+    async def prepare(self) -> None:
+        """A member stays if some entry is equal to its own; for other entries new ones start."""
+        members = filter(self._serves_the_same, self.pool.members)
+        free = [member for member in members if member.origin in ("config", "admin")]
+        found: list[Member | None] = []
+        for entry in self.config.backends:
+            member = next((m for m in free if m.config == entry), None)
+            if member is not None:
+                free.remove(member)
+            found.append(member)
+        missing = [i for i, member in enumerate(found) if member is None]
+        missing.sort(key=lambda i: self.config.backends[i].name is None)  # names are not taken away
+        starts = (self._start(self.config.backends[i]) for i in missing)
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        for i, outcome in zip(missing, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found[i] = outcome
+        self._listed = [member for member in found if member is not None]
+        stays = [member for member in self.pool.members if member not in self.come]
+        self._provers = await self.pool.examined(stays, self._exams)
+
+    def _serves_the_same(self, member: Member) -> bool:
+        """Whether it is asked for the same model as before, if the public name is another."""
+        config = member.config
+        own = config is None or isinstance(config, EmbeddedConfig) or config.model is not None
+        return own or self.model == self.pool.model
+
+    async def _start(self, entry: Any) -> Member:
+        # It may take the place of another: not before it can.
+        member = await self.pool.prepare(
+            entry, model=self.model, exams=self._exams, patience_s=math.inf
+        )
+        self.come.append(member)
+        return member
+
+    def commit(self) -> int:
+        """The number of members that left."""
+        before = self.pool.members
+        origins = {origin_of(source) for source in self.config.discover}
+        names = {member.name for member in self._listed}
+        discovered = [
+            member
+            for member in filter(self._serves_the_same, before)
+            if member.origin in origins and member.name not in names
+        ]
+        self.pool.model = self.model
+        members = [*self._listed, *discovered]
+        self.pool.swap(self.config, members, exams=self._exams, provers=self._provers)
+        return sum(member not in self.pool.members for member in before)
+
+
+def _for_this_process(old: GatewayConfig, new: GatewayConfig) -> tuple[GatewayConfig, list[str]]:
+    """`new` with what only a start can set as `old` has it, and the keys where they differ."""
+    differing = []
+    for key in AT_START_ONLY:
+        section, _, field = key.partition(".")
+        before, after = getattr(old, section), getattr(new, section)
+        if not field and before != after:
+            differing.append(key)
+            new = new.model_copy(update={section: before})
+        elif field and getattr(before, field) != getattr(after, field):
+            differing.append(key)
+            kept = after.model_copy(update={field: getattr(before, field)})
+            new = new.model_copy(update={section: kept})
+    return new, differing
+
+
+async def all_of(steps: Iterable[Awaitable[None]]) -> None:
+    """All at once; raises the first failure once all have ended, one way or the other."""
+    outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,182 @@
+"""The gateway's state: the configuration at work, the pools, the figures, and whether it serves."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from serve.access.keys import Keys
+from serve.admission.admission import Admission
+from serve.admission.errors import shutting_down
+from serve.config import GatewayConfig
+from serve.gateway.discovery import Discovery
+from serve.gateway.epoch import Entry, Epoch
+from serve.gateway.reload import Change, all_of
+from serve.gateway.state import status
+from serve.routing import Pool, Routes
+from serve.routing.pool import FIRST_PROOF_S
+from serve.telemetry.metrics import Metrics
+from serve.telemetry.traces import Tracing
+
+__all__ = ["Gateway"]
+
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0  # for each pool to let go of its backends
+
+
+class Gateway:
+    """What every endpoint works on. `start` before the first request, `close` after the last."""
+
+    def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
+        self.config = config
+        self.pools = pools
+        routes = Routes.from_config(config, pools)
+        self.epoch = Epoch(config, routes, Keys.from_config(config.access))
+        self.admission = Admission(config.limits)
+        self.metrics = Metrics()
+        self.metrics.observe(self)
+        self.tracing = Tracing.from_config(config.traces)
+        self.created = int(time.time())
+        self.path: Path | None = None  # of the configuration, to read it again
+        self.proves = True  # else no backend has to prove anything, whatever the file says
+        self.last_reload: dict[str, Any] | None = None
+        self.draining = False
+        self.changing = asyncio.Lock()  # held by whoever changes the members of pools
+        self.reloading = asyncio.Lock()  # held from the reading of the file to the end of it
+        self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
+        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # those before, while requests are left
+        self.finishing: list[Pool] = []  # out of use, while somebody may wait for them
+        self.discoveries = self._discover()
+        self._drain_until = 0.0
+
+    @classmethod
+    def from_config(cls, config: GatewayConfig) -> Self:
+        """Raises OctetError if a backend's library, files or key are missing."""
+        pools = {}
+        for name, pool in config.all_pools.items():
+            if models := config.models_of(name):
+                pools[name] = Pool.from_config(name, pool, models[0])
+        return cls(config, pools)
+
+    @property
+    def routes(self) -> Routes:
+        return self.epoch.routes
+
+    @property
+    def keys(self) -> Keys:
+        return self.epoch.keys
+
+    @property
+    def running(self) -> int:
+        """Requests being answered."""
+        return self.epoch.running + sum(epoch.running for epoch in self.earlier)
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are taken, and some backend works whose answers clients get."""
+        models = self.config.models.items()
+        answering = {pool for name, model in models for pool in model.answering(name)}
+        works = any(pool.ready for name, pool in self.pools.items() if name in answering)
+        return works and not self.draining
+
+    def enter(self) -> Entry:
+        """Counts a request until it leaves. Raises RequestError (503) once draining has begun."""
+        self.require_accepting()
+        return self.epoch.enter()
+
+    def require_accepting(self) -> None:
+        """Raises RequestError (503) once draining has begun."""
+        if self.draining:
+            raise shutting_down(max(1.0, self._drain_until - time.monotonic()))
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes no more requests; who asks is told to come again after `timeout_s`."""
+        self.draining = True
+        self._drain_until = time.monotonic() + timeout_s
+        for task in self.background:
+            task.cancel()
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether a request sent now would be served, and by which backends."""
+        return status.readiness(self)
+
+    def status(self, *, addresses: bool = False) -> dict[str, Any]:
+        """Everything that is known now. With `addresses`, the backends' own names, too."""
+        return status.status(self, addresses=addresses)
+
+    async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
+        """Starts every backend, and waits for the first verdicts on their numbers.
+
+        For `patience_s` at most. Raises the OctetError of the first that can never work.
+        """
+        try:
+            await all_of(pool.start(patience_s=patience_s) for pool in self.pools.values())
+            await all_of(discovery.start() for discovery in self.discoveries)
+        except BaseException:
+            await self.close()
+            raise
+        self.admission.memory.warn()  # by now its models are in it
+
+    async def close(self) -> None:
+        """Lets go of everything, at most 10 s for each pool; safe to call twice."""
+        tasks = [*self.background, *self.earlier.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await all_of(discovery.close() for discovery in self.discoveries)
+        await all_of(map(_closed, [*self.pools.values(), *self.finishing]))
+        await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    async def reload(self, config: GatewayConfig) -> dict[str, Any]:
+        """Goes over to `config`, wholly or not at all; returns what changed.
+
+        Backends whose configuration is the same stay, with their state; the others take no new
+        requests and are closed when their last one ends. Raises OctetError, and changes nothing,
+        if a backend can never work as configured.
+        """
+        async with self.changing:
+            self.require_accepting()
+            change = await Change.prepared(self, config)
+            report = change.commit()
+        await all_of(discovery.start() for discovery in self.discoveries)
+        return report
+
+    def replace(self, epoch: Epoch, pools: dict[str, Pool]) -> None:
+        """In one step: from here on requests are served by these. For a reload alone."""
+        before, self.epoch = self.epoch, epoch
+        gone = [pool for name, pool in self.pools.items() if pools.get(name) is not pool]
+        self.config, self.pools = epoch.config, pools
+        self.admission.reload(epoch.config.limits)
+        for discovery in self.discoveries:
+            discovery.stop()
+        self.discoveries = self._discover()
+        # Pools out of use may still be waited for by requests of this epoch and of earlier ones.
+        epochs = [*self.earlier, before]
+        self.finishing += gone
+        self.earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))
+
+    async def _finish(self, epoch: Epoch, epochs: list[Epoch], pools: list[Pool]) -> None:
+        await all_of(earlier.ended() for earlier in epochs)
+        if copies := list(self.background):  # of their requests; each has its own time limit
+            await asyncio.wait(copies)
+        await all_of(map(_closed, pools))
+        self.finishing = [pool for pool in self.finishing if pool not in pools]
+        del self.earlier[epoch]
+
+    def _discover(self) -> list[Discovery]:
+        return [
+            Discovery(source, pool, self.config.models_of(name), self.changing)
+            for name, pool in self.pools.items()
+            for source in pool.config.discover
+        ]
+
+
+async def _closed(pool: Pool) -> None:
+    try:
+        await asyncio.wait_for(pool.close(), CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        _log.error("pool %s: not closed within %g s", pool.name, CLOSE_TIMEOUT_S)

@@ -1,0 +1,73 @@
+"""Loud about what serves without a proof of its numbers: at the start, and again and again."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from serve.config import PoolConfig
+from serve.proof.exam import directory_of
+from serve.routing import Pool
+
+if TYPE_CHECKING:
+    from serve.gateway.state import Gateway
+
+__all__ = ["asked", "keep_warning", "unproven"]
+
+_log = logging.getLogger(__name__)
+
+EVERY_S = 600.0
+
+
+def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
+    """A line for each pool of whose backends some will serve unproven, and why."""
+    found = []
+    for name, pool in pools.items():
+        entries = [*pool.backends, *([None] if pool.discover else [])]
+        without = [entry for entry in entries if directory_of(pool.proof, entry) is None]
+        if not pool.proof.enabled:
+            why = "proof is off (--no-proof, or proof.enabled: false)"
+        elif without:
+            why = (
+                "it has no golden records: set proof.golden to the export, or the calibration, that"
+                " its backends serve"
+            )
+        else:
+            continue
+        found.append(f"pool {name}: SERVES UNPROVEN, whatever its numbers are: {why}")
+    return found
+
+
+def asked(pools: Iterable[Pool]) -> list[str]:
+    """A line for each pool of which backends are being proven: which, and with what."""
+    found = []
+    for pool in pools:
+        by_label: dict[str, list[str]] = {}
+        for member in pool.members:
+            if member.standing == "unproven" and member.proof is not None:
+                by_label.setdefault(member.proof.label, []).append(member.name)
+        found += [
+            f"pool {pool.name}: proving {', '.join(names)} by {label}; none serves before its"
+            " answers are right"
+            for label, names in by_label.items()
+        ]
+    return found
+
+
+def _admitted(gateway: "Gateway") -> list[str]:
+    """A line for each backend that serves though it gives no figures."""
+    return [
+        f"pool {pool.name}: {member.name} SERVES UNPROVEN: it returns no log-probabilities"
+        for pool in gateway.pools.values()
+        for member in pool.members
+        if member.proof is not None and member.proof.state == "admitted"
+    ]
+
+
+async def keep_warning(gateway: "Gateway") -> None:
+    """For as long as the gateway runs."""
+    while True:
+        await asyncio.sleep(EVERY_S)
+        used = {name: pool.config for name, pool in gateway.pools.items()}
+        for line in [*unproven(used), *_admitted(gateway)]:
+            _log.warning("%s", line)

@@ -1,0 +1,173 @@
+"""Administration: reload, backends that come and go, /status and /metrics.
+
+On an address of its own; or beside the clients' paths, /admin then by a key of its own. Requests
+with an `Origin` are from web pages, which have no business here.
+"""
+
+import hashlib
+import hmac
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import TypeAdapter, ValidationError
+
+from octet import __version__
+from octet.errors import OctetError, RequestError, nearest
+from serve.api.errors import install
+from serve.config import BackendConfig, HttpConfig
+from serve.config.problems import one_line, problems_of
+from serve.gateway.membership import refuse_unfit
+from serve.gateway.reload import reload_from
+from serve.gateway.state import Gateway, status
+from serve.routing import Member, Pool
+
+__all__ = ["admin_router", "create_admin_app", "probe_router"]
+
+_BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
+
+
+def create_admin_app(gateway: Gateway) -> FastAPI:
+    """The application of the address of its own."""
+    app = FastAPI(title="Octet administration", version=__version__, redoc_url=None)
+    app.router.redirect_slashes = False
+    install(app)
+    app.include_router(probe_router(gateway))
+    app.include_router(admin_router(gateway, own_port=True))
+    return app
+
+
+def probe_router(gateway: Gateway) -> APIRouter:
+    """/health and /ready, which are at both addresses."""
+    router = APIRouter()
+
+    @router.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> JSONResponse:
+        """Whether the process lives: 200 as long as it can answer."""
+        return JSONResponse({"status": "alive"})
+
+    @router.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> JSONResponse:
+        """Whether to send traffic here: 503 while draining, or if no backend works."""
+        state = gateway.readiness()
+        return JSONResponse(state, 200 if state["ready"] else 503)
+
+    return router
+
+
+def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
+    """/metrics, /status and /admin; empty beside the clients' paths if there is an own port.
+
+    Without `own_port`, /admin needs the administrator's key.
+    """
+
+    def is_admin(request: Request) -> bool:
+        digest = gateway.config.admin.sha256
+        if digest is None:
+            return own_port
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        sent = hashlib.sha256(key.strip().encode()).hexdigest()
+        return scheme.lower() == "bearer" and hmac.compare_digest(sent, digest)
+
+    async def require_admin(request: Request) -> None:
+        if gateway.config.admin.sha256 is None and not own_port:
+            raise RequestError(f"no such path: {request.url.path}", status=404, code="not_found")
+        if "origin" in request.headers:
+            message = "administration is not for web pages: a request with Origin is refused"
+            raise RequestError(message, status=403, code="origin_refused")
+        if not is_admin(request):
+            message = "administration needs its key: 'Authorization: Bearer KEY'"
+            raise RequestError(message, status=401, code="invalid_api_key")
+
+    router = APIRouter()
+    if gateway.config.admin.port is not None and not own_port:
+        return router
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics."""
+        content, content_type = gateway.metrics.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    @router.get("/status")
+    async def show_status(request: Request) -> JSONResponse:
+        """Models, pools, backends and queues; where the backends are, for administrators alone."""
+        return JSONResponse(gateway.status(addresses=is_admin(request)))
+
+    admin = APIRouter(
+        prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=own_port
+    )
+    _add_admin(admin, gateway)
+    router.include_router(admin)
+    return router
+
+
+def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
+    @admin.post("/reload")
+    async def reload() -> JSONResponse:
+        """Reads the configuration file again: all of it is taken over, or nothing."""
+        try:
+            return JSONResponse(await reload_from(gateway, gateway.path))
+        except RequestError:
+            raise
+        except OctetError as error:
+            raise _refusal(error, "config_refused") from error
+
+    @admin.get("/backends")
+    async def backends() -> JSONResponse:
+        """Every pool's backends, as /status shows them."""
+        pools = gateway.status(addresses=True)["pools"]
+        return JSONResponse({name: pool["backends"] for name, pool in pools.items()})
+
+    @admin.post("/pools/{pool_name:path}/backends")
+    async def add(pool_name: str, request: Request) -> JSONResponse:
+        """Starts one more backend; the body is one as in the configuration file, as JSON."""
+        config = _backend_config(await request.body())
+        async with gateway.changing:
+            pool = _pool(gateway, pool_name)
+            try:
+                refuse_unfit(config, pool.members, gateway.config.models_of(pool_name))
+                member = await pool.prepare(config, "admin")
+            except OctetError as error:
+                raise _refusal(error, "backend_refused") from error
+            pool.swap(pool.config, [*pool.members, member])
+        return JSONResponse(status.backend(member, addresses=True), 201)
+
+    @admin.delete("/pools/{pool_name:path}/backends/{name:path}")
+    async def remove(pool_name: str, name: str, drain: bool = True) -> JSONResponse:
+        """Gives a backend no more requests; those that it has finish, or with drain=false end."""
+        async with gateway.changing:
+            pool = _pool(gateway, pool_name)
+            member = _member(pool, name)
+            pool.swap(pool.config, [other for other in pool.members if other is not member])
+        finishing = member.in_flight if drain else 0
+        if not drain:
+            await member.backend.close()
+        return JSONResponse({"name": name, "finishing": finishing})
+
+
+def _backend_config(body: bytes) -> BackendConfig:
+    try:
+        return _BACKEND.validate_json(body)
+    except ValidationError as error:
+        line = one_line(problems_of(error, HttpConfig), {})
+        raise RequestError(line, code="backend_refused") from None
+
+
+def _pool(gateway: Gateway, name: str) -> Pool:
+    pool = gateway.pools.get(name)
+    if pool is None:
+        message = f"no pool '{name[:100]}'{nearest(name[:100], gateway.pools)}"
+        raise RequestError(message, status=404, code="pool_not_found")
+    return pool
+
+
+def _member(pool: Pool, name: str) -> Member:
+    names = {member.name: member for member in pool.members}
+    if name not in names:
+        message = f"no backend '{name[:100]}' in pool '{pool.name}'{nearest(name[:100], names)}"
+        raise RequestError(message, status=404, code="backend_not_found")
+    return names[name]
+
+
+def _refusal(error: OctetError, code: str) -> RequestError:
+    return RequestError(f"nothing has changed: {error}", status=400, code=code)

@@ -1,0 +1,291 @@
+"""The OpenAPI document: every path, what it takes, and every answer that it can give."""
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from octet import __version__
+from serve.api.embeddings import EmbeddingRequest
+from serve.api.schemas import ChatRequest, CompletionRequest
+from serve.api.tokens import DetokenizeRequest, TokenizeRequest
+from serve.config import GatewayConfig, HttpConfig
+from serve.http import openapi_responses as responses
+
+__all__ = ["document"]
+
+Json = dict[str, Any]
+_REF = "#/components/schemas/"
+_JSON = "application/json"
+_STREAM = "text/event-stream"
+_OBJECT: Json = {"schema": {"type": "object"}}
+
+# path: (what it does, request, answer, whether it streams)
+_OPERATIONS: dict[str, tuple[str, type[BaseModel], type[BaseModel], bool]] = {
+    "/v1/completions": (
+        "Continue one or more prompts",
+        CompletionRequest,
+        responses.Completion,
+        True,
+    ),
+    "/v1/chat/completions": (
+        "Answer a conversation",
+        ChatRequest,
+        responses.ChatCompletion,
+        True,
+    ),
+    "/v1/embeddings": ("Embed texts", EmbeddingRequest, responses.EmbeddingList, False),
+    "/tokenize": ("Token ids of a text", TokenizeRequest, responses.Tokenized, False),
+    "/detokenize": ("The text of token ids", DetokenizeRequest, responses.Detokenized, False),
+}
+# What a client is told, by status.
+_ERRORS = {
+    400: "A request that cannot be served as sent; `param` names the field",
+    401: "No API key, or one that is not known or has expired",
+    403: "The API key may not use this model",
+    404: "No such model",
+    408: "The request did not arrive in time",
+    413: "The body is larger than the limit",
+    429: "A rate, a quota or the number of requests in flight is used up",
+    431: "The header fields are larger than the limit",
+    500: "A defect of the gateway, in its log",
+    502: "The backend failed",
+    503: "No backend takes the request now, or the gateway is full or shutting down",
+    504: "A deadline passed; the message says what was spent",
+}
+_OF_KEYS = (401, 403)
+_ALWAYS = (408, 431, 500, 503)  # of every request, whatever its path
+_RETRIED = (429, 503)
+_EARLY = (400, 408, 431, 503)  # maybe before the request was read, so before it has an id
+
+
+def document(config: GatewayConfig) -> Json:
+    """Of a gateway with this configuration, as JSON of OpenAPI 3.1."""
+    keys = bool(config.access.keys or config.access.keys_file)
+    backends = [backend for pool in config.all_pools.values() for backend in pool.backends]
+    # A server's own refusals pass through, with whatever status it finds right.
+    relays = any(isinstance(backend, HttpConfig) for backend in backends)
+    relays = relays or any(pool.discover for pool in config.all_pools.values())
+    paths: Json = {
+        path: {"post": _operation(path, keys=keys, relays=relays, tiers=bool(config.tiers))}
+        for path in _OPERATIONS
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Octet", "version": __version__},
+        "paths": paths | _models(keys) | _status(config) | _admin(config),
+        "components": {
+            "schemas": _schemas(),
+            "parameters": _PARAMETERS | _tier_parameter(config),
+            "headers": _HEADERS,
+            "securitySchemes": _security(config, keys),
+        },
+    }
+
+
+def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
+    summary, request, answer, streams = _OPERATIONS[path]
+    content = {_JSON: _schema(answer)}
+    if streams:
+        about = "Each event, with `stream: true`: `data` is JSON, the last one's is `[DONE]`"
+        event = {"type": "object", "required": ["data"], "description": about}
+        content[_STREAM] = {"schema": event | {"properties": {"data": {"type": "string"}}}}
+    statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
+    of_tiers = ("tier",) if tiers else ()
+    found = _answer("The answer", content)
+    for header in (*of_tiers, "precision", "artifact", "divergence"):
+        found["headers"][f"X-Octet-{header.title()}"] = {"$ref": f"#/components/headers/{header}"}
+    answers = {"200": found} | _errors(statuses)
+    if relays:
+        answers["4XX"] = _error("A refusal of the backend's own")
+    return {
+        "summary": summary,
+        "operationId": path.removeprefix("/v1").strip("/").replace("/", "_"),
+        "parameters": [
+            {"$ref": f"#/components/parameters/{name}"}
+            for name in ("timeout", "request_id", *of_tiers)
+        ],
+        "requestBody": {"required": True, "content": {_JSON: _schema(request)}},
+        "responses": answers,
+        **_secured(keys),
+    }
+
+
+def _models(keys: bool) -> Json:
+    statuses = [*((401,) if keys else ()), *_ALWAYS]
+    of_list = _answer("The models that can be asked for", {_JSON: _schema(responses.ModelList)})
+    of_one = _answer("The model", {_JSON: _schema(responses.Model)})
+    return {
+        "/v1/models": {
+            "get": {
+                "summary": "List the models",
+                "operationId": "list_models",
+                "responses": {"200": of_list} | _errors(statuses),
+                **_secured(keys),
+            }
+        },
+        "/v1/models/{model}": {
+            "get": {
+                "summary": "Describe one model",
+                "operationId": "get_model",
+                "parameters": [_in_path("model")],
+                "responses": {"200": of_one} | _errors([*statuses, 404]),
+                **_secured(keys),
+            }
+        },
+    }
+
+
+def _status(config: GatewayConfig) -> Json:
+    """What has no model in it. With a port of their own, metrics and status are not here."""
+    alive: Json = {"type": "object", "properties": {"status": {"const": "alive"}}}
+    ready = {_JSON: _schema(responses.Readiness)}
+    health = {"200": _answer("The process lives", {_JSON: {"schema": alive}})}
+    readiness = {
+        "200": _answer("Send traffic here", ready),
+        "503": _answer("Draining, or no backend is ready", ready),
+    }
+    always = [status for status in _ALWAYS if status != 503]
+    paths = {
+        "/health": {"get": _get("health", "Whether the process lives", health | _errors(_ALWAYS))},
+        "/ready": {"get": _get("ready", "Whether to send traffic", readiness | _errors(always))},
+    }
+    if config.admin.port is None:
+        text = {"text/plain": {"schema": {"type": "string"}}}
+        metrics = {"200": _answer("Prometheus metrics", text)}
+        status = {"200": _answer("Everything that is known now", {_JSON: _OBJECT})}
+        paths["/metrics"] = {"get": _get("metrics", "Metrics", metrics | _errors(_ALWAYS))}
+        paths["/status"] = {"get": _get("status", "Pools and queues", status | _errors(_ALWAYS))}
+    return paths
+
+
+def _admin(config: GatewayConfig) -> Json:
+    """Here only if it has a key of its own and no port of its own."""
+    if config.admin.sha256 is None or config.admin.port is not None:
+        return {}
+    refusals = _errors([400, 401, 403, 404, *_ALWAYS])
+
+    def operation(name: str, summary: str, *in_path: str, status: int = 200) -> Json:
+        done = {str(status): _answer("Done", {_JSON: _OBJECT})}
+        parameters = [_in_path(parameter) for parameter in in_path]
+        secured = {"parameters": parameters, "security": [{"admin_key": []}]}
+        return _get(name, summary, done | refusals) | secured
+
+    add = operation("add_backend", "Start one more backend", "pool", status=201)
+    add["requestBody"] = {"required": True, "content": {_JSON: _OBJECT}}
+    return {
+        "/admin/reload": {"post": operation("reload", "Read the configuration again")},
+        "/admin/backends": {"get": operation("list_backends", "Every pool's backends")},
+        "/admin/pools/{pool}/backends": {"post": add},
+        "/admin/pools/{pool}/backends/{name}": {
+            "delete": operation("remove_backend", "Take a backend out of turn", "pool", "name")
+        },
+    }
+
+
+def _in_path(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _get(name: str, summary: str, answers: Json) -> Json:
+    return {"summary": summary, "operationId": name, "responses": answers}
+
+
+def _schema(model: type[BaseModel]) -> Json:
+    return {"schema": {"$ref": _REF + model.__name__}}
+
+
+def _answer(description: str, content: Json) -> Json:
+    headers = {"X-Request-Id": {"$ref": "#/components/headers/request_id"}}
+    return {"description": description, "headers": headers, "content": content}
+
+
+def _error(description: str, status: int | None = None) -> Json:
+    answer = _answer(description, {_JSON: _schema(responses.ErrorObject)})
+    if status in _RETRIED:
+        answer["headers"]["Retry-After"] = {"$ref": "#/components/headers/retry_after"}
+    if status in _EARLY:
+        answer["headers"]["X-Request-Id"] = {"$ref": "#/components/headers/maybe_request_id"}
+    return answer
+
+
+def _errors(statuses: Any) -> Json:
+    return {str(status): _error(_ERRORS[status], status) for status in sorted(statuses)}
+
+
+def _tier_parameter(config: GatewayConfig) -> Json:
+    """Where there are no tiers, the header is an error."""
+    if not config.tiers:
+        return {}
+    about = "How exact the answer must be; the most exact tier first"
+    schema = {"type": "string", "enum": list(config.tiers)}
+    return {
+        "tier": {"name": "X-Octet-Tier", "in": "header", "description": about, "schema": schema}
+    }
+
+
+def _secured(keys: bool) -> Json:
+    return {"security": [{"api_key": []}]} if keys else {}
+
+
+def _security(config: GatewayConfig, keys: bool) -> Json:
+    bearer = {"type": "http", "scheme": "bearer"}
+    schemes = {"api_key": bearer} if keys else {}
+    return schemes | ({"admin_key": bearer} if config.admin.sha256 else {})
+
+
+def _schemas() -> Json:
+    requests: list[type[BaseModel]] = [request for _, request, _, _ in _OPERATIONS.values()]
+    answers: list[type[BaseModel]] = [getattr(responses, name) for name in responses.__all__]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in (*requests, *answers)], ref_template=_REF + "{model}"
+    )
+    found: Json = definitions["$defs"]
+    return found
+
+
+_PARAMETERS: Json = {
+    "timeout": {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "description": "Seconds that the whole request may take; only shortens the gateway's own",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    },
+    "request_id": {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "Taken for logs, traces and the backend, and echoed; else one is made",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:/+=-]{1,128}$"},
+    },
+}
+_HEADERS: Json = {
+    "request_id": {
+        "required": True,
+        "description": "The request's id in logs and traces",
+        "schema": {"type": "string"},
+    },
+    "maybe_request_id": {
+        "description": "The request's id, unless it was refused before its headers were read",
+        "schema": {"type": "string"},
+    },
+    "tier": {
+        "description": "The tier whose budget the answer keeps, where one was asked for",
+        "schema": {"type": "string"},
+    },
+    "precision": {
+        "description": "The precision of the pool that answered, as the operator names it",
+        "schema": {"type": "string"},
+    },
+    "artifact": {
+        "description": "The artifact that answered, by the beginning of its identity",
+        "schema": {"type": "string", "pattern": "^[0-9a-f]{12}$"},
+    },
+    "divergence": {
+        "description": "Nats from the reference, as measured of the pool: the upper bound",
+        "schema": {"type": "number", "minimum": 0},
+    },
+    "retry_after": {
+        "description": "When it is worth asking again",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+}

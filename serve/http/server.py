@@ -1,0 +1,168 @@
+"""Uvicorn, made to drain: the first signal ends a gateway's work in peace, the second by force."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from serve.config import Logs
+from serve.gateway.state import Gateway
+from serve.gateway.unproven import asked, unproven
+from serve.http.admin import create_admin_app
+from serve.http.app import create_app
+from serve.http.protocol import guarded_protocol
+from serve.telemetry.logs import json_line
+
+__all__ = ["AdminServer", "DrainingServer", "say"]
+
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
+LAST_BYTES_S = 2  # for what is already written to arrive, after the last request has ended
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn, but it goes on listening while it drains, so that /ready can say 503."""
+
+    def __init__(
+        self, gateway: Gateway, on_started: Callable[["DrainingServer"], None] | None = None
+    ) -> None:
+        super().__init__(_uvicorn_config(create_app(gateway), gateway))
+        self.gateway = gateway
+        self.cut_short = False
+        self._on_started = on_started
+        self._give_up_at = 0.0  # while draining
+        self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
+        await super().startup(sockets)
+        assert sockets
+        names = ", ".join(self.gateway.routes.names)
+        for line in [*_not_serving(self.gateway), *_not_proving(self.gateway)]:
+            say(line, self.gateway.config.logs, logging.WARNING)
+        for line in asked(self.gateway.pools.values()):
+            say(line, self.gateway.config.logs)
+        say(f"serving {names} on {_url(sockets[0])}", self.gateway.config.logs)
+        if self._on_started is not None:
+            self._on_started(self)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal starts the drain; another one ends it.
+
+        As a callback of the event loop: inside of a signal's handler, not even printing is safe.
+        """
+        self._loop.call_soon_threadsafe(self._exit, sig)
+
+    def _exit(self, sig: int) -> None:
+        if self.gateway.draining:
+            self._give_up_at = 0.0
+            self.force_exit = True
+            if not self.gateway.running:  # else they hear first that it ends: see on_tick
+                self._cut_off()
+            return
+        timeout_s = self.gateway.config.drain_timeout_s
+        self._give_up_at = time.monotonic() + timeout_s
+        self.gateway.drain(timeout_s)
+        name, running = signal.Signals(sig).name, self.gateway.running
+        line = f"{name}: draining {running} requests, at most {timeout_s:g} s; again to force"
+        say(line, self.gateway.config.logs)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called every 0.1 s; true ends the main loop."""
+        if not self.gateway.draining:
+            return await super().on_tick(counter)
+        left_s = self._give_up_at - time.monotonic()
+        if self.gateway.running and left_s > 0:
+            return await super().on_tick(counter)
+        if self.gateway.running:
+            self.cut_short = True
+            await self.gateway.close()  # running answers end in an error event
+            await self._settle()
+        # Slow readers have what is left of the deadline to take what was written for them.
+        self.config.timeout_graceful_shutdown = max(round(left_s), LAST_BYTES_S)
+        return True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for clients to take what was written for them; if forced, hardly."""
+        if self.force_exit:
+            await asyncio.sleep(0.1)
+            self._cut_off()
+        await super().shutdown(sockets)
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            self.cut_short |= connection.transport.get_write_buffer_size() > 0
+            connection.transport.abort()
+
+    async def _settle(self) -> None:
+        """Lets the requests that lost their backend say so to their clients."""
+        give_up = time.monotonic() + 1.0
+        while self.gateway.running and time.monotonic() < give_up:
+            await asyncio.sleep(0.02)
+
+
+class AdminServer(uvicorn.Server):
+    """The other address. Signals are the first server's."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(_uvicorn_config(create_admin_app(gateway), gateway))
+        self._logs = gateway.config.logs
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        say(f"administration on {_url(sockets[0])}", self._logs)
+
+
+def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=guarded_protocol(lambda: gateway.config.limits, gateway.metrics.refused),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+    )
+
+
+def _not_serving(gateway: Gateway) -> Sequence[str]:
+    """A line for each pool without a backend that works; the log says why."""
+    return [
+        f"warning: pool {pool.name}: none of its {len(pool.members)} backends serves yet"
+        for pool in gateway.pools.values()
+        if not (pool.ready or asked([pool]))
+    ]
+
+
+def _not_proving(gateway: Gateway) -> Sequence[str]:
+    """A line for each pool that serves whatever its numbers are."""
+    pools = {name: pool.config for name, pool in gateway.pools.items()}
+    return [f"warning: {line}" for line in unproven(pools)]
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def say(line: str, logs: Logs, level: int = logging.INFO) -> None:
+    """Tells who started the gateway: in a line of the log's form, whatever the log's level."""
+    if logs.format == "json":
+        line = json_line(line, level)
+    print(line, file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""What changes while the gateway runs: its configuration and its backends; and its own life."""

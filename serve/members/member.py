@@ -1,0 +1,271 @@
+"""One backend of a pool: what is known of it, and what it has been given to do."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from octet.errors import BackendError
+from serve.backends.base import Backend, LoadReport
+from serve.config import BackendConfig, Ejection
+from serve.members.breaker import Breaker
+from serve.members.lease import Lease
+
+if TYPE_CHECKING:
+    from serve.members.proof_state import MemberProof
+
+__all__ = ["Member", "Standing"]
+
+_log = logging.getLogger(__name__)
+
+# Whether a member is asked; the first that applies:
+#   leaving      it was removed, and finishes what it has
+#   unreachable  no connection, or one that came back and has not proved itself yet
+#   not_ready    it says itself that it cannot serve
+#   refused      its numbers are not those of what it is said to serve
+#   ejected      its breaker is open
+#   unproven     its numbers have not been checked yet, or not since it came back
+#   full         it has all the requests that it may have at once
+#   trial        its breaker is half-open: a few requests at a time
+Standing: TypeAlias = Literal[
+    "leaving", "unreachable", "not_ready", "refused", "ejected", "unproven", "full", "trial", "in"
+]
+_NEWEST = 0.1  # weight of the newest lease in the mean duration of leases
+# Out of reach for so long, it will not answer who has no token yet: it may have ended its engine,
+# and wait itself, as vLLM does. Who ends in order has had time for a first token.
+GONE_S = 10.0
+
+
+class Member:
+    """A backend and its standing. One of which nothing is known yet is as good as any."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: str,
+        backend: Backend,
+        config: BackendConfig | None = None,
+        *,
+        origin: str = "config",
+        ejection: Ejection | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`origin` is who brought it: "config", "admin", or the source that found it."""
+        self.name = name
+        self.origin = origin
+        self.pool = pool
+        self.backend = backend
+        self.config = config
+        self.max_in_flight = config.max_in_flight if config else None
+        self._clock = clock
+        # Set by the pool: whether failures may eject it, and who hears that `available` may have
+        # changed.
+        self.may_eject: Callable[[], bool] = lambda: True
+        self.changed: Callable[[], None] = lambda: None
+        self.breaker = Breaker(
+            ejection or Ejection(),
+            clock=clock,
+            may_open=lambda: self.may_eject(),
+            changed=lambda: self.changed(),
+        )
+
+        self.reachable = True
+        self.ready = True
+        self.doubtful = False  # a request lost its connection, which is being looked into
+        self.leaving = False
+        self.out_since: float | None = None  # unreachable or not ready, by the clock
+        self.away_since: float | None = None  # unreachable, and not in since then, likewise
+        self._last_error = ""
+        self.last_error_at = self.came_in_at = -math.inf  # by the clock
+        self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
+        self.looked_into = asyncio.Event()  # it is not doubtful
+        self.looked_into.set()
+
+        self.proof: MemberProof | None = None  # None: it serves without
+        self.generation = 0  # of its lives, and of what was taken back that it had proven
+        self.served_tokens = 0  # of clients: prompts and answers, as counted or estimated
+
+        self.waiting: set[Lease] = set()  # requests without a token
+        self.in_flight = 0  # requests
+        self.outstanding_tokens = 0
+        self.mean_lease_s: float | None = None
+        self.idle = asyncio.Event()  # set while it has no request
+        self.idle.set()
+        self.last_success = -math.inf  # a token, an answer or a probe, by the clock
+
+        self.report: LoadReport | None = None
+        self.reported_at = -math.inf  # by the clock
+        self.reported_tokens = 0  # outstanding when the report was asked for
+        self.reported_in_flight = 0  # requests, likewise
+        self.last_stir = -math.inf  # when its report last showed that it generates
+        self.capacity_tokens: int | None = None  # of its KV cache, as last reported
+
+    def __repr__(self) -> str:
+        return f"<Member {self.pool}/{self.name}: {self.standing}>"
+
+    @property
+    def up(self) -> bool:
+        """Whether it serves, be it full or not."""
+        return self.standing in ("in", "trial", "full")
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be given one more request."""
+        return (
+            self.reachable
+            and self.ready
+            and (self.proof is None or self.proof.admits)
+            and not self.leaving
+            and not self._full()
+            and self.breaker.admits
+        )
+
+    @property
+    def standing(self) -> Standing:
+        if self.leaving:
+            return "leaving"
+        if not self.reachable:
+            return "unreachable"
+        if not self.ready:
+            return "not_ready"
+        proof = None if self.proof is None else self.proof.state
+        if proof == "refused":
+            return "refused"
+        state = self.breaker.state
+        if state == "open":
+            return "ejected"
+        if proof == "unproven":
+            return "unproven"
+        if self._full():
+            return "full"
+        return "trial" if state == "half_open" else "in"
+
+    def lease(self, tokens: int, *, again: bool = False) -> "Lease":
+        """Gives it a request of so many tokens, until the lease is released.
+
+        `again`: it has failed the same request before.
+        """
+        return Lease(self, tokens, self._clock, again=again)
+
+    @property
+    def last_error(self) -> str:
+        """For people."""
+        return self._last_error
+
+    @last_error.setter
+    def last_error(self, error: str) -> None:
+        self._last_error, self.last_error_at = error, self._clock()
+
+    @property
+    def recovered(self) -> bool:
+        """Whether it serves, and has come in or succeeded since its last error."""
+        return self.up and max(self.last_success, self.came_in_at) > self.last_error_at
+
+    def come_in(self) -> None:
+        """It is reached and says that it is ready."""
+        if not (self.reachable and self.ready):
+            self.came_in_at = self._clock()
+        self.reachable = self.ready = True
+        self._settle()
+        self.out_since = self.away_since = None
+        self.changed()
+
+    def go_out(self, error: str, *, reachable: bool) -> None:
+        """It cannot be reached; or it can, and says that it is not ready."""
+        if not reachable:
+            self.forget("its connection ended")
+        self.reachable, self.ready = reachable, False
+        self._settle()
+        self.last_error = error
+        now = self._clock()
+        if self.out_since is None:
+            self.out_since = now
+        if not reachable and self.away_since is None:
+            self.away_since = now
+        self.changed()
+
+    def missed(self) -> None:
+        """It was to be reached again, and was not."""
+        if self.away_since is not None and self._clock() - self.away_since >= GONE_S:
+            for lease in list(self.waiting):
+                lease.given_up()
+
+    def doubt(self, error: str) -> None:
+        """Its connection failed a request: until the health check has looked, others are asked."""
+        self.last_error = error
+        if self.on_doubt is not None and self.reachable:
+            self.reachable, self.doubtful = False, True
+            self.looked_into.clear()
+            self.changed()
+            self.on_doubt()
+
+    def forget(self, reason: str) -> None:
+        """Another life of it may answer from now on: what was proven is of the one before."""
+        self.generation += 1  # without proof, too: it may be examined for one that is to come
+        if self.proof is not None:
+            self.proof.forget(f"not asked yet: {reason}")
+            self.changed()
+
+    def nameless(self, text: str) -> str:
+        """`text` without its address, which is no client's business."""
+        for shown in self.addresses:
+            text = text.replace(shown, self.name)
+        return text
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What errors may call it, the longest first."""
+        kind_and_address = self.backend.name
+        address = kind_and_address.split(" ", 1)[-1]
+        bare = address.partition("://")[2] or address
+        return (kind_and_address, address, bare)
+
+    def failed(self, error: BackendError, epoch: int, *, again: bool = False) -> None:
+        """It failed a request that began in that epoch of its breaker; `again` as in `lease`."""
+        self.last_error = str(error)
+        opened = self.breaker.failed(epoch, error.kind, again=again)
+        if opened:
+            _log.warning("%s/%s is ejected: %s", self.pool, self.name, error)
+        if error.kind in ("refused", "lost"):
+            self.doubt(str(error))
+
+    def leave(self) -> None:
+        """No request is given to it any more; `idle` is set when the last one has ended."""
+        self.leaving = True
+        self.changed()
+
+    def reported(self, report: LoadReport, outstanding_tokens: int, in_flight: int) -> None:
+        """Takes what it says of its load; the counts are those of when it was asked."""
+        last, now = self.report, self._clock()
+        if last and (last.running, last.kv_usage) != (report.running, report.kv_usage):
+            self.last_stir = now
+        self.report, self.reported_at = report, now
+        self.reported_tokens, self.reported_in_flight = outstanding_tokens, in_flight
+        if report.capacity_tokens is not None:
+            self.capacity_tokens = report.capacity_tokens
+
+    def _settle(self) -> None:
+        self.doubtful = False
+        self.looked_into.set()
+
+    def _full(self) -> bool:
+        return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
+
+    def _took(self, tokens: int) -> None:
+        self.in_flight += 1
+        self.outstanding_tokens += tokens
+        self.idle.clear()
+        if self._full():
+            self.changed()
+
+    def _gave_back(self, tokens: int, seconds: float) -> None:
+        if self._full():
+            self.changed()
+        self.in_flight -= 1
+        self.outstanding_tokens -= tokens
+        if self.in_flight == 0:
+            self.idle.set()
+        mean = seconds if self.mean_lease_s is None else self.mean_lease_s
+        self.mean_lease_s = mean + _NEWEST * (seconds - mean)

@@ -1,0 +1,4 @@
+"""Runs ONNX exports with ONNX Runtime.
+
+Start with `runner.py`.
+"""

@@ -1,0 +1,120 @@
+"""A whole probe: look after look of golden prompts, until the verdict is clear.
+
+Right is who was right about every prompt that was asked, but for those that are longer than its
+context. One that failed is asked again with the next look: a server that answers some prompts and
+fails at others may fail at the very ones that would have shown what is wrong with it.
+"""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from octet.errors import OctetError
+from octet.proof.causes import Cause
+from octet.proof.responses import Response
+from octet.proof.verdict import Verdict
+from serve.backends.base import Backend
+from serve.members.proof_state import ProofState
+from serve.proof.exam import Exam
+from serve.proof.result import Probed, Unprovable
+
+__all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
+
+WRONG = ("better", "worse")  # outcomes
+
+OVER = (  # seconds
+    "not all golden prompts were answered when the {:g} s of its probe were over: if it is so slow"
+    " always, raise proof.timeout_s"
+)
+_SILENT = (
+    "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
+    " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
+)
+_REMEDY = (
+    "have it serve what proof.golden names, as it was exported, or name in proof what it serves"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What follows for the backend; "unproven": it is not known, and to be asked again."""
+
+    state: ProofState
+    reason: str  # one line, for people
+    outcome: str  # as probes are counted
+    verdict: Verdict | None = None
+    responses: tuple[Response, ...] = ()
+    soon: bool = False  # whether asking again may help at once: not all answered, this time
+    cause: Cause | None = None  # where it is not the verdict that knows it
+
+
+async def examine(
+    exam: Exam,
+    backend: Backend,
+    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    seed: int,
+    without_logprobs: Literal["refuse", "admit"],
+    *,
+    suspected: bool = False,
+) -> Examined:
+    """Raises Unprovable, and what `ask` raises.
+
+    One that is `suspected` is right only by all looks: by a part of them it was, once.
+    """
+    looks = exam.looks(seed, backend.context_length)
+    if findings := await exam.findings(backend):
+        return await _found(findings, exam, ask, looks)
+    if not looks:
+        raise Unprovable.in_context(backend.name, backend.context_length)
+    responses: list[Response] = []
+    missing: list[int] = []
+    notes: list[str] = []
+    verdict: Verdict | None = None
+    for number, records in enumerate(looks, start=1):
+        probed = await ask((*records, *missing))
+        if probed.responses and not probed.alternatives:
+            return silent(without_logprobs)
+        responses += probed.responses
+        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
+        notes = probed.notes
+        if not probed.responses:
+            break
+        verdict = await exam.judge(responses, len(looks))
+        reason, known = verdict.reason, tuple(responses)
+        if verdict.outcome in WRONG:
+            return Examined("refused", reason, verdict.outcome, verdict, known)
+        enough = number == len(looks) or not suspected
+        if verdict.outcome == "as_expected" and enough and not missing:
+            return Examined("proven", reason, verdict.outcome, verdict, known)
+    said = "; ".join(notes) if missing or not responses else ""
+    said = said or (verdict.reason if verdict else "it has answered nothing")
+    return Examined("unproven", said, "inconclusive", verdict, soon=bool(missing))
+
+
+async def _found(
+    findings: Sequence[str],
+    exam: Exam,
+    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    looks: Sequence[tuple[int, ...]],
+) -> Examined:
+    """Of one that is another by its engine's own word: its numbers may say which."""
+    said = "; ".join(findings)
+    verdict: Verdict | None = None
+    with contextlib.suppress(OctetError):  # it is refused, whatever it answers
+        probed = await ask(looks[0] if looks else ())
+        if probed.responses and probed.alternatives:
+            verdict = await exam.judge(probed.responses, len(looks))
+    if verdict is not None and verdict.outcome in WRONG:
+        return Examined("refused", f"{said}; {verdict.reason}", "refused", verdict)
+    return Examined(
+        "refused", f"{said}: {_REMEDY}", "refused", cause=Cause("structure", said, _REMEDY)
+    )
+
+
+def silent(without_logprobs: Literal["refuse", "admit"]) -> Examined:
+    """Of one that returns no log-probabilities."""
+    if without_logprobs == "admit":
+        reason = "it returns no log-probabilities: it serves unproven, as configured"
+        return Examined("admitted", reason, "no_logprobs")
+    return Examined("refused", _SILENT, "no_logprobs")

@@ -1,0 +1,182 @@
+"""What an engine says of itself, held against what is declared: what its numbers need not show.
+
+| engine   | says                                                                                  |
+|----------|---------------------------------------------------------------------------------------|
+| vLLM     | its version; the cache's format, once what `auto` means is decided; the checkpoint's  |
+|          | path and the context; when it started. A build's kind only where its version has it   |
+|          | ("0.32.0+cpu"); CPU builds take blocks of 128 tokens of themselves, others of 16      |
+| Triton   | its version; the model's backend, versions, parameters and kind of instances          |
+| others   | the context, at most                                                                  |
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from octet.proof.declared import Declared
+from octet.proof.reference import Proofs
+from octet.recipe import KvCacheDtype
+from serve.backends.base import Backend
+from serve.backends.embedded import EmbeddedBackend
+from serve.backends.openai_http import OpenAiHttpBackend
+from serve.backends.prometheus import samples
+from serve.proof.served_files import differences
+
+__all__ = ["EngineReport", "engine_report", "structural_findings"]
+
+_STARTED, _CACHE = "process_start_time_seconds", "vllm:cache_config_info"
+# vLLM's --kv-cache-dtype, as it is once `auto` is decided. One that is not here says nothing.
+_FORMATS: dict[str, KvCacheDtype] = {
+    "fp8_e5m2": "e5m2",
+    "fp8": "e4m3",
+    "fp8_e4m3": "e4m3",
+    "auto": "float16",
+    "bfloat16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+_FLAGS: dict[KvCacheDtype, str] = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
+_NAMES: dict[KvCacheDtype, str] = {"e5m2": "E5M2", "e4m3": "E4M3", "float16": "16-bit"}
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What it says; None where it does not say."""
+
+    engine: Literal["vllm", "triton", "embedded", "openai"]
+    version: str | None = None
+    machine: Literal["cpu", "gpu"] | None = None  # that it was built for
+    cache_dtype: str | None = None  # in its own words
+    started: float | None = None  # seconds since 1970
+    root: str | None = None  # of the checkpoint that it loaded
+    context: int | None = None  # tokens
+    local: bool = False  # whether it runs on this machine
+    facts: Mapping[str, str] = field(default_factory=dict)  # of interest to people
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether it may: Octet's own engine does not, in a Triton or by itself."""
+        return self.engine != "embedded" and self.facts.get("backend") != "python"
+
+    @property
+    def kv_cache(self) -> KvCacheDtype | None:
+        return _FORMATS.get(self.cache_dtype or "")
+
+
+async def engine_report(backend: Backend) -> EngineReport | None:
+    """What a started backend says of itself; None if it says nothing, or not now. Never raises."""
+    if isinstance(backend, OpenAiHttpBackend):
+        return await _of_openai(backend)
+    if isinstance(backend, EmbeddedBackend):
+        from octet import __version__
+
+        return EngineReport("embedded", __version__, context=backend.context_length, local=True)
+    described = getattr(backend, "described", None)  # Triton's: its libraries may be missing
+    return None if described is None else _of_triton(await described())
+
+
+def structural_findings(
+    report: EngineReport, proofs: Proofs, declared: Declared, directory: Path | None = None
+) -> list[str]:
+    """What cannot be as declared, a line each: none says where a server or a file is.
+
+    `directory` is the one that `proofs` were loaded from. Reads files: not for an event loop.
+    """
+    found = []
+    wanted, given = declared.kv_cache, report.kv_cache
+    # A checkpoint may ask for E4M3 by its own configuration, where nothing is decided yet.
+    open_ = report.cache_dtype == "auto" and wanted == "e4m3"
+    if wanted is not None and given not in (None, wanted) and not open_:
+        found.append(
+            f"{_NAMES[given]} cache (cache_dtype={report.cache_dtype}) where {_NAMES[wanted]} was"
+            f" declared: start it with --kv-cache-dtype {_FLAGS[wanted]}"
+        )
+    built = f"vllm-{report.machine}" if report.engine == "vllm" and report.machine else None
+    if built is not None and declared.engine not in (None, built):
+        found.append(
+            f"a {built} build (version {report.version}) where {declared.engine} was declared"
+        )
+    elif report.engine == "vllm" and declared.engine in ("tensorrt", "onnxruntime"):
+        found.append(
+            f"vLLM {report.version or ''}".rstrip() + f" where {declared.engine} was declared"
+        )
+    if report.root and directory is not None and declared.weights == proofs.weights:
+        root = Path(report.root)
+        if root.is_absolute():
+            found += differences(
+                root, directory, proofs, trusted=report.local, since=report.started
+            )
+    return found
+
+
+async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
+    status, models = await backend.get("/v1/models")
+    if status != 200:
+        return None
+    card = _card(models, backend.served_name)
+    _, version_body = await backend.get("/version")
+    version = _field(version_body, "version")
+    _, page = await backend.get("/metrics")
+    found = samples(page, (_STARTED, _CACHE))
+    cache = dict(found[_CACHE][0][0]) if _CACHE in found else {}
+    started = max((value for _, value in found.get(_STARTED, ())), default=None)
+    context = card.get("max_model_len")
+    facts: dict[str, str] = {}
+    if cache.get("user_specified_block_size") == "False" and cache.get("block_size") == "128":
+        facts["blocks"] = "of 128 tokens (as CPU builds choose)"
+    return EngineReport(
+        "vllm" if cache or card.get("owned_by") == "vllm" else "openai",
+        version,
+        _machine(version),
+        cache.get("cache_dtype"),
+        started,
+        _text(card.get("root")),
+        context if isinstance(context, int) else None,
+        urlsplit(backend.url).hostname in _LOOPBACK,
+        facts,
+    )
+
+
+def _of_triton(described: Mapping[str, Any] | None) -> EngineReport | None:
+    """From the server's metadata, the model's configuration and its statistics."""
+    if described is None:
+        return None
+    kinds = set(described["kinds"])
+    machine: Literal["cpu", "gpu"] | None = None
+    if kinds and kinds <= {"KIND_CPU"}:
+        machine = "cpu"
+    elif kinds == {"KIND_GPU"}:
+        machine = "gpu"
+    facts = {"backend": described["backend"], **described["parameters"]}
+    return EngineReport("triton", described["version"], machine, facts=facts)
+
+
+def _card(models: bytes, name: str) -> dict[str, Any]:
+    """The server's own description of the model of that name."""
+    try:
+        cards = {card["id"]: card for card in json.loads(models)["data"]}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {}
+    card = cards.get(name)
+    return card if isinstance(card, dict) else {}
+
+
+def _field(body: bytes, name: str) -> str | None:
+    try:
+        return _text(json.loads(body)[name])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _machine(version: str | None) -> Literal["cpu", "gpu"] | None:
+    """By the local part of the version, which not every build has."""
+    local = (version or "").partition("+")[2]
+    return "cpu" if "cpu" in local else "gpu" if "cu" in local or "rocm" in local else None

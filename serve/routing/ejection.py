@@ -1,0 +1,63 @@
+"""Until a backend can be asked: how long that may take, and those that are looked into."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from serve.config import Health
+from serve.members.member import Member
+
+__all__ = ["LONGEST_WAIT_S", "one_is_well", "room", "wait_s"]
+
+LONGEST_WAIT_S = 60.0
+_PROOF_S = 2.0  # what a whole probe takes, about, where none has ended yet
+
+
+def wait_s(member: Member, health: Health, now: float) -> float:
+    """Seconds until `member` may be available again; at least a moment, at most a minute."""
+    standing, proof = member.standing, member.proof
+    seconds = 0.0
+    if standing == "ejected":
+        seconds = member.breaker.until - now
+    elif standing in ("unreachable", "not_ready"):
+        # Who has been away for long will be away for about as long again (Lindy's law).
+        since = now if member.out_since is None else member.out_since
+        seconds = max(now - since, health.reconnect_s)
+    elif standing in ("unproven", "refused") and proof is not None:
+        until_asked_s = 0.0 if proof.asking else max(proof.next_at - now, 0.0)
+        seconds = until_asked_s + (proof.seconds or _PROOF_S)
+    elif standing in ("full", "trial") and member.mean_lease_s is not None:
+        seconds = member.mean_lease_s / max(member.in_flight, 1)
+    return min(max(seconds, 0.1), LONGEST_WAIT_S)
+
+
+async def one_is_well(doubtful: Sequence[Member], timeout_s: float) -> bool:
+    """Waits until one of these has been looked into and is available; False if none will be."""
+    looks = [asyncio.ensure_future(member.looked_into.wait()) for member in doubtful]
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for look in asyncio.as_completed(looks):
+                    await look
+                    if any(member.available for member in doubtful):
+                        return True
+    finally:
+        for each in looks:
+            each.cancel()
+    return False
+
+
+async def room(members: Callable[[], list[Member]], moved: asyncio.Event, timeout_s: float) -> bool:
+    """Waits until one of `members` is available while some of them are full; whether one is.
+
+    `moved` is set whenever one may have come to be available.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not any(member.available for member in members()):
+                if not any(member.standing in ("full", "trial") for member in members()):
+                    return False
+                moved.clear()
+                await moved.wait()
+            return True
+    return False

@@ -1,0 +1,196 @@
+"""`octet serve`: a gateway from its configuration to its end."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from octet.artifacts.manifest import Manifest
+from octet.errors import ConfigError, OctetError
+from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig
+from serve.gateway.reload import reload_from
+from serve.gateway.state import Gateway
+from serve.gateway.unproven import keep_warning
+from serve.http.server import AdminServer, DrainingServer, say
+from serve.telemetry.logs import logging_to
+
+__all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
+
+FORCED = 1  # exit code when a second signal, or the deadline, cut requests short
+
+
+def run(
+    target: Path | None = None,
+    *,
+    config: Path | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    proof: bool = True,
+) -> None:
+    """Serves until a signal: an export under its model's name, or what the file `config` lists.
+
+    `host` and `port` take precedence over the file's. Without `proof`, backends serve whatever
+    their numbers are. Raises an OctetError for a configuration
+    that cannot work, or an address that cannot be listened on; exits 1 if requests were cut short.
+    """
+    settings = _settings(target, config)
+    settings = settings if proof else settings.without_proof()
+    given = {"host": host, "port": port}
+    listen = settings.listen.model_copy(
+        update={name: value for name, value in given.items() if value is not None}
+    )
+    settings = settings.model_copy(update={"listen": listen})
+    for warning in settings.warnings:
+        say(f"warning: {warning}", settings.logs, logging.WARNING)
+    gateway = Gateway.from_config(settings)
+    gateway.path, gateway.proves = config, proof
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_to(settings.logs))
+        listener = stack.enter_context(bind(listen.host, listen.port))
+        admin = settings.admin
+        admin_listener = None
+        if admin.port is not None:
+            admin_listener = stack.enter_context(bind(admin.host, admin.port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
+        clean = runner.run(
+            serve_gateway(gateway, listener, admin_listener, on_started=_spare_the_collector)
+        )
+    if not clean:
+        sys.exit(FORCED)
+
+
+def _spare_the_collector(_server: DrainingServer) -> None:
+    """What is loaded by now lives as long as the process: the collector need not look at it.
+
+    A request makes some 300 objects, and hardly any in cycles; at Python's own thresholds all of
+    them are looked at every other request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+async def serve_gateway(
+    gateway: Gateway,
+    listener: socket.socket,
+    admin_listener: socket.socket | None = None,
+    *,
+    on_started: Callable[[DrainingServer], None] | None = None,
+    patience_s: float = 0.0,
+) -> bool:
+    """Starts the backends, serves on `listener`, drains at a signal, closes the backends.
+
+    It listens before the backends are proven, so that /health and /ready can say so; or after the
+    first verdicts, if they are there within `patience_s`.
+    Administration is on `admin_listener`, if there is one. SIGHUP reads the configuration again.
+    Returns whether every request ran to its end.
+    """
+    await gateway.start(patience_s=patience_s)
+    server = DrainingServer(gateway, on_started)
+    admin = AdminServer(gateway) if admin_listener is not None else None
+    warning = asyncio.create_task(keep_warning(gateway))
+    try:
+        async with _reloading_at_hangup(gateway):
+            if admin is None or admin_listener is None:
+                await server.serve(sockets=[listener])
+            else:
+                await _both(server, listener, admin, admin_listener)
+    finally:
+        warning.cancel()
+        await gateway.close()
+    return not server.cut_short
+
+
+async def _both(
+    server: DrainingServer,
+    listener: socket.socket,
+    admin: AdminServer,
+    admin_listener: socket.socket,
+) -> None:
+    """Administration is there as long as the server is: it can be asked how a drain goes."""
+    administration = asyncio.create_task(admin.serve(sockets=[admin_listener]))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        admin.should_exit = True
+        await administration
+
+
+@contextlib.asynccontextmanager
+async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
+    """SIGHUP, as a callback of the event loop: nothing runs inside the signal's handler."""
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        with contextlib.suppress(OctetError):  # it has been logged
+            await reload_from(gateway, gateway.path)
+
+    def at_signal() -> None:
+        task = loop.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    try:
+        loop.add_signal_handler(signal.SIGHUP, at_signal)
+    except (NotImplementedError, RuntimeError, ValueError):  # not Unix, or not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in reloads:
+            task.cancel()
+        await asyncio.gather(*reloads, return_exceptions=True)
+
+
+def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
+    if config is not None:
+        return GatewayConfig.load(config)
+    if target is None:
+        raise ConfigError("nothing to serve: give an export or a configuration file")
+    # Fails early on a directory that is neither; the runner verifies its hashes.
+    manifest = Manifest.load(target, verify=False)
+    if manifest.kind not in ("onnx", "engine"):
+        raise ConfigError(
+            f"{target}: is a {manifest.kind}; what is served here is an ONNX export or an engine"
+        )
+    name = manifest.model.name
+    embedded = EmbeddedConfig(type="embedded", path=target)
+    return GatewayConfig(models={name: ModelConfig(pool=PoolConfig(backends=(embedded,)))})
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: before the backends run, nobody is kept waiting.
+
+    Its protocol is named, because asyncio turns off Nagle's algorithm only for sockets that say
+    they are TCP; without that, each small answer waits 40 ms for the client's delayed ACK.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # not built for this platform
+        return None
+    return uvloop.new_event_loop

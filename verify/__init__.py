@@ -1,0 +1,4 @@
+"""Checks what the stages wrote (files) and what servers do with it.
+
+`artifact.py` is `octet verify` of a directory.
+"""

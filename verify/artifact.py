@@ -1,0 +1,203 @@
+"""`octet verify`: reloads what was written, and compares it with what it was made from.
+
+| kind        | hashes | names and scales  | weights against the original | next tokens         |
+|-------------|--------|-------------------|------------------------------|---------------------|
+| checkpoint  | yes    | yes               | every tensor                 | simulated           |
+| onnx        | yes    | those of weights  | every initializer            | the graph itself    |
+| engine      | yes    | of its precisions | not readable in a plan       | where it can run    |
+| triton      | yes    | of what it holds  | of what it holds             | of what it holds    |
+| calibration | yes    | yes               | it holds none                | it is the reference |
+
+Next tokens are what `octet_cli/verify.py` adds: running a model is for other stages.
+
+A checkpoint without a manifest is one that others wrote: `model` says what to compare it with.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.errors import ArtifactError, ConfigError
+from octet.model.checkpoint import sha256_file
+from verify.checks.calibration import verify_calibration
+from verify.checks.checkpoint import verify_checkpoint
+from verify.checks.engine import verify_engine
+from verify.checks.findings import Verification
+from verify.checks.original import Original, find_original
+from verify.checks.side_files import check_side_files
+from verify.checks.triton import check_entry, held_models
+from verify.reader.checkpoint import is_checkpoint
+
+__all__ = ["verify"]
+
+Advance = Callable[[int], None]
+
+
+def verify(
+    path: Path | str,
+    *,
+    model: Path | None = None,
+    calibration: Path | None = None,
+    console: Console | None = None,
+) -> Verification:
+    """Everything about the artifact or checkpoint at `path` that can be checked without running it.
+
+    `model` is the original checkpoint, `calibration` what the export was made from; either lets the
+    numbers be compared. Raises an OctetError for what cannot be checked at all, and for an original
+    that is not the one.
+    """
+    if "://" in str(path):
+        raise ConfigError(
+            f"{path}: a server, whose answers `octet verify URL` checks; give the directory of an"
+            " export here"
+        )
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; give what an export wrote")
+    if (path / MANIFEST_FILE).is_file():
+        manifest = Manifest.load(path, verify=False)
+    elif is_checkpoint(path):
+        return _of_others(path, model, calibration, console)
+    else:
+        inside = sorted(file.parent.name for file in path.glob(f"*/{MANIFEST_FILE}"))
+        hint = f"; it holds {', '.join(inside)}: verify each by itself" if inside else ""
+        raise ArtifactError(
+            f"{path}: neither an Octet artifact (no {MANIFEST_FILE}) nor a checkpoint{hint}"
+        )
+    found = Verification(path, manifest.kind, manifest.kind)
+    check_files(path, manifest, found)
+    original = find_original(manifest, model, calibration)
+    _verify_kind(path, manifest, original, found, console)
+    return found
+
+
+def _verify_kind(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    algorithm = manifest.details.get("algorithm")
+    if algorithm is not None and original is not None and original.calibration is None:
+        found.unchecked.append(
+            f"numbers: {algorithm} changed the weights in calibration: give it with --calibration"
+        )
+        original = None
+    elif original is None and manifest.kind in ("checkpoint", "onnx", "triton"):
+        found.unchecked.append(
+            f"numbers: give the original {manifest.model.name} with --model, or the calibration"
+            " with --calibration (a manifest holds hashes and no paths)"
+        )
+    found.original = original
+    if manifest.kind in ("checkpoint", "onnx"):
+        check_side_files(path, manifest, original, found)
+    match manifest.kind:
+        case "checkpoint":
+            with _progress(console, original) as advance:
+                verify_checkpoint(path, manifest, original, found, advance)
+        case "onnx":
+            with _progress(console, original) as advance:
+                _verify_onnx(path, manifest, original, found, advance)
+        case "engine":
+            verify_engine(path, manifest, original, found)
+        case "triton":
+            _verify_triton(path, manifest, original, found, console)
+        case "calibration":
+            verify_calibration(path, manifest, found)
+
+
+def _verify_onnx(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    advance: Advance,
+) -> None:
+    from verify.checks.onnx import verify_onnx  # loads onnx
+
+    verify_onnx(path, manifest, original, found, advance)
+
+
+def _verify_triton(
+    path: Path,
+    manifest: Manifest,
+    original: Original | None,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    """The entry itself, then the model that it holds, which may be an artifact of its own."""
+    check_entry(path, manifest, found)
+    compared = False
+    for held in held_models(path):
+        inner = manifest
+        if (held / MANIFEST_FILE).is_file():
+            inner = Manifest.load(held, verify=False)
+        elif (held / "model.onnx").is_file():
+            details = {"target": "onnxruntime", **manifest.details}
+            inner = manifest.model_copy(update={"kind": "onnx", "details": details})
+        else:
+            continue
+        if inner.calibration != manifest.calibration:
+            where = held.relative_to(path).as_posix()
+            found.problem("files", where, "made from another calibration than the entry says")
+        part = Verification(held, inner.kind, inner.kind)
+        _verify_kind(held, inner, original, part, console)
+        compared = True
+        found.add(part, held.relative_to(path).as_posix())
+        found.original = part.original
+    if not compared:
+        found.unchecked.append(
+            f"numbers and next tokens: what the entry holds has no {MANIFEST_FILE} of its own"
+        )
+
+
+@contextmanager
+def _progress(console: Console | None, original: Original | None) -> Iterator[Advance]:
+    """A bar over the elements of the model, on a terminal."""
+    if console is None or original is None:
+        yield lambda elements: None
+        return
+    total = sum(math.prod(shape) for shape in original.shapes.values())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    columns_after = (TimeRemainingColumn(),)
+    with Progress(*columns, *columns_after, console=console, transient=True) as progress:
+        task = progress.add_task("Comparing", total=total)
+        yield lambda elements: progress.advance(task, elements)
+
+
+def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
+    """Adds each file that is missing or altered, and notes those not listed."""
+    for name, digest in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            found.problem("files", name, f"missing; {MANIFEST_FILE} lists it")
+        elif sha256_file(file) != digest:
+            found.problem("files", name, "altered since it was written (SHA-256 differs)")
+    listed = {*manifest.files, MANIFEST_FILE}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_file() and name not in listed:
+            found.notes.append(f"{name}: not listed in {MANIFEST_FILE}, added afterwards")
+
+
+def _of_others(
+    path: Path, model: Path | None, calibration: Path | None, console: Console | None
+) -> Verification:
+    """A checkpoint without a manifest."""
+    found = Verification(path, "checkpoint", "", made_by="others")
+    original = find_original(None, model, calibration)
+    if original is None:
+        found.unchecked.append("numbers: give the original with --model")
+    found.notes.append(
+        "no manifest and no golden records: hashes and the divergence of next tokens are left out"
+    )
+    check_side_files(path, None, original, found)
+    with _progress(console, original) as advance:
+        verify_checkpoint(path, None, original, found, advance)
+    return found

@@ -1,0 +1,112 @@
+"""Verifies an engine directory as far as it can be read without its GPU.
+
+A plan is a program for one GPU: nothing in it can be decoded, so what is checked is that it is the
+one that was built, from which graph, how precise its builder says that it is, and whether it has
+ever answered. Its numbers are compared where it can run (`octet_cli/verify.py`).
+
+That graph is built again by `export.onnx.tensorrt_decoder`, the writer's own code: it shows that
+nothing has changed since, and cannot show a mistake of the writer. Of all that verifies, this alone
+is so.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from export.source import Source, require_space
+from octet.artifacts.manifest import PLAN_FILE, Manifest, software
+from octet.model.checkpoint import sha256_file
+from verify.checks.findings import Verification
+from verify.checks.original import Original
+
+__all__ = ["verify_engine"]
+
+
+def verify_engine(
+    path: Path, manifest: Manifest, original: Original | None, found: Verification
+) -> None:
+    """Adds what the manifest of the engine at `path` says, and where it contradicts itself."""
+    details = manifest.details
+    builder = details.get("builder")
+    built = _words(builder) if isinstance(builder, dict) else "an unknown builder"
+    targets = ", ".join(str(target) for target in details.get("targets") or ["?"])
+    found.format = f"plan by {built} for {targets}"
+    if PLAN_FILE not in manifest.files:
+        found.problem("files", PLAN_FILE, "the manifest lists no plan")
+    elif (path / PLAN_FILE).is_file() and (path / PLAN_FILE).stat().st_size == 0:
+        found.problem("files", PLAN_FILE, "is empty")
+    status = details.get("status")
+    if not isinstance(status, str):
+        found.problem("configuration", "status", "missing: nobody says whether it ever ran")
+    else:
+        found.notes.append(f"status: {status}")
+    _check_precision(manifest, found)
+    _check_graph(manifest, original, found)
+    found.notes.append("a plan cannot be decoded: its numbers are compared where it can run")
+
+
+def _check_precision(manifest: Manifest, found: Verification) -> None:
+    """Whether every product runs in the bits that the recipe says, by the builder's own report."""
+    precision = manifest.details.get("precision")
+    products = precision.get("products") if isinstance(precision, dict) else None
+    if not isinstance(products, dict):
+        found.unchecked.append(
+            "precision: its builder reported nothing of what runs in 8 or 4 bits"
+        )
+        return
+    for linear in manifest.model.spec.linears():
+        scheme = manifest.recipe.scheme_of(linear.name)
+        if scheme is None:
+            continue
+        wanted = "fp4" if scheme[0].format == "e2m1" else "fp8"
+        runs = products.get(linear.name, "a way that is not told")
+        if runs != wanted:
+            found.problem(
+                "configuration",
+                linear.name,
+                f"runs in {runs}, and recipe {manifest.recipe.name} has {wanted}",
+            )
+
+
+def _check_graph(manifest: Manifest, original: Original | None, found: Verification) -> None:
+    """Whether the graph that was compiled is the one that the calibration gives today."""
+    hashes = manifest.details.get("graph_sha256")
+    if not isinstance(hashes, dict):
+        found.problem("configuration", "graph_sha256", "missing: nobody says what was compiled")
+        return
+    if original is None or original.calibration is None:
+        found.unchecked.append(
+            "graph: give the calibration with --calibration, to compare the one that was compiled"
+        )
+        return
+    then = {key: manifest.software.get(key) for key in ("octet", "onnx")}
+    now = {key: software("onnx").get(key) for key in then}
+    if then != now:
+        versions = [
+            ", ".join(f"{key} {version}" for key, version in which.items()) for which in (then, now)
+        ]
+        found.unchecked.append(
+            f"graph: it was built by {versions[0]}, and {versions[1]} may write another;"
+            " verify with the former"
+        )
+        return
+    from export.onnx.tensorrt_decoder import INLINE_LIMIT_BYTES, build_engine_graph  # loads onnx
+
+    source = Source.open(
+        original.calibration.path,
+        original.checkpoint.path,
+        kv_cache=manifest.details["kv_cache"]["dtype"],
+    )
+    graph = build_engine_graph(source)
+    with tempfile.TemporaryDirectory(prefix="octet-verify.") as directory:
+        require_space(Path(directory), graph.weight_bytes)
+        graph.save(Path(directory), inline_limit=INLINE_LIMIT_BYTES)
+        built = {file.name: sha256_file(file) for file in Path(directory).iterdir()}
+    for name in sorted(built.keys() | hashes.keys()):
+        if built.get(name) != hashes.get(name):
+            what = "is another than the one that the calibration gives"
+            found.problem("configuration", f"graph_sha256: {name}", what)
+
+
+def _words(builder: dict[str, Any]) -> str:
+    return " ".join(str(builder[key]) for key in ("name", "version") if key in builder)

@@ -1,0 +1,100 @@
+"""What an artifact is compared with: the checkpoint that it was made from, proven by its hashes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.manifest import Manifest
+from octet.errors import ArtifactError, CheckpointError
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.storage.tensors import Tensor
+
+__all__ = ["Original", "find_original"]
+
+
+@dataclass(frozen=True)
+class Original:
+    """The checkpoint before quantization, with the changes of its calibration if that is known."""
+
+    checkpoint: Checkpoint
+    calibration: Calibration | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether an algorithm such as GPTQ has changed weights before they were quantized."""
+        return self.checkpoint.changes is not None
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shard.shape(name) for shard in self.checkpoint.shards for name in shard.names}
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name)
+
+    def release(self) -> None:
+        self.checkpoint.release()
+
+    def others(self, module: str, spec: ModelSpec) -> Mapping[str, Callable[[], Tensor]]:
+        """Weights of the same shape in the same layer, which may have been mistaken for it."""
+        return dict(self._others(module, spec))
+
+    def _others(self, module: str, spec: ModelSpec) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        layer = module.partition(".self_attn")[0].partition(".mlp")[0]
+        shape = self.shapes.get(f"{module}.weight")
+        for linear in spec.linears():
+            name = f"{linear.name}.weight"
+            if (
+                linear.name != module
+                and linear.name.startswith(f"{layer}.")
+                and self.shapes.get(name) == shape
+            ):
+                yield linear.name, partial(self.read, name)
+
+
+def find_original(
+    manifest: Manifest | None, model: Path | None, calibration: Path | None
+) -> Original | None:
+    """From `--model`, `--calibration` or what a calibration's own manifest says; None without.
+
+    ArtifactError if it is not what the manifest says that the artifact was made from.
+    """
+    opened = None if calibration is None else Calibration.load(calibration)
+    if opened is not None and manifest is not None:
+        made_from = manifest.identity if manifest.kind == "calibration" else manifest.calibration
+        if made_from != opened.manifest.identity:
+            raise ArtifactError(
+                f"{calibration}: not the calibration that this was made from"
+                f" (identity {opened.manifest.identity[:12]}…, not {str(made_from)[:12]}…)"
+            )
+    if model is None:
+        recorded = opened.manifest if opened is not None else manifest
+        named = recorded.details.get("source") if recorded is not None else None
+        if not isinstance(named, str) or not Path(named).is_dir():
+            if opened is not None:
+                raise ArtifactError(
+                    f"{calibration}: its checkpoint {named} is not there; say where with --model"
+                )
+            return None
+        model = Path(named)
+    checkpoint = Checkpoint.open(model)
+    if manifest is not None:
+        _require(manifest, checkpoint)
+    if opened is not None:
+        opened.manifest.model.require(checkpoint)
+        if (opened.path / WEIGHTS_FILE).is_file():
+            checkpoint = checkpoint.with_changes(opened.path / WEIGHTS_FILE)
+    return Original(checkpoint, opened)
+
+
+def _require(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    current = checkpoint.weight_hashes
+    for file, digest in manifest.model.files.items():
+        if current.get(file) != digest:
+            what = "is another file" if file in current else "is missing"
+            raise CheckpointError(
+                f"{checkpoint.path / file} {what}: this was made from {manifest.model.name} with"
+                f" {file} of SHA-256 {digest[:12]}…; give that checkpoint with --model"
+            )

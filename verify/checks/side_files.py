@@ -1,0 +1,64 @@
+"""Verifies what lies beside the weights: configuration, tokenizer, golden records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.artifacts.manifest import Manifest
+from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.serving_path import EXPECTED_FILE
+from verify.checks.findings import Verification
+from verify.checks.original import Original
+
+__all__ = ["check_side_files"]
+
+# What a tool may write otherwise without changing what the model computes.
+_FREE = {
+    "quantization_config",
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+}
+
+
+def check_side_files(
+    path: Path, manifest: Manifest | None, original: Original | None, found: Verification
+) -> None:
+    """Adds to `found` where they are not those of the original or of the calibration."""
+    if manifest is not None:
+        for name, digest in manifest.model.tokenizer.items():
+            if name not in manifest.files:
+                found.problem("files", name, "missing: the original's tokenizer has it")
+            elif manifest.files[name] != digest:
+                found.problem("files", name, "is not the original's tokenizer")
+    if original is None:
+        return
+    _check_config(path, manifest is not None, original, found)
+    calibration = original.calibration
+    if manifest is None or calibration is None:
+        return
+    names = [GOLDEN_FILE, HYPOTHESES_FILE]
+    if manifest.details.get("quantized", True):  # what the recipe costs is not for the others
+        names.append(EXPECTED_FILE)
+    for name in names:
+        if calibration.manifest.files.get(name) != manifest.files.get(name):
+            found.problem("files", name, "is not the calibration's")
+
+
+def _check_config(path: Path, ours: bool, original: Original, found: Verification) -> None:
+    """Octet leaves every key as it was; of other tools, those that both files have."""
+    try:
+        written = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        found.problem("files", "config.json", f"cannot be read: {error}")
+        return
+    before: dict[str, Any] = original.checkpoint.config
+    keys = before.keys() | written.keys() if ours else before.keys() & written.keys() - _FREE
+    for key in sorted(keys - {"quantization_config"}):
+        if before.get(key) != written.get(key):
+            what = f"{key} is {written.get(key)!r}, and {before.get(key)!r} in the original"
+            found.problem("configuration", "config.json", what)

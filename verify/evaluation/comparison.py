@@ -1,0 +1,135 @@
+"""Several artifacts on the same held-out tokens: a row each, and how they differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.statistics import FEW, Interval, interval
+from verify.evaluation.means import Evaluation, Scores
+
+__all__ = ["Comparison", "Row", "compare", "plain"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One artifact. Intervals hold with 95 %; changes are relative, 0.01 is 1 % worse.
+
+    `change` is that of the perplexity from the reference's, or from the first row's where there is
+    no reference; `kl` is KL(reference ‖ artifact) in nats, the mean over the tokens, `kl_p90` and
+    `kl_max` of single ones. `kl_from_first` and `change_from_first` are differences from the first
+    row, paired by sample; None of the first row itself. `tasks` are lm-evaluation-harness' figures.
+    """
+
+    name: str
+    perplexity: Interval
+    change: Interval | None
+    kl: Interval | None
+    kl_p90: float | None
+    kl_max: float | None
+    kl_from_first: Interval | None
+    change_from_first: Interval | None
+    tokens: int
+    samples: int
+    tasks: dict[str, Interval] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`k` tokens of each distribution are compared; `warnings` are lines for people."""
+
+    samples_path: str
+    samples: int
+    tokens: int
+    max_length: int
+    k: int
+    reference: str | None
+    reference_perplexity: Interval | None
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; a bound that there is none of is null. The first row's figures come first,
+        for scripts that ask about one artifact."""
+        first = {"perplexity": self.rows[0].perplexity.mean, "tokens": self.tokens}
+        data: dict[str, Any] = plain(first | asdict(self) | {"confidence": 0.95})
+        return data
+
+
+def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()) -> Comparison:
+    """Every artifact's row; `tasks` are lm-evaluation-harness' figures, of each row."""
+    found, reference, sequences = evaluation.targets, evaluation.reference, evaluation.sequences
+    tokens = np.array([len(nll) for nll in found[0].nll], np.float64)
+    base = reference or (found[0] if len(found) > 1 else None)
+    rows = [_row(one, base, found[0] if index else None, tokens) for index, one in enumerate(found)]
+    return Comparison(
+        samples_path=str(sequences.path),
+        samples=len(tokens),
+        tokens=int(tokens.sum()),
+        max_length=sequences.max_length,
+        k=evaluation.k,
+        reference=None if reference is None else reference.name,
+        reference_perplexity=None if reference is None else _perplexity(reference, tokens),
+        rows=tuple(
+            replace(row, tasks=dict(tasks[index])) if tasks else row
+            for index, row in enumerate(rows)
+        ),
+        warnings=_few(len(tokens)),
+    )
+
+
+def _row(
+    one: Scores, base: Scores | None, first: Scores | None, tokens: NDArray[np.float64]
+) -> Row:
+    positions = None if one.kl is None else np.sort(np.concatenate(one.kl))
+    kl_from_first = None
+    if one.kl is not None and first is not None and first.kl is not None:
+        kl_from_first = interval(_sums(one.kl) - _sums(first.kl), tokens)
+    return Row(
+        name=one.name,
+        perplexity=_perplexity(one, tokens),
+        change=None if base is None else _change(one, base, tokens),
+        kl=None if one.kl is None else interval(_sums(one.kl), tokens),
+        kl_p90=None if positions is None else float(positions[math.ceil(0.9 * len(positions)) - 1]),
+        kl_max=None if positions is None else float(positions[-1]),
+        kl_from_first=kl_from_first,
+        change_from_first=None if first is None else _change(one, first, tokens),
+        tokens=int(tokens.sum()),
+        samples=len(tokens),
+    )
+
+
+def _perplexity(one: Scores, tokens: NDArray[np.float64]) -> Interval:
+    return interval(_sums(one.nll), tokens).map(math.exp)
+
+
+def _change(one: Scores, base: Scores, tokens: NDArray[np.float64]) -> Interval:
+    """From paired log-likelihoods of the same tokens: most of what makes text hard cancels."""
+    return interval(_sums(one.nll) - _sums(base.nll), tokens).map(math.expm1)
+
+
+def _sums(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    return np.array([value.sum() for value in values])
+
+
+def _few(samples: int) -> tuple[str, ...]:
+    if samples < 2:
+        return ("one sample has no confidence interval: samples are what varies independently",)
+    if samples < FEW:
+        return (
+            f"{samples} samples make Student's intervals, which may be far too narrow: give {FEW}"
+            " or more, better 64",
+        )
+    return ()
+
+
+def plain(data: Any) -> Any:
+    """For JSON, which has neither NaN nor Inf: null."""
+    if isinstance(data, dict):
+        return {key: plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,59 @@
+"""`octet.artifacts.golden.top_k_divergence` at every position of a sample at once."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verify.evaluation.target import Answer
+
+__all__ = ["divergences"]
+
+_NOISE = 1e-6  # of a sum of probabilities, where nothing is left: as in octet.artifacts.golden
+_AT_ONCE = 2**22  # pairs of tokens, 32 MB of float64
+_LEAST = 1e-7  # that float32 log-probabilities can leave for the rest; less would be their rounding
+
+
+def divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
+    """KL(reference ‖ served) in nats [P], as far as the k most likely tokens of both tell.
+
+    A lower bound of the full divergence, see `octet.artifacts.golden.top_k_divergence`; but never
+    infinite: what is left of the served probabilities is at least what their rounding would hide.
+    """
+    positions, k = reference.top_ids.shape
+    step = max(_AT_ONCE // (k * served.top_ids.shape[1]), 1)
+    parts = [slice(start, start + step) for start in range(0, positions, step)]
+    found = [_divergences(_part(reference, part), _part(served, part)) for part in parts]
+    return np.concatenate(found)
+
+
+def _part(answer: Answer, part: slice) -> Answer:
+    return Answer(answer.logprobs[part], answer.top_ids[part], answer.top_logprobs[part])
+
+
+def _divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
+    same = reference.top_ids[:, :, None] == served.top_ids[:, None, :]  # [P, k, k]
+    shared = same.any(axis=2)
+    log_p = reference.top_logprobs.astype(np.float64)
+    log_q = np.where(same, served.top_logprobs[:, None, :].astype(np.float64), 0.0).sum(axis=2)
+    p = np.exp(log_p)
+    found = np.where(shared, p * (log_p - log_q), 0.0).sum(axis=1)
+    p_rest = 1.0 - p.sum(axis=1)
+    p_rest[p_rest <= _NOISE] = 0.0
+    q_left = np.maximum(1.0 - np.where(shared, np.exp(log_q), 0.0).sum(axis=1), 0.0)
+    p_missing = np.where(shared, 0.0, p).sum(axis=1)
+    # The missing ones are served with at most the least listed probability each.
+    least = np.exp(served.top_logprobs.min(axis=1).astype(np.float64))
+    most = (~shared).sum(axis=1) * least
+    outside = p_missing + p_rest
+    share = np.divide(p_missing, outside, out=np.zeros_like(outside), where=outside > 0)
+    q_missing = np.minimum(most, q_left * share)
+    found += _terms(p_missing, q_missing) + _terms(p_rest, q_left - q_missing)
+    least_divergence: NDArray[np.float64] = np.maximum(found, 0.0)
+    return least_divergence
+
+
+def _terms(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """p · ln(p / q), 0 where p is 0."""
+    some = p > 0
+    ratio = np.divide(p, np.maximum(q, _LEAST), out=np.ones_like(p), where=some)
+    terms: NDArray[np.float64] = p * np.log(ratio)
+    return terms

@@ -1,0 +1,108 @@
+"""A checkpoint answering held-out text, in transformers: what quantized models are compared with.
+
+Each sample is scored by itself, tokens 1 to T-1 given those before, several samples a batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from calibrate.decoder.loading import load_model, load_tokenizer, resolve_dtype
+from calibrate.samples.batches import make_batches
+from calibrate.samples.source import load_samples
+from calibrate.samples.tokens import encode
+from octet.errors import NumericsError
+from octet.model.checkpoint import Checkpoint
+from verify.evaluation.sequences import Sequences
+from verify.evaluation.target import Answer
+
+__all__ = ["CheckpointTarget"]
+
+_ELEMENTS = 1 << 24  # logits made log-probabilities at a time: 64 MB
+
+
+class CheckpointTarget:
+    """A `Target`: the checkpoint's weights as stored, products in `dtype`."""
+
+    lasting = True
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: Literal["auto", "bfloat16", "float32"] = "float32",
+        batch_size: int = 8,
+    ) -> None:
+        """Raises CheckpointError and UnsupportedError for what cannot be run."""
+        self.name = str(path)
+        self.checkpoint = Checkpoint.open(path)
+        self.dtype = resolve_dtype(dtype, self.checkpoint)
+        self.longest: int | None = self.checkpoint.spec.max_positions
+        self.vocabulary: int | None = self.checkpoint.spec.vocab_size
+        self._batch_size = batch_size
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """Reads the whole checkpoint."""
+        return self.checkpoint.weight_hashes | {"compute dtype": self.dtype}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.checkpoint)
+
+    def encode(self, text: str) -> list[int] | None:
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids
+
+    def sequences(
+        self,
+        samples: Path,
+        *,
+        count: int | None = None,
+        text_field: str = "text",
+        max_length: int = 512,
+    ) -> Sequences:
+        """The first `count` samples (all if None) of anything that `load_samples` reads, as tokens
+        of this checkpoint's tokenizer. SampleError if fewer than one predicts anything."""
+        file = load_samples(samples, text_field)
+        chosen, _ = file.first(count)
+        spec = self.checkpoint.spec
+        encoded = encode(chosen, self.tokenizer, vocab_size=spec.vocab_size)
+        texts = [None if sample.messages else sample.text for sample in chosen]
+        return Sequences.of(
+            samples,
+            file.sha256,
+            zip((sample.origin for sample in chosen), texts, encoded, strict=True),
+            max_length=min(max_length, spec.max_positions),
+        )
+
+    def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
+        model = load_model(self.checkpoint, self.dtype)
+        names = [str(index) for index in range(len(samples))]
+        for batch in make_batches(samples, names, batch_size=self._batch_size):
+            with torch.inference_mode():
+                logits = model(batch.token_ids, use_cache=False).logits
+            for row, ids, size, name in zip(
+                logits, batch.token_ids, batch.lengths, batch.origins, strict=True
+            ):
+                yield int(name), self._answer(row[: size - 1], ids[1:size], k)
+
+    def _answer(self, logits: torch.Tensor, following: torch.Tensor, k: int) -> Answer:
+        """Of logits [P, V], and the token ids [P] that came."""
+        parts = []
+        rows = max(1, _ELEMENTS // logits.shape[1])
+        for start in range(0, len(following), rows):
+            logprobs = logits[start : start + rows].float().log_softmax(-1)
+            chosen = logprobs.gather(1, following[start : start + rows, None])[:, 0]
+            top = logprobs.topk(k, dim=1)
+            parts.append((chosen.numpy(), top.indices.int().numpy(), top.values.numpy()))
+        answer = Answer(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        if not answer.finite:
+            raise NumericsError(
+                f"{self.name}: NaN or Inf in its logits, from NaN or Inf in weights"
+            )
+        return answer

@@ -1,0 +1,81 @@
+"""An ONNX export or an engine answering held-out text, as the embedded engine would serve it.
+
+Each sample is read by itself through the cache, in the engine's own chunks, so keys and values are
+rounded as they are in service.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octet.artifacts.manifest import Manifest
+from octet.errors import NumericsError
+from serve.engine.sampler import log_softmax
+from serve.engine.tokenizer import Tokenizer
+from serve.runner.cache import Slots
+from serve.runner.protocol import CHUNK, Runner, StepBatch, load_runner
+from verify.evaluation.target import Answer, top_k
+
+__all__ = ["Export", "teacher_forced"]
+
+
+class Export:
+    """A `Target`; the model is loaded when it is first asked."""
+
+    lasting = True
+
+    def __init__(self, path: Path, threads: int = 0) -> None:
+        """Raises ArtifactError for what is not a whole export or engine."""
+        self.name = str(path)
+        self._path, self._threads = path, threads
+        manifest = Manifest.load(path, verify=False)
+        self.identity: Mapping[str, str] = {"manifest": manifest.identity}
+        self.longest: int | None = manifest.model.spec.max_positions
+        self.vocabulary: int | None = manifest.model.spec.vocab_size
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self._path)
+
+    def encode(self, text: str) -> list[int] | None:
+        return self._tokenizer.encode(text)
+
+    def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
+        runner = load_runner(self._path, self._threads)
+        cache = runner.new_cache(1, max(map(len, samples)))
+        for index, ids in enumerate(samples):
+            yield index, self._answer(runner, cache, list(ids), k)
+
+    def _answer(self, runner: Runner, cache: Slots, ids: list[int], k: int) -> Answer:
+        parts = []
+        following = 1
+        for logits in teacher_forced(runner, cache, ids):
+            targets = np.array(ids[following : following + len(logits)])
+            following += len(logits)
+            if len(targets):  # nothing follows the last token
+                logprobs = log_softmax(logits[: len(targets)])
+                chosen = logprobs[np.arange(len(targets)), targets].astype(np.float32)
+                parts.append((chosen, *top_k(logprobs, k)))
+        answer = Answer(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        if not answer.finite:
+            raise NumericsError(f"{self.name}: NaN or Inf in its logits")
+        return answer
+
+
+def teacher_forced(runner: Runner, cache: Slots, ids: list[int]) -> Iterator[NDArray[np.float32]]:
+    """Logits float32 [T, V] of every position of `ids`, chunk by chunk.
+
+    Uses a free slot of `cache`. Each array is valid until the next is asked for.
+    """
+    slot = cache.acquire()
+    assert slot is not None
+    try:
+        for start in range(0, len(ids), CHUNK):
+            tokens = np.array([ids[start : start + CHUNK]], np.int64)
+            step = StepBatch(tokens, [slot], np.arange(tokens.shape[1])[None])
+            yield runner.forward(step, cache)[0]
+    finally:
+        cache.release(slot)

@@ -1,0 +1,106 @@
+"""What `octet evaluate` can be given: each kind from its own stage."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from octet.artifacts.manifest import PLAN_FILE
+from octet.errors import BackendError, ConfigError, UnsupportedError
+from octet.interrupts import held_back
+from verify.evaluation.sequences import Sequences, read_texts
+from verify.evaluation.target import Target
+
+__all__ = ["AskedByUrl", "is_export", "open_target", "read_samples"]
+
+
+@runtime_checkable
+class AskedByUrl(Protocol):
+    """A target that is a running server."""
+
+    url: str  # without /v1
+    model: str  # as it calls it
+    longest: int | None  # tokens of a prompt, one less than of its context
+
+
+def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
+    """A server by its URL, an export or an engine, or else a checkpoint."""
+    if name.startswith(("http://", "https://")):
+        from verify.evaluation.targets.server import Server
+
+        return Server(name, api_key_env=api_key_env, concurrency=concurrency)
+    if "://" in name:
+        raise UnsupportedError(
+            f"{name}: only a server of OpenAI's protocol says how likely the tokens of a prompt are"
+            " (http://host:port); of a Triton server, evaluate what it serves: the export or engine"
+        )
+    path = Path(name)
+    if is_export(path):
+        with held_back():
+            from verify.evaluation.targets.export import Export
+
+        return Export(path)
+    if _quantized(path):
+        raise UnsupportedError(
+            f"{name}: is quantized, and transformers would not compute it as an engine does: serve"
+            " it (vLLM) and give http://host:port, or evaluate an ONNX export of its calibration"
+        )
+    with held_back():
+        from calibrate.decoder.arithmetic import fit_threads
+        from verify.evaluation.targets.checkpoint import CheckpointTarget
+
+    fit_threads()
+    return CheckpointTarget(path)
+
+
+def read_samples(
+    targets: Sequence[Target],
+    path: Path,
+    *,
+    count: int | None,
+    text_field: str,
+    max_length: int,
+) -> Sequences:
+    """The samples as the first of `targets` that can makes tokens of them, no longer than all can
+    read. A checkpoint reads everything that `calibrate` does, the others JSONL texts.
+
+    ConfigError if none of them has a tokenizer.
+    """
+    length = min([max_length, *(t.longest for t in targets if t.longest is not None)])
+    for target in targets:
+        if hasattr(target, "sequences"):
+            found: Sequences = target.sequences(
+                path, count=count, text_field=text_field, max_length=length
+            )
+            return found
+    for target in targets:
+        if target.encode("a") is not None:
+            return read_texts(
+                path, _encoder(target), count=count, text_field=text_field, max_length=length
+            )
+    raise ConfigError(
+        f"{targets[0].name}: does not tell how it makes tokens of a text: give --reference, whose"
+        " tokenizer does"
+    )
+
+
+def _encoder(target: Target) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        ids = target.encode(text)
+        if ids is None:
+            raise BackendError(f"{target.name}: stopped making tokens of texts")
+        return ids
+
+    return encode
+
+
+def _quantized(path: Path) -> bool:
+    """Whether it is a checkpoint that says so; what is none is told by who opens it."""
+    try:
+        return "quantization_config" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def is_export(path: Path) -> bool:
+    return any((path / name).exists() for name in ("model.onnx", PLAN_FILE))

@@ -1,0 +1,199 @@
+"""`--max-kl` and `--max-ppl-change` of exports: here stages meet, which may not import another.
+
+| what is exported                   | what is measured                              |
+|------------------------------------|-----------------------------------------------|
+| checkpoint                         | simulated, with the weights in its files      |
+| ONNX for ONNX Runtime              | the graph itself, where ONNX Runtime is       |
+| engine                             | the plan itself, where it was proven          |
+| other, or cannot run               | simulated, with the calibration's own scales  |
+| Triton entry                       | as what it holds                              |
+
+Everything is on the golden prompts, at every token of them: distributions for --max-kl, likelihoods
+for --max-ppl-change. A graph or a plan reads them, and decodes the last tokens, whichever is worse
+(`calibrate.quality.runner_cost`). Either way the upper end of a one-sided 95 % interval is held
+against the limit, clustered by prompt (`calibrate.quality.gate`).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import Manifest
+from octet.errors import UnsupportedError
+from octet.interrupts import held_back
+from octet.recipe import KvCacheDtype
+
+if TYPE_CHECKING:
+    from calibrate.quality.gate import Gate, Outcome
+    from calibrate.quality.golden_cost import PromptCost
+    from export.source import Source
+    from serve.runner.protocol import Runner
+
+__all__ = ["ExportGate", "export_gate"]
+
+
+@dataclass(frozen=True)
+class ExportGate:
+    """The judge of an export from `calibration` (see `export.accuracy_gate`)."""
+
+    gate: "Gate"
+    calibration: Path
+    model: Path | None  # where the checkpoint is, if not where it was
+    console: Console | None
+    evidence: Callable[[Path], Path]  # where that against what was to be `out` is kept
+
+    def __call__(self, directory: Path, manifest: Manifest, out: Path) -> dict[str, Any]:
+        """Raises GateError, and leaves the evidence, for what costs too much."""
+        outcome = self._outcome(directory, manifest)
+        if outcome.met:
+            return {"gate": outcome.details()}
+        evidence = self.evidence(out)
+        self._keep(directory, manifest, outcome, evidence)
+        raise outcome.error(out, evidence, again="`octet rescale`", budget="calibrate again")
+
+    def written(self, out: Path) -> None:
+        """Once `out` is: evidence against it of an earlier run is none any more."""
+        from calibrate.quality.refused import drop_refused
+
+        drop_refused(self.evidence(out))
+
+    def _outcome(self, directory: Path, manifest: Manifest) -> "Outcome":
+        import torch
+
+        from calibrate.decoder.arithmetic import fit_threads
+        from calibrate.quality.golden_cost import judge_prompts
+        from calibrate.quality.runner_cost import judge_answers
+        from export.source import Source
+
+        fit_threads()
+        source = Source.open(self.calibration, self.model, shards=False)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        cost, how = self._cost(source, directory, manifest, device)
+        runner = _runner(directory, manifest)
+        if runner is None:
+            return judge_prompts(self.gate, cost, how, self.console)
+        from serve.engine.prompts import PromptSteps
+
+        golden, longest = source.calibration.golden, runner.spec.max_positions
+        prompts = [len(record.prompt_token_ids) for record in golden.records]
+        outcome = judge_answers(
+            self.gate,
+            source.checkpoint,
+            golden,
+            PromptSteps(runner, len(prompts), max(prompts)),
+            "the plan itself" if manifest.kind == "engine" else "the graph itself",
+            longest=longest,
+            device=device,
+            console=self.console,
+        )
+        return outcome if outcome.met else outcome.blaming(cost.parts())
+
+    def _cost(
+        self, source: "Source", directory: Path, manifest: Manifest, device: str
+    ) -> "tuple[PromptCost, str]":
+        """What is simulated, with whose weights and scales, and how to call that."""
+        from calibrate.quality.golden_cost import PromptCost
+
+        golden, recipe = source.calibration.golden, source.recipe
+        if manifest.kind != "checkpoint":
+            cost = PromptCost(
+                source.checkpoint,
+                recipe,
+                source.calibration.scales,
+                golden,
+                kv_cache=_cache(manifest),
+                quantized=bool(manifest.details.get("quantized", True)),
+                device=device,
+            )
+            return cost, "simulated in float32 with the calibration's scales"
+        from verify.next_tokens import written_scales, written_weight
+        from verify.reader.checkpoint import Written
+
+        written = Written.open(directory)
+        cost = PromptCost(
+            source.checkpoint,
+            recipe,
+            written_scales(written, manifest),
+            golden,
+            kv_cache=_cache(manifest),
+            weights=lambda name: written_weight(written, name),
+            device=device,
+        )
+        return cost, "simulated in float32 with the weights that were written"
+
+    def _keep(self, directory: Path, manifest: Manifest, outcome: "Outcome", path: Path) -> None:
+        from calibrate.quality.refused import EVIDENCE_FILE, keep_refused
+        from verify.artifact import verify
+
+        found = verify(directory, model=self.model, calibration=self.calibration).as_json()
+        told = {key: found[key] for key in ("problems", "layers", "tensors")}
+        kept = ("kv_cache", "format", "target", "expected_divergence", "proof")
+        more = {key: manifest.details[key] for key in kept if key in manifest.details}
+        with keep_refused(path) as refused:
+            recipe = manifest.recipe.model_dump(mode="json")
+            text = outcome.evidence(kind=manifest.kind, recipe=recipe, **more)
+            (refused / EVIDENCE_FILE).write_text(text)
+            (refused / "verification.json").write_text(json.dumps(told, indent=1) + "\n")
+            GoldenSet.load(directory).save(refused)
+
+
+def export_gate(
+    max_kl: str | None,
+    max_ppl_change: str | None,
+    calibration: Path,
+    out: Path,
+    *,
+    model: Path | None,
+    console: Console | None,
+    entries: Sequence[Path] = (),
+) -> ExportGate | None:
+    """The judge for these limits; None without any. Refuses what cannot be judged at once.
+
+    `entries` are those of a Triton repository that are to be written in place of `out`.
+
+    ConfigError for limits that make no sense and for too few golden prompts, UnsupportedError for
+    an architecture that cannot be simulated, ArtifactError for what is no calibration.
+    """
+    if max_kl is None and max_ppl_change is None:
+        return None
+    with held_back():
+        from calibrate.quality.gate import Gate
+        from calibrate.quality.golden_cost import check_prompts
+        from calibrate.quality.refused import check_refused, refused_directory, refused_entry
+
+    gate = Gate.parse(max_kl, max_ppl_change)
+    assert gate is not None
+    gate.check_spec(Manifest.load(calibration, "calibration", verify=False).model.spec, calibration)
+    check_prompts(gate, GoldenSet.load(calibration))
+    evidence = refused_entry if entries else refused_directory
+    for path in entries or (out,):
+        check_refused(evidence(path))
+    return ExportGate(gate, calibration, model, console, evidence)
+
+
+def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
+    """What executes a graph or a plan; None for what is neither, or cannot run here."""
+    if manifest.kind == "engine":
+        runs = manifest.details.get("proof", {}).get("status") == "proven"
+    else:
+        runs = manifest.kind == "onnx" and manifest.details.get("target") == "onnxruntime"
+    if not runs:
+        return None
+    try:
+        from serve.runner.protocol import load_runner
+
+        return load_runner(directory)
+    except (ModuleNotFoundError, UnsupportedError):
+        return None
+
+
+def _cache(manifest: Manifest) -> KvCacheDtype:
+    """The cache that the export is for; an engine says more of it."""
+    told = manifest.details.get("kv_cache", manifest.recipe.kv_cache)
+    found: KvCacheDtype = told["dtype"] if isinstance(told, dict) else told
+    return found

@@ -1,0 +1,213 @@
+"""What an export answers to its golden prompts: here two stages meet, which may not import another.
+
+| what                     | how its next tokens are computed                                     |
+|--------------------------|----------------------------------------------------------------------|
+| checkpoint of Octet      | `calibrate.simulate.predict` with the weights and scales of its files |
+| ONNX for ONNX Runtime    | the graph itself, in ONNX Runtime, through its own cache             |
+| engine                   | the plan itself, where this machine can run it                       |
+| Triton entry             | as the model that it holds                                           |
+
+What cannot be computed here is added to what was not checked, with the reason: an exit code of 0
+says that the next tokens are right. Another tool's checkpoint has no golden records to hold them
+against, so none are promised for it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
+from octet.artifacts.manifest import MANIFEST_FILE, PLAN_FILE, Manifest
+from octet.artifacts.serving_path import (
+    EXPECTED_FILE,
+    Expectation,
+    ExpectedSet,
+    ServingPath,
+    bound_of,
+)
+from octet.errors import ExportError
+from octet.recipe import KvCacheDtype
+from verify.checks.cache import cache_of
+from verify.checks.findings import Divergence, Verification
+from verify.checks.names import cache_scale_of
+from verify.checks.original import Original
+from verify.checks.triton import held_models
+from verify.reader.checkpoint import Written
+
+__all__ = ["add_divergence", "written_scales", "written_weight"]
+
+_BLOCKING = ("files", "names", "configuration")  # problems that leave nothing to run
+
+
+def add_divergence(found: Verification, *, console: Console | None = None) -> None:
+    """Adds to `found` how far the next token is from the original's, or why that is left out."""
+    if found.kind == "calibration" or not (found.path / MANIFEST_FILE).is_file():
+        return
+    if blocking := {problem.check for problem in found.problems} & {*_BLOCKING}:
+        found.notes.append(
+            f"next tokens are left out: problems of {' and '.join(sorted(blocking))} come first"
+        )
+        return
+    manifest = Manifest.load(found.path, verify=False)
+    directory = found.path
+    if manifest.kind == "triton":
+        held = next((d for d in held_models(found.path) if (d / MANIFEST_FILE).is_file()), None)
+        if held is None:
+            if not found.unchecked:
+                found.unchecked.append(
+                    f"next tokens: what the entry holds has no {MANIFEST_FILE} of its own"
+                )
+            return
+        directory, manifest = held, Manifest.load(held, verify=False)
+    if not (directory / GOLDEN_FILE).is_file():
+        found.unchecked.append(f"next tokens: it holds no golden records ({GOLDEN_FILE})")
+        return
+    if manifest.kind in ("onnx", "engine"):
+        _by_itself(directory, manifest, found)
+    elif found.original is not None:  # else it has been said
+        _of_checkpoint(directory, manifest, found.original, found, console)
+
+
+def _of_checkpoint(
+    directory: Path,
+    manifest: Manifest,
+    original: Original,
+    found: Verification,
+    console: Console | None,
+) -> None:
+    from calibrate.decoder.arithmetic import fit_threads
+    from calibrate.simulate.predict import predict
+
+    fit_threads()
+    written = Written.open(directory)
+    asked = manifest.details.get("kv_cache")
+    cache: KvCacheDtype = cache_of(written, manifest.recipe.kv_cache, asked)
+    if manifest.model.spec.generic:
+        cache = "float16"
+        found.notes.append(
+            "an architecture that Octet does not know: the cache is not rounded in the simulation"
+        )
+    # In float32 where that was predicted: most CPUs are slower in bfloat16.
+    wanted = _expectation(directory, ServingPath(kv_cache=cache, compute="float32"))
+    golden = GoldenSet.load(directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    progress.disable = console is None
+    with progress:
+        total = sum(len(record.prompt_token_ids) for record in golden.records)
+        task = progress.add_task("Predicting next tokens", total=total)
+        predicted = predict(
+            original.checkpoint,
+            manifest.recipe,
+            written_scales(written, manifest),
+            golden,
+            [wanted.path if isinstance(wanted, Expectation) else wanted],
+            weights=lambda name: written_weight(written, name),
+            advance=lambda tokens: progress.advance(task, tokens),
+        )
+    measured = predicted.expectations[0]
+    how = f"simulated: {measured.path.label}"
+    found.divergence = _judged(measured.mean, wanted, manifest, len(golden.records), how)
+    if not found.divergence.inside:
+        accepted = f"{found.divergence.low:.3g} to {found.divergence.high:.3g}"
+        what = f"KL {measured.mean:.3g} nats, outside {accepted} ({found.divergence.source})"
+        if not isinstance(wanted, Expectation):
+            what += ": broken, or of a model that this costs more; `octet rescale` predicts what"
+        found.problem("divergence", "next tokens", what)
+
+
+def written_weight(written: Written, module: str) -> NDArray[np.float32]:
+    """As stored: decoded, or as it is where it is stored in full precision."""
+    weight = written.dequantized(module)
+    weight = written.values(f"{module}.weight") if weight is None else weight
+    written.release()
+    return weight
+
+
+def written_scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+    """The scales in the files of inputs and of the cache, named as a calibration names them."""
+    found: dict[str, NDArray[np.float32]] = {}
+    spec = manifest.model.spec
+    for linear in spec.linears():
+        group = written.quantization.group_of(linear.name) if written.quantization else None
+        if group is None or group.stored.input_scale is None:
+            continue
+        value = written.values(f"{linear.name}.{group.stored.input_scale}").reshape(-1)[0]
+        key = "input_global_scale" if group.stored.global_scale else "input_scale"
+        scale = np.float32(1) / value if group.stored.divides else value
+        found[f"{linear.name}.{key}"] = np.asarray(scale, np.float32)
+    one = np.ones((), np.float32)  # what engines take where there is none
+    for index in range(spec.layers):
+        for kind in "kv":
+            _cache_scale(found, f"{spec.layer(index)}.self_attn", kind, one)
+    dialect = written.quantization.dialect if written.quantization else None
+    for name in written.names:
+        known = cache_scale_of(name, dialect)
+        if known is not None:
+            _cache_scale(found, *known, written.values(name).reshape(-1)[0])
+    return found
+
+
+def _cache_scale(
+    found: dict[str, NDArray[np.float32]], attention: str, kind: str, scale: Any
+) -> None:
+    for suffix in ("", "_e4m3", "_e5m2"):
+        found[f"{attention}.{kind}_scale{suffix}"] = np.asarray(scale, np.float32)
+
+
+def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None:
+    """A graph or a plan reads the golden prompts, decodes, and is judged as a backend is."""
+    if manifest.kind == "onnx" and manifest.details.get("target", "onnxruntime") != "onnxruntime":
+        found.unchecked.append(
+            "next tokens: the graph is for TensorRT, which runs none without building it;"
+            " `octet build-engine` does, and proves the engine"
+        )
+        return
+    from serve.engine.golden_check import prove
+
+    file = "model.onnx" if manifest.kind == "onnx" else PLAN_FILE
+    try:
+        facts = prove(directory)
+    except ExportError as error:
+        found.problem("divergence", file, str(error).removeprefix(f"{directory}: "))
+        return
+    if facts["status"] != "proven":
+        found.unchecked.append(f"next tokens: {facts.get('reason', 'it cannot run here')}")
+        return
+    accepted = facts["accepted"]
+    how = "the graph itself, in ONNX Runtime" if manifest.kind == "onnx" else "the plan itself"
+    found.divergence = Divergence(
+        facts["kl"], accepted["low"], accepted["high"], facts["prompts"], how, accepted["from"]
+    )
+    found.notes.append(
+        f"decoding the last tokens of each prompt instead: KL {facts['kl_decoding']:.3g};"
+        f" {facts['tokens_agree']} of {facts['tokens']} greedy tokens are the original's"
+    )
+
+
+def _expectation(directory: Path, path: ServingPath) -> Expectation | ServingPath:
+    """What was predicted for `path`, or else for the same in bfloat16; or `path`."""
+    if not (directory / EXPECTED_FILE).is_file():
+        return path
+    known = ExpectedSet.load(directory)
+    same = path.model_copy(update={"compute": "bfloat16"})
+    return known.find(path) or known.find(same) or path
+
+
+def _judged(
+    mean: float, wanted: Expectation | ServingPath, manifest: Manifest, prompts: int, how: str
+) -> Divergence:
+    """Judges a divergence by twice its predicted range in logarithms, as `golden_check` does.
+
+    A conforming repetition leaves a 95 % range once in twenty times. Without a prediction, the
+    bound is that of `serve.engine.golden_check`.
+    """
+    if isinstance(wanted, Expectation) and wanted.mean > 0:
+        low, high = wanted.low**2 / wanted.mean, wanted.high**2 / wanted.mean
+        return Divergence(mean, low, high, prompts, how, "twice the predicted range")
+    bound, source = bound_of(manifest.recipe)
+    return Divergence(mean, 0.0, bound, prompts, how, source)

@@ -1,0 +1,4 @@
+"""Sends golden prompts to a running server and judges its answers.
+
+`verify.py` is `octet verify` of a URL.
+"""

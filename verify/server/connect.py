@@ -1,0 +1,142 @@
+"""The server that `octet verify URL` asks: what the command line says of it, and the way to it."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from octet.errors import BackendUnavailable, ConfigError, OctetError
+from octet.proof.declared import Engine
+from octet.recipe import KvCacheDtype
+
+if TYPE_CHECKING:
+    from serve.backends.base import Backend
+    from serve.config import BackendConfig
+
+__all__ = ["SCHEMES", "Asked", "reached"]
+
+SCHEMES = ("http", "https", "grpc", "triton")
+_ASIDE_S = 10.0  # for the question why it does not answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of a server."""
+
+    url: str
+    golden: Path
+    model: str | None = None
+    api_key_env: str | None = None
+    weights: Literal["quantized", "original"] = "quantized"
+    kv_cache: KvCacheDtype | None = None
+    engine: Engine | None = None
+    checkpoint: Path | None = None
+    seed: int = 0
+    every_prompt: bool = False
+    concurrency: int = 8
+    timeout_s: float = 120.0
+
+
+async def reached(asked: Asked) -> "Backend":
+    """A started backend that is there. Raises OctetError."""
+    if asked.url.partition("://")[0] in ("http", "https"):
+        backend = await _openai(asked)
+    else:
+        backend = await _started(*_triton(asked))
+    if not await backend.ready():
+        await backend.close()
+        if asked.url.startswith("http"):
+            await _require_answer(asked.url)
+        raise BackendUnavailable(f"{asked.url}: does not answer, or is not ready")
+    return backend
+
+
+async def _require_answer(url: str) -> None:
+    """Raises BackendUnavailable, with the reason, where no server can be talked to."""
+    from verify.evaluation.targets.client import Client
+
+    try:
+        async with asyncio.timeout(_ASIDE_S), Client(url, None) as client:
+            await client.ask("/v1/models")
+    except TimeoutError:
+        raise BackendUnavailable(f"{url}: no answer within {_ASIDE_S:g} s") from None
+    except BackendUnavailable as error:
+        if error.kind in ("refused", "lost", "garbled", "timeout"):
+            raise
+    except OctetError:
+        pass  # it answers
+
+
+async def _openai(asked: Asked) -> "Backend":
+    """vLLM is asked as vLLM: it names tokens by id."""
+    from serve.config import HttpConfig
+    from serve.proof.engine_report import engine_report
+
+    def config(kind: Literal["vllm", "openai"], model: str | None) -> HttpConfig:
+        try:
+            return HttpConfig(type=kind, url=asked.url, model=model, api_key_env=asked.api_key_env)
+        except ValidationError as error:
+            raise _refused(asked, error) from None
+
+    backend = await _started(asked.model or "", config("openai", asked.model))
+    try:
+        model = asked.model or await _only_model(asked.url, backend)
+        report = await engine_report(backend)
+    finally:
+        await backend.close()
+    kind: Literal["vllm", "openai"] = "openai"
+    if report is not None and report.engine == "vllm":
+        kind = "vllm"
+    return await _started(model, config(kind, model))
+
+
+async def _only_model(url: str, backend: "Backend") -> str:
+    """The one that it serves. Raises OctetError where there are several, or it does not say."""
+    from serve.backends.openai_http import OpenAiHttpBackend
+
+    assert isinstance(backend, OpenAiHttpBackend)
+    status, body = await backend.get("/v1/models")
+    try:
+        names = [card["id"] for card in json.loads(body)["data"] if not card.get("parent")]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        if not status:
+            await _require_answer(url)
+            raise BackendUnavailable(f"{url}: cannot be reached") from None
+        said = "it refuses the key" if status in (401, 403) else f"it answered {status}"
+        raise ConfigError(f"{url}: /v1/models does not list models: {said}") from None
+    if len(names) != 1:
+        listed = ", ".join(names) or "none"
+        raise ConfigError(f"{url}: serves {len(names)} models ({listed}): name one with --model")
+    return str(names[0])
+
+
+def _triton(asked: Asked) -> "tuple[str, BackendConfig]":
+    from serve.config import TritonConfig
+
+    parts = urlsplit(asked.url)
+    model = parts.path.strip("/") or asked.model
+    if not model or (asked.model and asked.model != model):
+        raise ConfigError(f"{asked.url}: name its model once: with --model, or after the port")
+    tokenizer = asked.golden if (asked.golden / "tokenizer.json").is_file() else None
+    try:
+        return model, TritonConfig(
+            type="triton", url=parts.netloc, model=model, tokenizer=tokenizer
+        )
+    except ValidationError as error:
+        raise _refused(asked, error) from None
+
+
+def _refused(asked: Asked, error: ValidationError) -> ConfigError:
+    return ConfigError(f"{asked.url}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
+
+
+async def _started(model: str, config: "BackendConfig") -> "Backend":
+    from serve.backends.factory import make_backend
+
+    backend = make_backend(model, config)
+    await backend.start()
+    return backend

@@ -1,0 +1,70 @@
+"""What a server thinks of the golden prompts themselves: for the change in perplexity.
+
+A second pass over each prompt, whose tokens it sends back with their log-probabilities (`echo`).
+For `octet verify URL` alone: a gateway's probes leave a server's time to its clients.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from octet.artifacts.golden import GoldenSet
+from octet.errors import BackendError, RequestError
+from octet.proof.responses import Response
+from serve.backends.base import Backend
+from serve.engine.request import Delta, GenerateRequest
+
+__all__ = ["with_prompts"]
+
+
+async def with_prompts(
+    backend: Backend,
+    golden: GoldenSet,
+    responses: Sequence[Response],
+    *,
+    concurrency: int = 8,
+    timeout_s: float = 60.0,
+) -> tuple[list[Response], str | None]:
+    """`responses` with their prompts' log-probabilities; as they were where it sends none, and why.
+
+    All or none: a change over some prompts alone would be another figure.
+    """
+    room = asyncio.Semaphore(concurrency)
+    extra = {"cache_salt": uuid.uuid4().hex} if backend.accepts_extra else {}
+
+    async def one(response: Response) -> Response:
+        record = golden.records[response.record]
+        request = GenerateRequest(
+            request_id=f"proof-{response.record}",
+            model=backend.models[0],
+            prompt=record.prompt,
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            echo=True,
+            extra=extra,
+        )
+        found: list[float | None] = []
+        async with room, aclosing(backend.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    found += [position.chosen.logprob for position in event.logprobs or ()]
+        count = len(record.prompt_token_ids)
+        if len(found) < count or any(value is None for value in found[1:count]):
+            raise BackendError(f"{backend.name}: sends no log-probabilities of a prompt")
+        return replace(response, prompt_logprobs=(None, *found[1:count]))
+
+    tasks = [asyncio.create_task(one(response)) for response in responses]
+    try:
+        async with asyncio.timeout(timeout_s):
+            return list(await asyncio.gather(*tasks)), None
+    except TimeoutError:
+        return list(responses), f"its prompts' log-probabilities did not come in {timeout_s:g} s"
+    except (BackendError, RequestError) as error:
+        return list(responses), str(error)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,189 @@
+"""`octet verify URL`: asks a running server the golden prompts of an artifact, and judges it."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from octet.errors import BackendUnavailable
+from octet.proof.divergence import measure
+from octet.proof.reference import load_proofs
+from octet.proof.responses import Response
+from verify.server.connect import Asked, reached
+
+if TYPE_CHECKING:
+    from serve.backends.base import Backend
+    from serve.proof.golden_exam import GoldenExam
+    from verify.server.report import ServerReport
+
+__all__ = ["verify_url"]
+
+_NO_LOGPROBS = (
+    "its numbers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
+)
+
+
+def verify_url(asked: Asked, *, as_json: bool = False, console: Console | None = None) -> int:
+    """Prints what was found, and returns the exit code: 0 right, 1 wrong, 2 not checkable.
+
+    Raises an OctetError for a server that cannot be asked at all.
+    """
+    from verify.server.report import show
+
+    checked = None if asked.checkpoint is None else _checkpoint(asked.checkpoint, asked.golden)
+    found = asyncio.run(_check(asked, console))
+    if checked is not None:
+        found.findings += [line for line in checked.findings if line not in found.findings]
+        found.unchecked += checked.unchecked
+        found.checkpoint = checked.report
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        show(found, Console(), show_all=asked.every_prompt)
+    return found.exit_code
+
+
+async def _check(asked: Asked, console: Console | None) -> "ServerReport":
+    from serve.config.proof import Proof
+    from serve.proof.engine_report import engine_report, structural_findings
+    from serve.proof.golden_exam import GoldenExam
+    from verify.server.report import ServerReport
+
+    settings = Proof(
+        golden=asked.golden, weights=asked.weights, kv_cache=asked.kv_cache, engine=asked.engine
+    )
+    exam = GoldenExam.load(asked.golden, settings)
+    backend = await reached(asked)
+    try:
+        engine = await engine_report(backend)
+        model = backend.models[0]
+        found = ServerReport(asked.url, model, exam.declared.label, exam.identity, engine)
+        if engine is not None:
+            found.findings += structural_findings(engine, exam.proofs, exam.declared, asked.golden)
+        found.notes += _of_scales(exam)
+        await _ask(backend, exam, asked, found, console)
+    finally:
+        await backend.close()
+    return found
+
+
+def _of_scales(exam: "GoldenExam") -> list[str]:
+    """Of an artifact that is served with another cache than it was exported for."""
+    kept, own = exam.declared.kv_cache, exam.proofs.kv_cache
+    if exam.declared.weights == "original" or "float16" in (kept, own) or kept in (None, own):
+        return []
+    return [
+        f"the artifact's scales of keys and values are for an {own} cache, and {kept} is declared:"
+        f" for scales of its own, export with --kv {kept}"
+    ]
+
+
+async def _ask(
+    backend: "Backend",
+    exam: "GoldenExam",
+    asked: Asked,
+    found: "ServerReport",
+    console: Console | None,
+) -> None:
+    """Look after look, until the verdict is clear; prompts that failed once more with the next."""
+    from serve.proof.result import Unprovable
+
+    looks = exam.looks(asked.seed, backend.context_length)
+    if not looks:
+        raise Unprovable.in_context(backend.name, backend.context_length)
+    if asked.every_prompt:
+        looks = [tuple(record for look in looks for record in look)]
+    looks.append(())  # for those that are missing then
+    responses: list[Response] = []
+    missing: list[int] = []
+    for look in looks:
+        records = (*look, *missing)
+        if not records:
+            break
+        if console is not None:
+            console.print(f"asking {len(records)} golden prompts ...", style="dim")
+        probed = await exam.ask(
+            backend, records, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+        )
+        responses += probed.responses
+        if not responses:
+            raise BackendUnavailable(f"{backend.name}: {'; '.join(probed.notes)}")
+        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
+        found.add(probed, len(missing))
+        if not probed.alternatives and probed.responses:
+            break
+        found.verdict = await exam.judge(responses, len(looks))
+        if found.verdict.outcome in ("better", "worse"):
+            break
+        if missing and not await backend.ready():
+            found.stopped = True
+            return
+        if found.verdict.outcome == "as_expected" and not missing:
+            break
+    await _add_prompts(backend, exam, asked, found, responses, len(looks))
+
+
+async def _add_prompts(
+    backend: "Backend",
+    exam: "GoldenExam",
+    asked: Asked,
+    found: "ServerReport",
+    responses: list[Response],
+    looks: int,
+) -> None:
+    """The change in perplexity, if it can be measured; or, without log-probabilities, agreement."""
+    from verify.server.perplexity import with_prompts
+
+    golden = exam.proofs.golden
+    if found.verdict is None:
+        share = measure(golden, responses).agreement
+        found.notes.append(f"{share:.1%} of its greedy tokens are the reference's")
+        found.unchecked.append(_NO_LOGPROBS)
+    elif all(golden.records[response.record].prompt_nll is None for response in responses):
+        found.unchecked.append("perplexity: the golden records are of an earlier release")
+    else:
+        scored, why_not = await with_prompts(
+            backend, golden, responses, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+        )
+        if why_not is None:
+            found.verdict = await exam.judge(scored, looks)
+        else:
+            found.unchecked.append(f"perplexity: {why_not}")
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What was found about the checkpoint that a server serves."""
+
+    findings: list[str]
+    unchecked: list[str]
+    report: dict[str, Any]  # as `octet verify DIR --json` has it
+
+
+def _checkpoint(directory: Path, golden: Path) -> _Checked:
+    """As `octet verify DIR` sees it, and beside the artifact whose golden records are asked.
+
+    Raises OctetError for what cannot be checked at all.
+    """
+    from serve.proof.served_files import differences
+    from verify.artifact import verify
+
+    proofs = load_proofs(golden)
+    beside = differences(directory, golden, proofs, trusted=True)
+    made_from = proofs.manifest.kind == "calibration" and not any("another" in x for x in beside)
+    checked = verify(directory, calibration=golden if made_from else None)
+    return _Checked(
+        [f"the checkpoint: {problem}" for problem in checked.problems] + beside,
+        [f"of the checkpoint, {_elsewhere(text, directory)}" for text in checked.unchecked],
+        checked.as_json(),
+    )
+
+
+def _elsewhere(text: str, directory: Path) -> str:
+    """Beside a URL, --model is the server's name for it."""
+    if not text.startswith("numbers:"):
+        return text
+    return f"numbers: `octet verify {directory} --model ORIGINAL` compares them with the original"

@@ -32,11 +32,12 @@ from typing import Any
 import torch
 from card import conditions, report
 
-from calibrate.decoder.loading import ComputeDtype, load_model, load_tokenizer
+from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.observe.counting_cpu import CpuCounter
 from calibrate.observe.observer import Observer, observe
 from calibrate.samples.batches import Batch, make_batches, tokenize
 from calibrate.samples.source import load_samples
+from calibrate.samples.tokens import load_tokenizer
 from octet.model.checkpoint import Checkpoint
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"

@@ -83,8 +83,8 @@ def _golden(prompts: list[tuple[str, list[int]]]) -> GoldenSet:
 
 def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> HypothesisSet:
     """Every hypothesis of the artifact, faults too, over all of `golden`."""
-    from calibrate.simulate.model import predict
-    from calibrate.simulate.model import schedule as simulate_runs
+    from calibrate.simulate import predict
+    from calibrate.simulate import schedule as simulate_runs
     from octet.model.checkpoint import Checkpoint
     from octet.recipe import PRESETS
     from tests.proof_servers import scale_keys

@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.decoder.experts import MIN_TOKENS, fallback_warnings, with_fallback
-from calibrate.histogram import Histograms
 from calibrate.journal.identity import arithmetic_of
+from calibrate.observe.histogram import Histograms
 from calibrate.quality.gate import Gate, Outcome
 from calibrate.quality.golden_cost import PromptCost, check_prompts, judge_prompts
 from calibrate.quality.refused import check_refused, drop_refused, refused_directory
@@ -27,6 +26,7 @@ from calibrate.report.console import print_report
 from calibrate.report.document import build_report
 from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import check_alive, check_recipe
+from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.simulate.predict import expected_divergence
 from calibrate.solve import fitted_scales
 from calibrate.write_report import keep_evidence, report_files

@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.decoder.experts import with_fallback
 from calibrate.decoder.loading import ComputeDtype
-from calibrate.histogram import Histogram, Histograms
+from calibrate.observe.histogram import Histogram, Histograms
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Gate, Outcome
 from calibrate.quality.limit import Limit
@@ -19,6 +18,7 @@ from calibrate.quality.measure import Bench, Measured, measure_gate, measure_mod
 from calibrate.samples.inputs import Inputs
 from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import WeightScale, check_alive, derive_scales
+from calibrate.scales.expert_fallback import with_fallback
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity

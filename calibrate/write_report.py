@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.decoder.experts import fallback_warnings
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Outcome
 from calibrate.quality.refused import EVIDENCE_FILE, keep_refused
@@ -15,6 +14,7 @@ from calibrate.report.document import Report, build_report
 from calibrate.report.html import render_html
 from calibrate.samples.inputs import Inputs
 from calibrate.scales.convergence import Convergence
+from calibrate.scales.expert_fallback import fallback_warnings
 from calibrate.simulate.predict import Prediction
 from calibrate.solve import Solution
 from octet.artifacts.calibration import Content

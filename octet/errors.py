@@ -18,11 +18,13 @@ __all__ = [
     "ExportError",
     "FailureKind",
     "GateError",
+    "NeedsTokenizer",
     "NumericsError",
     "OctetError",
     "RequestError",
     "SampleError",
     "UnsupportedError",
+    "UnsupportedField",
     "nearest",
 ]
 
@@ -142,3 +144,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
+
+
+class UnsupportedField(RequestError):
+    """A field that one backend cannot honour, though another of its pool may."""
+
+
+class NeedsTokenizer(UnsupportedField):
+    """What a backend of which the gateway has no tokenizer cannot do."""

@@ -24,7 +24,8 @@ from verify.evaluation.evaluator import Advance
 from verify.evaluation.evaluator import evaluate as score
 from verify.evaluation.lm_eval import Harness
 from verify.evaluation.means import Evaluation
-from verify.evaluation.targets.open import AskedByUrl, open_target, read_samples
+from verify.evaluation.target import AskedByUrl
+from verify.evaluation.targets.open import open_target, read_samples
 
 __all__ = ["evaluate"]
 

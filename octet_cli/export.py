@@ -136,7 +136,7 @@ def export_triton(
     as_json: Json = False,
 ) -> None:
     """An entry of a Triton model repository, or all of them."""
-    from export.triton.write import write as triton
+    from export.triton import write as triton
 
     progress = console_for(as_json)
     if every and backend is not None:

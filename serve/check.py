@@ -14,8 +14,9 @@ from serve.config import (
     ModelConfig,
     PoolConfig,
     Tier,
+    checks,
 )
-from serve.config.checks import pools_of
+from serve.config.checks import load_config, pools_of
 from serve.config.document import Document, Loc, Problem
 from serve.config.load import load_backends, refuse
 from serve.engine.tokenizer import Tokenizer
@@ -32,10 +33,10 @@ def check(path: Path, *, proof: bool = True) -> list[str]:
     Without `proof`, as `octet serve --no-proof`. Returns what it found, a line each. Raises
     OctetError for what cannot work: `Refused` with every problem of the file.
     """
-    config = GatewayConfig.load(path)
+    config = load_config(path)
     config = config if proof else config.without_proof()
     refuse(path, Document.read(path), list(_problems(config)))
-    lines = [f"warning: {warning}" for warning in (*config.warnings, *_warnings(config))]
+    lines = [f"warning: {warning}" for warning in (*checks.warnings(config), *_warnings(config))]
     lines += [_tier(name, tier) for name, tier in config.tiers.items()]
     lines += [_model(name, model) for name, model in config.models.items()]
     gateway = Gateway.from_config(config)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, OctetError
-from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig
+from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig, checks
+from serve.config.checks import load_config
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import keep_warning
@@ -45,7 +46,7 @@ def run(
         update={name: value for name, value in given.items() if value is not None}
     )
     settings = settings.model_copy(update={"listen": listen})
-    for warning in settings.warnings:
+    for warning in checks.warnings(settings):
         say(f"warning: {warning}", settings.logs, logging.WARNING)
     gateway = Gateway.from_config(settings)
     gateway.path, gateway.proves = config, proof
@@ -152,7 +153,7 @@ async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
 
 def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
     if config is not None:
-        return GatewayConfig.load(config)
+        return load_config(config)
     if target is None:
         raise ConfigError("nothing to serve: give an export or a configuration file")
     # Fails early on a directory that is neither; the runner verifies its hashes.

@@ -185,7 +185,7 @@ def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
     if not runs:
         return None
     try:
-        from serve.runner.protocol import load_runner
+        from serve.engine.load import load_runner
 
         return load_runner(directory)
     except (ModuleNotFoundError, UnsupportedError):

@@ -9,30 +9,17 @@ apart. The fused FP8 kernels of vLLM and SGLang take one for all experts of a la
 """
 
 import re
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import reduce
-from operator import add
-from typing import Any, TypeAlias, TypeVar, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import nn
 
-from calibrate.histogram import Histogram
 from octet.errors import UnsupportedError
 from octet.model.spec import ModelSpec
 
-__all__ = [
-    "MIN_TOKENS",
-    "Tap",
-    "assemble",
-    "expert_weights",
-    "fallback_warnings",
-    "tap_experts",
-    "with_fallback",
-]
+__all__ = ["Tap", "assemble", "expert_weights", "tap_experts"]
 
 # tap(name, rows, token_index) -> rows
 #   name         the observation: `<expert's gate projection>.input` or `<...down projection>.input`
@@ -44,16 +31,7 @@ __all__ = [
 # It is not called for an expert that no token of the batch is sent to.
 Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
-Counts = TypeVar("Counts", Histogram, NDArray[np.int64])
 
-# After n tokens, the next of the same distribution exceeds the largest of them with probability
-# 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. A scale that is too
-# large costs a floating-point format little, one that is too small saturates: hence rather many. On
-# the example model the largest of 256 tokens is 0.17 octaves (inputs of gate_proj, median) and 0.28
-# (of down_proj) below that of all 22,238, while that of 64 tokens is 0.51 and 1.10 below.
-MIN_TOKENS = 256
-
-_RULE = "the sum of the histograms of all experts of the same layer and projection"
 _EXPERT = re.compile(
     r"(?P<layer>|.*\.)(mlp|block_sparse_moe)\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight"
 )
@@ -162,60 +140,6 @@ def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return fused
 
 
-def with_fallback(
-    spec: ModelSpec, histograms: Mapping[str, Counts], min_tokens: int = MIN_TOKENS
-) -> tuple[Mapping[str, Counts], dict[str, Any]]:
-    """`histograms` in which experts that saw fewer than `min_tokens` tokens have the pooled ones.
-
-    An expert's pooled histogram is the exact sum over all experts of its layer and projection, so
-    one that no token was sent to has one too. Counts are int64 [32768], or [chunks, 32768], where
-    the tokens of all chunks decide. The result shows `histograms` through, without a copy. What is
-    kept in an artifact are the histograms before this.
-
-    The facts are {} for a model without experts, else:
-    {"min_tokens", "rule", "layers": {<layer>: {"tokens": [one an expert]}},
-     "fallback": [{"name": <expert>, "tokens"}]}
-    Weights are not concerned: an expert's are always quantized from themselves.
-    """
-    if not spec.sparse_layers:
-        return histograms, {}
-    filled: dict[str, Counts] = {}
-    gate, _, down = spec.expert_projections
-    widths = {gate: spec.hidden_size, down: spec.moe_intermediate_size}
-    layers, fallback = {}, []
-    for layer in map(spec.layer, spec.sparse_layers):
-        names = [f"{spec.experts_of(layer)}.{expert}" for expert in range(spec.experts)]
-        tokens = [_elements(histograms[f"{x}.{gate}.input"]) // widths[gate] for x in names]
-        layers[layer] = {"tokens": tokens}
-        few = [(x, seen) for x, seen in zip(names, tokens, strict=True) if seen < min_tokens]
-        fallback += [{"name": name, "tokens": seen} for name, seen in few]
-        for projection in widths if few else ():
-            pooled = reduce(add, (histograms[f"{x}.{projection}.input"] for x in names))
-            filled |= {f"{name}.{projection}.input": pooled for name, _ in few}
-    facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
-    # A ChainMap writes to the first of its maps alone; typing wants all of them mutable.
-    return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
-
-
-def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """One line on the experts that fell back, naming the first few; none if none did."""
-    few = sorted(facts.get("fallback", ()), key=lambda item: item["tokens"])
-    if not few:
-        return ()
-    total = sum(len(layer["tokens"]) for layer in facts["layers"].values())
-    named = ", ".join(f"{item['name']} ({item['tokens']})" for item in few[:3])
-    more = f" and {len(few) - 3} more in report.json" if len(few) > 3 else ""
-    return (
-        f"{len(few)} of {total} experts saw fewer than {facts['min_tokens']} tokens, and take the"
-        f" input scales of all experts of their layer together: {named}{more}; more or more varied"
-        " samples would reach them",
-    )
-
-
-def _elements(counts: Histogram | NDArray[np.int64]) -> int:
-    return counts.total if isinstance(counts, Histogram) else int(counts.sum())
-
-
 def _experts_module(layer: torch.nn.Module) -> Any:
     """The fused experts of a decoder layer, None if it has none."""
     block: Any = getattr(layer, "mlp", None) or getattr(layer, "block_sparse_moe", None)
@@ -228,3 +152,13 @@ def _experts_module(layer: torch.nn.Module) -> Any:
             " pip install 'transformers>=5'"
         )
     return experts
+
+
+@contextmanager
+def experts_one_by_one(model: Any, spec: ModelSpec) -> Iterator[None]:
+    """As `calibrate.simulate.model` runs them, so that only quantization tells the two apart."""
+    with ExitStack() as stack:
+        for prefix in map(spec.layer, spec.sparse_layers):
+            layer: nn.Module = model.get_submodule(prefix)
+            stack.enter_context(tap_experts(layer, prefix, spec, lambda name, rows, index: rows))
+        yield

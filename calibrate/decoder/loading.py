@@ -1,13 +1,11 @@
 """A checkpoint as a transformers model, from the local directory and in silence."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
 from calibrate.decoder.arithmetic import fast_matmuls
+from calibrate.samples.tokens import quiet
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint
 
@@ -17,8 +15,6 @@ __all__ = [
     "load_config",
     "load_model",
     "load_skeleton",
-    "load_tokenizer",
-    "quiet",
     "resolve_dtype",
 ]
 
@@ -34,20 +30,6 @@ def resolve_dtype(
         return requested
     stored = checkpoint.read(f"{next(checkpoint.spec.linears()).name}.weight").dtype
     return "bfloat16" if stored == "BF16" else "float32"
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's transformers tokenizer; CheckpointError if it has none that works."""
-    from transformers import AutoTokenizer
-
-    if not checkpoint.tokenizer_files:
-        raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
-    with quiet():
-        try:
-            return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            detail = str(error).splitlines()[0]
-            raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
@@ -126,21 +108,3 @@ def apply_changes(model: Any, checkpoint: Checkpoint) -> None:
         for name in checkpoint.changes.names:
             changed = torch.from_numpy(checkpoint.changes.read(name).float32())
             model.get_parameter(name).copy_(changed)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers' warnings and progress bars off; our own report says what matters."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.decoder.experts import experts_one_by_one
 from calibrate.decoder.partial import run_layers
-from calibrate.quality.divergence import experts_one_by_one, real
-from calibrate.samples.batches import Batch
+from calibrate.samples.batches import Batch, real
 from octet.model.spec import ModelSpec
 
 __all__ = ["Tail"]

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from calibrate.histogram import CodeDtype, Histogram
 from calibrate.observe.counting_cpu import Counter, make_counter
+from calibrate.observe.histogram import CodeDtype, Histogram
 from calibrate.observe.layer_observer import LayerObserver
 from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import Observation

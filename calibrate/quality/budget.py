@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Reference
 from calibrate.quality.limit import Limit
 from calibrate.quality.precision_levels import build_recipe

@@ -11,18 +11,17 @@ those of `octet.statistics`, which says how often the truth is beyond one.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from calibrate.decoder.arithmetic import linear
-from calibrate.decoder.experts import tap_experts
-from calibrate.samples.batches import Batch
+from calibrate.decoder.experts import experts_one_by_one
+from calibrate.samples.batches import Batch, real
 from octet.errors import NumericsError
 from octet.model.spec import ModelSpec
 from octet.statistics import moments, upper_bound
@@ -35,8 +34,6 @@ __all__ = [
     "Sums",
     "Tally",
     "evaluation_batches",
-    "real",
-    "real_tokens",
 ]
 
 LEAST_SAMPLES = 8  # that a bound is worth looking at: with fewer it is two standard errors or more
@@ -232,29 +229,6 @@ class Tally:
         if not (kl.isfinite().all() and nll.isfinite().all()):
             raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
         return kl, nll
-
-
-def real(x: Tensor, batch: Batch) -> Tensor:
-    """[B, T, ...] → [tokens, ...], without padding."""
-    if min(batch.lengths) == x.shape[1]:
-        return x.flatten(0, 1)
-    return x[real_tokens(batch).to(x.device)]
-
-
-def real_tokens(batch: Batch) -> Tensor:
-    """bool [B, T]: False at padding."""
-    lengths = torch.tensor(batch.lengths)
-    return torch.arange(batch.token_ids.shape[1]) < lengths[:, None]
-
-
-@contextmanager
-def experts_one_by_one(model: Any, spec: ModelSpec) -> Iterator[None]:
-    """As `calibrate.simulate.model` runs them, so that only quantization tells the two apart."""
-    with ExitStack() as stack:
-        for prefix in map(spec.layer, spec.sparse_layers):
-            layer: nn.Module = model.get_submodule(prefix)
-            stack.enter_context(tap_experts(layer, prefix, spec, lambda name, rows, index: rows))
-        yield
 
 
 def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:

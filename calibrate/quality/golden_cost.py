@@ -22,11 +22,11 @@ from rich.console import Console
 from torch import Tensor
 
 from calibrate.decoder.layers import LayeredModel
-from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Tally, real
+from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Tally
 from calibrate.quality.fused_units import find_units
 from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import CACHE
-from calibrate.samples.batches import make_batches
+from calibrate.samples.batches import make_batches, real
 from calibrate.simulate.cache import CacheRounding, round_attention
 from calibrate.simulate.model import (
     decoded_weights,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype, apply_changes, load_model
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.quality.budget import check_reachable, choose
 from calibrate.quality.divergence import LEAST_SAMPLES, Reference, evaluation_batches
 from calibrate.quality.gate import Gate, Outcome, Part

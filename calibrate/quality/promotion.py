@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import Unit, find_units
 from calibrate.quality.precision_levels import Level, Pair, levels_above, total_bytes, weight_bytes

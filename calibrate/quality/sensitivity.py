@@ -24,7 +24,7 @@ from torch.nn.functional import embedding
 from calibrate.decoder.arithmetic import linear
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.decoder.tail import Tail
-from calibrate.histogram import SMALL, Histogram
+from calibrate.observe.histogram import SMALL, Histogram
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import find_units, format_label, unit_weights
 from calibrate.quality.sqnr import Noise

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from calibrate.decoder.arithmetic import linear
-from calibrate.quality.divergence import real_tokens
-from calibrate.samples.batches import Batch
+from calibrate.samples.batches import Batch, real_tokens
 
 __all__ = ["Noise"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.report.findings import Finding, Unknown, find, find_unknown
 from calibrate.report.summary import Summary, summarise
 from calibrate.report.tensors import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import SMALL, CodeDtype, Histogram, magnitudes
+from calibrate.observe.histogram import SMALL, CodeDtype, Histogram, magnitudes
 from calibrate.scales.activations import METHODS, Quality, find_scale, measure
 from calibrate.scales.tensor_scheme import Treatment, treatment_of
 from octet.artifacts.calibration import Observation

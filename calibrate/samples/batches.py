@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from calibrate.samples.tokens import tokenize
 
-__all__ = ["Batch", "chunk_ends", "make_batches", "tokenize"]
+__all__ = ["Batch", "chunk_ends", "make_batches", "real", "real_tokens", "tokenize"]
 
 _FIRST_END = 32  # samples
 
@@ -72,3 +73,16 @@ def make_batches(
         names = tuple(origins[row] for row in rows)
         batches.append(Batch(torch.from_numpy(token_ids), lengths, names, chunk))
     return batches
+
+
+def real(x: Tensor, batch: Batch) -> Tensor:
+    """[B, T, ...] → [tokens, ...], without padding."""
+    if min(batch.lengths) == x.shape[1]:
+        return x.flatten(0, 1)
+    return x[real_tokens(batch).to(x.device)]
+
+
+def real_tokens(batch: Batch) -> Tensor:
+    """bool [B, T]: False at padding."""
+    lengths = torch.tensor(batch.lengths)
+    return torch.arange(batch.token_ids.shape[1]) < lengths[:, None]

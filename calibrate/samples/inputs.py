@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.decoder.loading import load_tokenizer
 from calibrate.samples.batches import Batch
 from calibrate.samples.golden_prompts import READ, choose_prompts, too_short
 from calibrate.samples.plan import LongPolicy, SamplePlan, plan_batches
 from calibrate.samples.source import load_samples
 from calibrate.samples.split import CALIBRATION, Split, split_samples
-from calibrate.samples.tokens import tokenize
+from calibrate.samples.tokens import load_tokenizer, tokenize
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
 

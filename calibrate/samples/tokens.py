@@ -6,14 +6,17 @@ octet.model.chat_template's plain default, which writes none: there the tokenize
 calibration as in the gateway.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from calibrate.samples.sample import Sample
 from octet.errors import CheckpointError, SampleError
 from octet.model.chat_template import DEFAULT_TEMPLATE
+from octet.model.checkpoint import Checkpoint
 
-__all__ = ["encode", "tokenize"]
+__all__ = ["encode", "load_tokenizer", "quiet", "tokenize"]
 
 _TOGETHER = 64  # samples encoded in one call: enough to keep the tokenizer's threads busy
 
@@ -93,3 +96,35 @@ def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
             f"{sample.origin}: the chat template refuses this conversation: {detail}"
         ) from None
     return text
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's transformers tokenizer; CheckpointError if it has none that works."""
+    from transformers import AutoTokenizer
+
+    if not checkpoint.tokenizer_files:
+        raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            detail = str(error).splitlines()[0]
+            raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' warnings and progress bars off; our own report says what matters."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

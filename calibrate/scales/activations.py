@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram, bin_widths
+from calibrate.observe.histogram import Histogram, bin_widths
 from octet.numerics import formats
 from octet.numerics.formats import Format, encode, round_to
 from octet.numerics.scaling import scale_from_absmax

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import measure
 from calibrate.scales.tensor_scheme import Treatment, treatment_of
 from octet.artifacts.calibration import Observation

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.weights import WeightScale, weight_scales
 from octet.artifacts.calibration import Observation

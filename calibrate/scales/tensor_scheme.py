@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale
 from calibrate.scales.derive import kv_scale
 from octet.artifacts.calibration import Observation

@@ -19,8 +19,7 @@ from transformers import DynamicCache
 
 from calibrate.decoder.attention import replace_attention
 from calibrate.decoder.layers import LayeredModel
-from calibrate.quality.divergence import real, real_tokens
-from calibrate.samples.batches import Batch
+from calibrate.samples.batches import Batch, real, real_tokens
 from octet.artifacts.golden import GoldenSet
 from octet.errors import UnsupportedError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from export.engine.build import layers as tensorrt_layers
+from export.engine import layers as tensorrt_layers
 from export.engine.builder_progress import progress_monitor
 from export.engine.library import RTX, Name
 from export.engine.tensorrt_timing import read_timings, write_timings

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octet.errors import RequestError
+from octet.errors import RequestError, UnsupportedField
 from serve.api.generate import LOWEST_LOGPROB
-from serve.api.unsupported import UnsupportedField
 from serve.engine.request import Delta, Finished, PositionLogprobs, TokenLogprob
 
 __all__ = ["ChatDialect", "plain_messages"]

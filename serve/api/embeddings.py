@@ -4,12 +4,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from octet.errors import UnsupportedField
 from serve.admission.estimate import prompt_tokens
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.relay import open_relay
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
-from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Backend, RelayingBackend
 
 __all__ = ["EmbeddingRequest", "Embeddings"]

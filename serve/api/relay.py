@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import TypeGuard
 
-from octet.errors import BackendError, BackendUnavailable, RequestError
+from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
 from serve.api.answer import EVENT_STREAM, JSON, Answer, Tally
 from serve.api.call import Call
 from serve.api.errors import error_bytes
@@ -24,7 +24,6 @@ from serve.api.events import (
     read_usage,
 )
 from serve.api.splice import outgoing
-from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Backend, Relay, RelayingBackend
 from serve.backends.openai_errors import failure, from_event
 

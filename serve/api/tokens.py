@@ -9,13 +9,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from octet.errors import RequestError
+from octet.errors import NeedsTokenizer, RequestError
 from serve.api.answer import JSON, Answer
 from serve.api.call import Call
 from serve.api.chat import plain_messages
 from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
-from serve.api.unsupported import NeedsTokenizer, refuse_unsupported
+from serve.api.unsupported import refuse_unsupported
 from serve.backends.base import Backend, RelayingBackend
 from serve.engine.tokenizer import Tokenizer
 

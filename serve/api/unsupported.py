@@ -7,9 +7,9 @@ refuse what would change the answer. A value that changes nothing (`presence_pen
 from collections.abc import Mapping
 from typing import Any
 
-from octet.errors import RequestError, nearest
+from octet.errors import UnsupportedField, nearest
 
-__all__ = ["UNSUPPORTED", "NeedsTokenizer", "UnsupportedField", "refuse_unsupported"]
+__all__ = ["UNSUPPORTED", "refuse_unsupported"]
 
 # Field -> the values, beside null, that ask for nothing.
 _PENALTIES: dict[str, tuple[Any, ...]] = {
@@ -98,14 +98,6 @@ UNSUPPORTED = {
     "completion": _PENALTIES | _VLLM | _CALLER | _COMPLETION,
     "chat": _PENALTIES | _VLLM | _CALLER | _CHAT,
 }
-
-
-class UnsupportedField(RequestError):
-    """A field that one backend cannot honour, though another of its pool may."""
-
-
-class NeedsTokenizer(UnsupportedField):
-    """What a backend of which the gateway has no tokenizer cannot do."""
 
 
 def refuse_unsupported(

@@ -15,9 +15,10 @@ from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.config import EmbeddedConfig
 from serve.engine.engine import Delivery, Engine, EngineStats
 from serve.engine.generation import Generation
+from serve.engine.load import load_runner
 from serve.engine.request import Event, Finished, GenerateRequest
 from serve.engine.tokenizer import Tokenizer
-from serve.runner.protocol import Runner, load_runner
+from serve.runner.protocol import Runner
 
 __all__ = ["EmbeddedBackend", "Loaded", "load_export"]
 

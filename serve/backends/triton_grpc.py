@@ -20,8 +20,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
-from serve.api.unsupported import NeedsTokenizer
+from octet.errors import BackendError, BackendUnavailable, FailureKind, NeedsTokenizer, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.backends.connection import hold_open
 from serve.backends.triton_errors import error_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve.api.unsupported import NeedsTokenizer, UnsupportedField
+from octet.errors import NeedsTokenizer, UnsupportedField
 from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from serve.api.unsupported import UnsupportedField
+from octet.errors import UnsupportedField
 
 __all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
 

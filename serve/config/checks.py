@@ -3,29 +3,40 @@
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
 from serve.config import tier_checks as tiers
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
-from serve.config.document import Loc, Problem
+from serve.config.document import Document, Loc, Problem
+from serve.config.gateway import GatewayConfig
+from serve.config.load import refuse, validated
 from serve.config.models import ModelConfig
 from serve.config.pools import DnsDiscovery, PoolConfig
 from serve.config.problems import problems_of
 from serve.config.section import Section, tag
 
-if TYPE_CHECKING:
-    from serve.config.gateway import GatewayConfig
-
-__all__ = ["at_address", "needs_model", "pools_of", "problems", "warnings"]
+__all__ = ["at_address", "load_config", "needs_model", "pools_of", "problems", "warnings"]
 
 _BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
-def problems(config: "GatewayConfig") -> list[Problem]:
+def load_config(path: Path) -> GatewayConfig:
+    """Reads and validates `path`; relative paths in it are relative to its directory.
+
+    Raises ConfigError with one line: the file, the key, what is wrong with it, and how many more
+    problems there are.
+    """
+    document = Document.read(path)
+    config = validated(path, document, GatewayConfig, GatewayConfig).with_keys_file()
+    refuse(path, document, [*document.problems, *problems(config)])
+    return config
+
+
+def problems(config: GatewayConfig) -> list[Problem]:
     """In the order of the file's documentation: access, names, tiers, pools, models."""
     found = [*_access(config), *_names(config), *tiers.problems(config)]
     for name, loc, pool in pools_of(config):
@@ -35,7 +46,7 @@ def problems(config: "GatewayConfig") -> list[Problem]:
     return found
 
 
-def warnings(config: "GatewayConfig") -> list[str]:
+def warnings(config: GatewayConfig) -> list[str]:
     """What works, and is likely not meant."""
     unused = [name for name in config.pools if not config.models_of(name)]
     now = datetime.now(UTC)
@@ -63,7 +74,7 @@ def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
     return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
 
 
-def pools_of(config: "GatewayConfig") -> Iterator[tuple[str, Loc, PoolConfig]]:
+def pools_of(config: GatewayConfig) -> Iterator[tuple[str, Loc, PoolConfig]]:
     """Each pool with its name, and where in the file it is."""
     for name, pool in config.pools.items():
         yield name, ("pools", name), pool
@@ -72,7 +83,7 @@ def pools_of(config: "GatewayConfig") -> Iterator[tuple[str, Loc, PoolConfig]]:
             yield name, ("models", name, "pool", tag(PoolConfig)), model.pool
 
 
-def _access(config: "GatewayConfig") -> Iterator[Problem]:
+def _access(config: GatewayConfig) -> Iterator[Problem]:
     access, admin, listen = config.access, config.admin, config.listen
     digests = [key.sha256 for key in access.keys]
     yield from _twice(("access", "keys"), "name", [key.name for key in access.keys])
@@ -102,7 +113,7 @@ def _access(config: "GatewayConfig") -> Iterator[Problem]:
         yield ("traces", "endpoint"), "must start with http:// or https://"
 
 
-def _names(config: "GatewayConfig") -> Iterator[Problem]:
+def _names(config: GatewayConfig) -> Iterator[Problem]:
     taken = dict.fromkeys(config.models, "a model")
     for name, model in config.models.items():
         aliases: list[tuple[Loc, str]] = [
@@ -118,7 +129,7 @@ def _names(config: "GatewayConfig") -> Iterator[Problem]:
             yield ("pools", name), f"the model '{name}' has a pool of its own, which has that name"
 
 
-def _pool(config: "GatewayConfig", name: str, loc: Loc, pool: PoolConfig) -> Iterator[Problem]:
+def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Iterator[Problem]:
     if not pool.backends and not pool.discover:
         yield loc, "has no backends, and nothing that discovers any"
     named = [backend.name for backend in pool.backends if backend.name is not None]
@@ -158,7 +169,7 @@ def _backend_section(source: DnsDiscovery) -> type[Section]:
     return TritonConfig if source.backend.get("type") == "triton" else HttpConfig
 
 
-def _model(config: "GatewayConfig", loc: Loc, model: ModelConfig) -> Iterator[Problem]:
+def _model(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Problem]:
     known = config.all_pools
     uses: list[tuple[Loc, str]] = [
         *(((*loc, "canary", i, "pool"), entry.pool) for i, entry in enumerate(model.canary)),

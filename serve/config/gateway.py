@@ -1,14 +1,11 @@
 """The gateway's configuration file: YAML, validated whole before anything starts."""
 
-from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field
 
-from serve.config import checks
 from serve.config.access import Access, Admin, KeyConfig
-from serve.config.document import Document
-from serve.config.load import load, refuse, validated
+from serve.config.load import load
 from serve.config.models import ModelConfig
 from serve.config.pools import PoolConfig
 from serve.config.proof import Tier
@@ -57,18 +54,6 @@ class GatewayConfig(Section):
     pools: dict[Name, PoolConfig] = Field(default_factory=dict)
     models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads and validates `path`; relative paths in it are taken from its directory.
-
-        Raises ConfigError with one line: the file, the key, what is wrong with it, and how many
-        more problems there are.
-        """
-        document = Document.read(path)
-        config = validated(path, document, cls, cls)._with_keys_file()
-        refuse(path, document, [*document.problems, *checks.problems(config)])
-        return config
-
     @property
     def all_pools(self) -> dict[str, PoolConfig]:
         """By name; a pool written in a model's own section has that model's name."""
@@ -78,11 +63,6 @@ class GatewayConfig(Section):
             if isinstance(model.pool, PoolConfig)
         }
         return self.pools | inline
-
-    @property
-    def warnings(self) -> list[str]:
-        """One line each: what works, and is likely not meant."""
-        return checks.warnings(self)
 
     def without_proof(self) -> Self:
         """The same, but no backend has to prove anything: `octet serve --no-proof`."""
@@ -104,7 +84,7 @@ class GatewayConfig(Section):
         """The public names of the models that may send requests to `pool`."""
         return [name for name, model in self.models.items() if pool in model.pool_names(name)]
 
-    def _with_keys_file(self) -> Self:
+    def with_keys_file(self) -> Self:
         """The same, its keys together with those of `access.keys_file`."""
         if self.access.keys_file is None:
             return self

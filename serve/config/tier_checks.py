@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from octet.errors import nearest
 from serve.config.backends import EmbeddedConfig
 from serve.config.document import Loc, Problem
+from serve.config.gateway import GatewayConfig
 from serve.config.models import ModelConfig
 from serve.config.pools import FileDiscovery, PoolConfig
-
-if TYPE_CHECKING:
-    from serve.config.gateway import GatewayConfig
 
 __all__ = ["is_measured", "problems", "warnings"]
 
@@ -26,7 +23,7 @@ def is_measured(pool: PoolConfig) -> bool:
     return pool.proof.enabled and (pool.proof.golden is not None or own or listed)
 
 
-def problems(config: "GatewayConfig") -> Iterator[Problem]:
+def problems(config: GatewayConfig) -> Iterator[Problem]:
     for (before, above), (name, tier) in pairwise(config.tiers.items()):
         loc: Loc = ("tiers", name, "max_kl")
         if tier.max_kl == above.max_kl:
@@ -43,7 +40,7 @@ def problems(config: "GatewayConfig") -> Iterator[Problem]:
             yield named[0][0], message
 
 
-def warnings(config: "GatewayConfig") -> Iterator[str]:
+def warnings(config: GatewayConfig) -> Iterator[str]:
     if config.tiers and not any(map(is_measured, config.all_pools.values())):
         yield "tiers: no pool is measured (see `proof`): each request of a tier will be refused"
 
@@ -56,11 +53,11 @@ def _named(loc: Loc, model: ModelConfig) -> Iterator[tuple[Loc, str]]:
         yield (*loc, "tier_aliases", alias), tier
 
 
-def _known(name: str, config: "GatewayConfig") -> str:
+def _known(name: str, config: GatewayConfig) -> str:
     return nearest(name, config.tiers) if config.tiers else ": the file has no `tiers`"
 
 
-def _pools(config: "GatewayConfig", name: str, model: ModelConfig) -> Iterator[PoolConfig]:
+def _pools(config: GatewayConfig, name: str, model: ModelConfig) -> Iterator[PoolConfig]:
     """Those that there are, of those that tiers choose from; unknown ones are told elsewhere.
 
     Canaries have a share of the requests, and cannot keep a tier for the others.

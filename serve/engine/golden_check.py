@@ -33,9 +33,10 @@ from octet.artifacts.serving_path import (
     bound_of,
 )
 from octet.errors import ExportError, UnsupportedError
+from serve.engine.load import load_runner
 from serve.engine.prompts import PromptSteps
 from serve.engine.sampler import log_softmax
-from serve.runner.protocol import Runner, load_runner
+from serve.runner.protocol import Runner
 
 __all__ = ["Range", "expected_range", "prove", "prove_runner"]
 

@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 from serve.runner.cache import Slots
 from serve.runner.protocol import CHUNK, Runner, StepBatch
-from verify.evaluation.targets.export import teacher_forced
 
-__all__ = ["DECODED", "PromptSteps"]
+__all__ = ["DECODED", "PromptSteps", "teacher_forced"]
 
 DECODED = 8  # last tokens of each prompt that are decoded, one a step
 
@@ -69,3 +68,19 @@ class PromptSteps:
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.cache.release(slot)
+
+
+def teacher_forced(runner: Runner, cache: Slots, ids: list[int]) -> Iterator[NDArray[np.float32]]:
+    """Logits float32 [T, V] of every position of `ids`, chunk by chunk.
+
+    Uses a free slot of `cache`. Each array is valid until the next is asked for.
+    """
+    slot = cache.acquire()
+    assert slot is not None
+    try:
+        for start in range(0, len(ids), CHUNK):
+            tokens = np.array([ids[start : start + CHUNK]], np.int64)
+            step = StepBatch(tokens, [slot], np.arange(tokens.shape[1])[None])
+            yield runner.forward(step, cache)[0]
+    finally:
+        cache.release(slot)

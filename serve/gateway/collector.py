@@ -3,8 +3,8 @@
 So they cost requests nothing, and cannot drift from what they show.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,10 +12,11 @@ from prometheus_client.registry import Collector
 from octet import __version__
 
 if TYPE_CHECKING:
+    from serve.admission.admission import Admission
     from serve.admission.token_gate import Gate
-    from serve.gateway.state import Gateway
     from serve.members.member import Member
     from serve.members.proof_state import MemberProof
+    from serve.routing import Pool, Routes
 
 __all__ = ["GatewayCollector"]
 
@@ -70,8 +71,21 @@ _MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
 )
 
 
+class Shown(Protocol):
+    """The parts of a gateway that have gauges."""
+
+    @property
+    def pools(self) -> Mapping[str, "Pool"]: ...
+    @property
+    def routes(self) -> "Routes": ...
+    @property
+    def admission(self) -> "Admission": ...
+    @property
+    def ready(self) -> bool: ...
+
+
 class GatewayCollector(Collector):
-    def __init__(self, gateway: "Gateway") -> None:
+    def __init__(self, gateway: Shown) -> None:
         self.gateway = gateway
 
     def collect(self) -> Iterator[Metric]:

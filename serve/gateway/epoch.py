@@ -1,6 +1,7 @@
 """The time between two reloads: a request is served by the configuration that it came in under."""
 
 import asyncio
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,7 +9,7 @@ if TYPE_CHECKING:
     from serve.config import GatewayConfig
     from serve.routing import Routes
 
-__all__ = ["Entry", "Epoch"]
+__all__ = ["Entry", "Epoch", "all_of"]
 
 
 class Epoch:
@@ -53,3 +54,11 @@ class Entry:
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             epoch.leave()
+
+
+async def all_of(steps: Iterable[Awaitable[None]]) -> None:
+    """All at once; raises the first failure once all have ended, one way or the other."""
+    outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome

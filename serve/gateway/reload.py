@@ -3,25 +3,23 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
-from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig
+from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig, checks
+from serve.config.checks import load_config
 from serve.gateway.discovery import origin_of
-from serve.gateway.epoch import Epoch
+from serve.gateway.epoch import Epoch, all_of
+from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
 from serve.proof.exam import Exams
 from serve.routing import Member, Pool, Routes
 from serve.routing.provers import Provers
 
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
-
-__all__ = ["Change", "reload_from"]
+__all__ = ["Change", "reload", "reload_from"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ _log = logging.getLogger(__name__)
 AT_START_ONLY = ("listen", "admin.host", "admin.port", "access.cors_origins", "logs", "traces")
 
 
-async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
+async def reload_from(gateway: Gateway, path: Path | None) -> dict[str, Any]:
     """Goes over to what the file says now, or raises the OctetError for which it cannot."""
     report: dict[str, Any]
     at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -37,9 +35,9 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
         if path is None:
             raise ConfigError("there is no configuration file to read again")
         async with gateway.reloading:  # one that was asked for later reads, and wins, later
-            config = await asyncio.to_thread(GatewayConfig.load, path)
+            config = await asyncio.to_thread(load_config, path)
             config = config if gateway.proves else config.without_proof()
-            report = await gateway.reload(config)
+            report = await reload(gateway, config)
     except Exception as error:
         defect = None if isinstance(error, OctetError) else error
         _log.error("not reloaded, nothing has changed: %s", error, exc_info=defect)
@@ -47,7 +45,7 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
         gateway.last_reload = {"at": at, "outcome": "failed", "reason": str(error) or repr(error)}
         raise
     used = {name: pool.config for name, pool in gateway.pools.items()}
-    for warning in [*config.warnings, *unproven(used)]:
+    for warning in [*checks.warnings(config), *unproven(used)]:
         _log.warning("%s", warning)
     _log.info("reloaded %s: %s", path, ", ".join(f"{k} {v}" for k, v in report.items()))
     gateway.metrics.reloads.labels("ok").inc()
@@ -55,17 +53,32 @@ async def reload_from(gateway: "Gateway", path: Path | None) -> dict[str, Any]:
     return report
 
 
+async def reload(gateway: Gateway, config: GatewayConfig) -> dict[str, Any]:
+    """Switches to `config` as a whole or not at all; returns what changed.
+
+    Backends whose configuration is the same stay, with their state; the others get no new requests
+    and are closed when their last one ends. Raises OctetError, and changes nothing, if a backend
+    can never work as configured.
+    """
+    async with gateway.changing:
+        gateway.require_accepting()
+        change = await Change.prepared(gateway, config)
+        report = change.commit()
+    await all_of(discovery.start() for discovery in gateway.discoveries)
+    return report
+
+
 class Change:
     """What a reload does to each pool, ready to be committed."""
 
-    def __init__(self, gateway: "Gateway", config: GatewayConfig) -> None:
+    def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
         self._gateway = gateway
         self.config, self.restart = _for_this_process(gateway.config, config)
         self._fresh: dict[str, Pool] = {}
         self._changes: dict[str, _PoolChange] = {}  # of pools that stay
 
     @classmethod
-    async def prepared(cls, gateway: "Gateway", config: GatewayConfig) -> Self:
+    async def prepared(cls, gateway: Gateway, config: GatewayConfig) -> Self:
         """Starts what is new. Raises OctetError, with all of that closed again."""
         change = cls(gateway, config)
         try:
@@ -204,11 +217,3 @@ def _for_this_process(old: GatewayConfig, new: GatewayConfig) -> tuple[GatewayCo
             kept = after.model_copy(update={field: getattr(before, field)})
             new = new.model_copy(update={section: kept})
     return new, differing
-
-
-async def all_of(steps: Iterable[Awaitable[None]]) -> None:
-    """All at once; raises the first failure once all have ended, one way or the other."""
-    outcomes = await asyncio.gather(*steps, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome

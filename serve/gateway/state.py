@@ -10,14 +10,13 @@ from serve.access.keys import Keys
 from serve.admission.admission import Admission
 from serve.admission.errors import shutting_down
 from serve.config import GatewayConfig
+from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
-from serve.gateway.epoch import Entry, Epoch
-from serve.gateway.reload import Change, all_of
-from serve.gateway.state import status
+from serve.gateway.epoch import Entry, Epoch, all_of
 from serve.routing import Pool, Routes
 from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
-from serve.telemetry.traces import Tracing
+from serve.telemetry.traces import tracing_from
 
 __all__ = ["Gateway"]
 
@@ -36,8 +35,8 @@ class Gateway:
         self.epoch = Epoch(config, routes, Keys.from_config(config.access))
         self.admission = Admission(config.limits)
         self.metrics = Metrics()
-        self.metrics.observe(self)
-        self.tracing = Tracing.from_config(config.traces)
+        self.metrics.registry.register(GatewayCollector(self))
+        self.tracing = tracing_from(config.traces)
         self.created = int(time.time())
         self.path: Path | None = None  # of the configuration, to read it again
         self.proves = True  # else no backend has to prove anything, whatever the file says
@@ -98,14 +97,6 @@ class Gateway:
         for task in self.background:
             task.cancel()
 
-    def readiness(self) -> dict[str, Any]:
-        """Whether a request sent now would be served, and by which backends."""
-        return status.readiness(self)
-
-    def status(self, *, addresses: bool = False) -> dict[str, Any]:
-        """Everything that is known now. With `addresses`, the backends' own names, too."""
-        return status.status(self, addresses=addresses)
-
     async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
         """Starts every backend, and waits for the first verdicts on their numbers.
 
@@ -130,20 +121,6 @@ class Gateway:
         await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-
-    async def reload(self, config: GatewayConfig) -> dict[str, Any]:
-        """Goes over to `config`, wholly or not at all; returns what changed.
-
-        Backends whose configuration is the same stay, with their state; the others take no new
-        requests and are closed when their last one ends. Raises OctetError, and changes nothing,
-        if a backend can never work as configured.
-        """
-        async with self.changing:
-            self.require_accepting()
-            change = await Change.prepared(self, config)
-            report = change.commit()
-        await all_of(discovery.start() for discovery in self.discoveries)
-        return report
 
     def replace(self, epoch: Epoch, pools: dict[str, Pool]) -> None:
         """In one step: from here on requests are served by these. For a reload alone."""

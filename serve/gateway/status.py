@@ -1,19 +1,17 @@
 """What the gateway says of itself: /ready in short, /status in full."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octet import __version__
 from serve.config import ModelConfig
+from serve.gateway.state import Gateway
 from serve.routing import Member, Pool, Route
-
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
 
 __all__ = ["backend", "readiness", "status"]
 
 
-def readiness(gateway: "Gateway") -> dict[str, Any]:
+def readiness(gateway: Gateway) -> dict[str, Any]:
     """Whether a request sent now would be served, and by which backends."""
     models: dict[str, list[dict[str, Any]]] = {}
     for name, config in gateway.config.models.items():
@@ -32,7 +30,7 @@ def readiness(gateway: "Gateway") -> dict[str, Any]:
     return {"ready": gateway.ready, "draining": gateway.draining, "models": models}
 
 
-def status(gateway: "Gateway", *, addresses: bool = False) -> dict[str, Any]:
+def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
     """Everything that is known now. Only with `addresses`, where the backends are."""
     admission = gateway.admission.status()
     pools = {
@@ -133,7 +131,7 @@ def _proof(pool: Pool) -> dict[str, Any]:
 
 
 def _pool(
-    gateway: "Gateway", pool: Pool, queue: dict[str, Any] | None, addresses: bool
+    gateway: Gateway, pool: Pool, queue: dict[str, Any] | None, addresses: bool
 ) -> dict[str, Any]:
     retries = pool.config.retries
     entry = {

@@ -3,14 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from serve.config import PoolConfig
+from serve.gateway.state import Gateway
 from serve.proof.exam import directory_of
 from serve.routing import Pool
-
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
 
 __all__ = ["asked", "keep_warning", "unproven"]
 
@@ -54,7 +51,7 @@ def asked(pools: Iterable[Pool]) -> list[str]:
     return found
 
 
-def _admitted(gateway: "Gateway") -> list[str]:
+def _admitted(gateway: Gateway) -> list[str]:
     """A line for each backend that serves though it gives no figures."""
     return [
         f"pool {pool.name}: {member.name} SERVES UNPROVEN: it returns no log-probabilities"
@@ -64,7 +61,7 @@ def _admitted(gateway: "Gateway") -> list[str]:
     ]
 
 
-async def keep_warning(gateway: "Gateway") -> None:
+async def keep_warning(gateway: Gateway) -> None:
     """For as long as the gateway runs."""
     while True:
         await asyncio.sleep(EVERY_S)

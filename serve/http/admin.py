@@ -16,9 +16,10 @@ from octet.errors import OctetError, RequestError, nearest
 from serve.api.errors import install
 from serve.config import BackendConfig, HttpConfig
 from serve.config.problems import one_line, problems_of
+from serve.gateway import status
 from serve.gateway.membership import refuse_unfit
 from serve.gateway.reload import reload_from
-from serve.gateway.state import Gateway, status
+from serve.gateway.state import Gateway
 from serve.routing import Member, Pool
 
 __all__ = ["admin_router", "create_admin_app", "probe_router"]
@@ -48,7 +49,7 @@ def probe_router(gateway: Gateway) -> APIRouter:
     @router.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """Whether to send traffic here: 503 while draining, or if no backend works."""
-        state = gateway.readiness()
+        state = status.readiness(gateway)
         return JSONResponse(state, 200 if state["ready"] else 503)
 
     return router
@@ -91,7 +92,7 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
     @router.get("/status")
     async def show_status(request: Request) -> JSONResponse:
         """Models, pools, backends and queues; where the backends are, for administrators alone."""
-        return JSONResponse(gateway.status(addresses=is_admin(request)))
+        return JSONResponse(status.status(gateway, addresses=is_admin(request)))
 
     admin = APIRouter(
         prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=own_port
@@ -115,7 +116,7 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
     @admin.get("/backends")
     async def backends() -> JSONResponse:
         """Every pool's backends, as /status shows them."""
-        pools = gateway.status(addresses=True)["pools"]
+        pools = status.status(gateway, addresses=True)["pools"]
         return JSONResponse({name: pool["backends"] for name, pool in pools.items()})
 
     @admin.post("/pools/{pool_name:path}/backends")

@@ -9,8 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve.api.errors import CLIENT_CLOSED_REQUEST
 from serve.telemetry.logs import log_access
 from serve.telemetry.metrics import Metrics
-from serve.telemetry.observation import OPERATIONS, Observation, current
-from serve.telemetry.traces import Tracing
+from serve.telemetry.observation import OPERATIONS, Observation, Tracing, current
 
 __all__ = ["Observe"]
 

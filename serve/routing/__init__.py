@@ -1,8 +1,7 @@
 """Which backend is asked next: pools, their members, and what is known about each."""
 
 from serve.backends.factory import make_backend
-from serve.members.lease import Lease
-from serve.members.member import Member
+from serve.members.member import Lease, Member
 from serve.routing.ask import Ask
 from serve.routing.pool import Pool
 from serve.routing.retry_budget import RetryBudget

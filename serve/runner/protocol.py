@@ -1,18 +1,16 @@
 """What the engine asks of whatever runs the model: one step over some slots of the cache."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.manifest import Manifest
 from octet.errors import BackendError
 from octet.model.spec import ModelSpec
 from serve.runner.cache import CacheDtype, Slots
 
-__all__ = ["CHUNK", "Runner", "RunnerLost", "StepBatch", "load_runner"]
+__all__ = ["CHUNK", "Runner", "RunnerLost", "StepBatch"]
 
 # Prompt tokens read in one step; on two cores some 60 ms of a 7 M parameter model.
 CHUNK = 256
@@ -68,18 +66,3 @@ class Runner(Protocol):
         `cache` is one of `new_cache`'s. The array may be reused by the next call. If it raises,
         the slots of this step are in an unknown state and fit only to be released.
         """
-
-
-def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
-    """What runs an ONNX export, or an engine on GPU `device`; `threads` of the CPU (0: all).
-
-    Raises ArtifactError for what is not a whole, unaltered one, and UnsupportedError for an engine
-    that is not for this machine.
-    """
-    if Manifest.load(path, verify=False).kind == "engine":
-        from serve.tensorrt.runner import TensorRTRunner
-
-        return TensorRTRunner(path, device=device)
-    from serve.onnx.runner import OnnxRunner  # loads ONNX Runtime
-
-    return OnnxRunner(path, threads=threads)

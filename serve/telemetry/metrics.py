@@ -1,10 +1,10 @@
 """The gateway's own figures; OpenTelemetry's `gen_ai.*` names where that convention has one.
 
-Gauges of pools, queues and backends are not kept here: `collector.py` reads them at each scrape.
+Gauges of pools, queues and backends are not kept here: `serve/gateway/collector.py` reads them at
+each scrape.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,11 +15,6 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
-
-from serve.gateway.collector import GatewayCollector
-
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
 
 __all__ = ["Metrics"]
 
@@ -143,10 +138,6 @@ class Metrics:
             _OPERATION,
             _PER_TOKEN_S,
         )
-
-    def observe(self, gateway: "Gateway") -> None:
-        """Shows the gauges of `gateway` too."""
-        self.registry.register(GatewayCollector(gateway))
 
     def refused(self, code: str, endpoint: str = "none") -> None:
         """Counts an error object; `none` is for what was refused before its path was known."""

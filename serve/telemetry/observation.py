@@ -9,7 +9,7 @@ from prometheus_client import Histogram
 from octet.errors import FailureKind
 from serve.telemetry.metrics import Metrics
 
-__all__ = ["Observation", "Trace", "current"]
+__all__ = ["Observation", "Trace", "Tracing", "current"]
 
 # The request that the running task works for: log lines carry its id.
 current: ContextVar["Observation | None"] = ContextVar("observation", default=None)
@@ -34,6 +34,16 @@ class Trace(Protocol):
     def first_token(self) -> None: ...
     def ended(self, observation: "Observation") -> None: ...
     def headers(self) -> dict[str, str]: ...
+
+
+class Tracing(Protocol):
+    """Makes the spans of each request."""
+
+    def begin(self, observation: "Observation", method: str, path: str) -> Trace:
+        """Returns the span of a request that has just arrived, within its client's trace if any."""
+
+    def close(self) -> None:
+        """Sends what is left. Waits for it, at most a few seconds."""
 
 
 class Observation:

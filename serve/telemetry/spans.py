@@ -16,8 +16,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from octet import __version__
-from serve.telemetry.observation import Observation
-from serve.telemetry.traces import Tracing
+from serve.telemetry.observation import Observation, Tracing
 
 __all__ = ["RequestTrace", "SpanTracing"]
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from calibrate.decoder.loading import load_model
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.observe.observer import observe
 from calibrate.quality.divergence import Reference
 from calibrate.samples.batches import Batch, make_batches

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from calibrate import run
-from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.decoder.loading import load_model
 from calibrate.samples.batches import Batch, make_batches, tokenize
 from calibrate.samples.source import load_samples
+from calibrate.samples.tokens import load_tokenizer
 from octet.artifacts.calibration import Calibration
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe

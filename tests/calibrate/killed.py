@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from calibrate.journal import directory as journal_files
+from calibrate.journal import journal, records
 from calibrate.journal.activations import ActivationFiles
-from calibrate.journal.journal import directory as journal_files
-from calibrate.journal.journal import journal, records
 from tests.calibrate.runs import batches_of, run, save_counts
 
 EVERY = 5  # of the moments, one is tried

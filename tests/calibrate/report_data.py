@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import Histogram
 from calibrate.report.document import Report, build_report
 from calibrate.scales.convergence import convergence
 from calibrate.scales.derive import input_scales, kv_scales
@@ -179,7 +179,7 @@ def budget() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """In the shape of the facts of `calibrate.decoder.experts.with_fallback`."""
+    """In the shape of the facts of `calibrate.scales.expert_fallback.with_fallback`."""
     return {
         "min_tokens": 256,
         "rule": "the sum of the histograms of all experts of the same layer and projection",

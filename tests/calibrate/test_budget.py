@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.decoder.loading import load_model
 from calibrate.observe.observer import observe
 from calibrate.quality.budget import Budget, Limit, check_reachable, choose
 from calibrate.quality.divergence import Reference, evaluation_batches
@@ -14,6 +14,7 @@ from calibrate.quality.fused_units import find_units
 from calibrate.quality.precision_levels import build_recipe, levels_above, total_bytes, weight_bytes
 from calibrate.quality.sensitivity import measure_sensitivity
 from calibrate.samples.batches import Batch
+from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.derive import derive_scales
 from calibrate.simulate.model import simulate, simulate_modules
 from octet.errors import ConfigError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.convergence import TOLERANCE_DB, Convergence, convergence
 from calibrate.scales.tensor_scheme import treatment_of

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.decoder.loading import load_model, load_tokenizer
+from calibrate.decoder.loading import load_model
 from calibrate.observe.observer import observe
 from calibrate.quality.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
 from calibrate.samples.batches import Batch, make_batches
+from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.derive import derive_scales
 from calibrate.simulate.model import simulate
 from octet.errors import NumericsError

@@ -13,18 +13,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from calibrate.decoder.experts import (
-    MIN_TOKENS,
-    Tap,
-    assemble,
-    expert_weights,
-    fallback_warnings,
-    tap_experts,
-    with_fallback,
-)
-from calibrate.histogram import Histogram
+from calibrate.decoder.experts import Tap, assemble, expert_weights, tap_experts
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import Histogram
 from calibrate.samples.batches import Batch
+from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from calibrate import run
-from calibrate.decoder.experts import MIN_TOKENS
 from calibrate.decoder.loading import load_model
 from calibrate.rescale import rescale
+from calibrate.scales.expert_fallback import MIN_TOKENS
 from octet.artifacts.calibration import Calibration
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint

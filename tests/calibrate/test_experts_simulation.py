@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.decoder.experts import with_fallback
 from calibrate.decoder.loading import load_model
-from calibrate.histogram import Histogram
+from calibrate.observe.histogram import Histogram
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.quality.divergence import Reference
 from calibrate.quality.sensitivity import measure_sensitivity
 from calibrate.samples.batches import Batch
 from calibrate.scales.derive import derive_scales
+from calibrate.scales.expert_fallback import with_fallback
 from calibrate.simulate.model import module_schemes, simulate, simulate_modules
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec

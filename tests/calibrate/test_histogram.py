@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.histogram import SMALL, Histogram, bin_widths, magnitudes
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import SMALL, Histogram, bin_widths, magnitudes
 from calibrate.quality.sqnr import Noise
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from calibrate.golden import golden_set
+from calibrate.simulate import predict as predict_module
 from calibrate.simulate.model import module_schemes, simulate_modules
-from calibrate.simulate.model import predict as predict_module
 from calibrate.simulate.predict import hypotheses, predict, serving_paths
 from calibrate.simulate.run import Answers
 from octet.artifacts.golden import GoldenSet, top_k_divergence

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from calibrate.decoder.loading import load_model
-from calibrate.histogram import Histogram
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import Histogram
 from calibrate.observe.observer import observe
 from calibrate.samples.batches import Batch
 from octet.model.checkpoint import Checkpoint

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.histogram import Histogram
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.derive import (
     check_alive,
     check_recipe,

@@ -5,8 +5,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from calibrate.histogram import Histogram
 from calibrate.observe.counting_cpu import count_reference
+from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import divergence, find_scale, measure, squared_error
 from octet.numerics import formats
 from octet.numerics.formats import E2M1, E4M3, E5M2, Format

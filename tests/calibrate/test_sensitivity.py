@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from calibrate.decoder.tail import Tail
-from calibrate.histogram import SMALL
+from calibrate.observe.histogram import SMALL
 from calibrate.quality.divergence import Reference
 from calibrate.quality.sensitivity import Sensitivity, measure_sensitivity, measurements
 from calibrate.simulate.model import module_schemes, simulate, simulate_modules

@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from calibrate.golden import golden_set
-from calibrate.simulate.model import faults as simulate_faults
+from calibrate.simulate import faults as simulate_faults
+from calibrate.simulate import schedule as simulate_runs
 from calibrate.simulate.model import module_schemes, simulate_modules
-from calibrate.simulate.model import schedule as simulate_runs
 from calibrate.simulate.packed import Pack
 from calibrate.simulate.predict import hypotheses
 from calibrate.simulate.schedule import REPEATS, fault_records

@@ -12,7 +12,7 @@ from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.golden import golden_set
 from calibrate.samples.golden_batches import golden_batches
-from calibrate.simulate.model import packed as module
+from calibrate.simulate import packed as module
 from calibrate.simulate.packed import Pack, packs
 from octet.artifacts.golden import GoldenSet
 from octet.errors import UnsupportedError

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from calibrate.scales.derive import weights as module
+from calibrate.scales import weights as module
 from calibrate.scales.group_search import best_scales, tile_errors
 from calibrate.scales.weights import WeightScale, weight_scales
 from octet.errors import NumericsError

@@ -12,6 +12,7 @@ import yaml
 
 from octet.errors import ConfigError
 from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig, TritonConfig
+from serve.config.checks import load_config
 from tests.deploy.conftest import DEPLOY, ROOT
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import serving
@@ -21,13 +22,13 @@ Services = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def cpu() -> GatewayConfig:
-    return GatewayConfig.load(DEPLOY / "gateway-cpu.yaml")
+    return load_config(DEPLOY / "gateway-cpu.yaml")
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
     monkeypatch.setenv("OCTET_KEY_SHA256", "0" * 64)
-    return GatewayConfig.load(DEPLOY / "gateway-gpu.yaml")
+    return load_config(DEPLOY / "gateway-gpu.yaml")
 
 
 def mounted(service: dict[str, Any]) -> dict[str, str]:
@@ -91,7 +92,7 @@ def test_without_a_key_the_gateway_does_not_start(monkeypatch: pytest.MonkeyPatc
     """docker-compose.yml fills in nothing for a variable that is not set."""
     monkeypatch.setenv("OCTET_KEY_SHA256", "")
     with pytest.raises(ConfigError, match="sha256"):
-        GatewayConfig.load(DEPLOY / "gateway-gpu.yaml")
+        load_config(DEPLOY / "gateway-gpu.yaml")
 
 
 async def test_the_health_check_tells_ready_from_not_ready(services: Services) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from export.checkpoint.write import export_checkpoint
-from export.engine.build import build as engine
+from export.engine import build as engine
 from export.engine.build import build_engine
 from export.onnx.graph import Graph
 from export.onnx.write import export_onnx

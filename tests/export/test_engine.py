@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from export.engine import build as engine
 from export.engine.build import PROVEN, build_engine
-from export.engine.build import build as engine
 from export.engine.tensorrt_device import Gpu
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ExportError, UnsupportedError

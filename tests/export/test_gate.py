@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from calibrate.golden import golden_set
-from export.engine.build import build as engine
+from export.engine import build as engine
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
@@ -22,7 +22,8 @@ from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet_cli import export as commands
 from octet_cli.main import main
-from serve.runner.protocol import StepBatch, load_runner
+from serve.engine.load import load_runner
+from serve.runner.protocol import StepBatch
 from tests.calibrations import save_calibration
 from tests.export import fake_tensorrt
 from tests.export.conftest import plausible_scales
@@ -255,7 +256,7 @@ class TestEngine:
             return forward(step, cache) * (0.8 if step.token_ids.shape[1] == 1 else 1)
 
         monkeypatch.setattr(runner, "forward", worse)
-        monkeypatch.setattr("serve.runner.protocol.load_runner", lambda path: runner)
+        monkeypatch.setattr("serve.engine.load.load_runner", lambda path: runner)
         monkeypatch.setattr(commands, "_prove", lambda path: {"status": "proven", "kl": 0.003})
         out = tmp_path / "good" / "out"
         commands.build_engine(good, out, target="sm89", max_kl="0.9", max_ppl_change="9%")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from export.engine.build import library as tensorrt_library
+from export.engine import library as tensorrt_library
 from export.engine.library import RTX, TENSORRT, Name, choose, load
 from export.engine.targets import capability, check_names, check_recipe_on, resolve_targets
 from export.engine.tensorrt_device import Gpu, find_gpu

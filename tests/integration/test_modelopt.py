@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.decoder.loading import ComputeDtype, load_model, load_tokenizer
-from calibrate.histogram import Histogram
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.observe.histogram import Histogram
 from calibrate.observe.observer import observe
 from calibrate.samples.batches import Batch
 from calibrate.samples.source import load_samples
+from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.derive import derive_scales
 from calibrate.simulate.model import simulate
 from octet.artifacts.calibration import Calibration

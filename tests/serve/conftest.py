@@ -15,6 +15,7 @@ import pytest
 
 from serve.backends.base import Backend
 from serve.config import GatewayConfig, Health, PoolConfig
+from serve.config.checks import load_config
 from serve.gateway.state import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
@@ -115,7 +116,7 @@ async def serving_gateway(
 def configured(path: Path, text: str) -> Gateway:
     """The gateway of a configuration that is written to `path`."""
     path.write_text(text)
-    gateway = Gateway.from_config(GatewayConfig.load(path))
+    gateway = Gateway.from_config(load_config(path))
     gateway.path = path
     return gateway
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from octet.errors import RequestError
-from serve.api.unsupported import UnsupportedField
+from octet.errors import RequestError, UnsupportedField
 from serve.backends.base import Backend
 from serve.engine.request import Delta, Event, Finished, GenerateRequest
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.api.unsupported import UnsupportedField
+from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 

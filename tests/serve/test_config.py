@@ -15,6 +15,7 @@ from serve.config import (
     Traces,
     TritonConfig,
 )
+from serve.config.checks import load_config
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "gateway.md"
 SECRET = "s3cr3t-0f-the-upstream"
@@ -23,7 +24,7 @@ SECRET = "s3cr3t-0f-the-upstream"
 def load(tmp_path: Path, text: str) -> GatewayConfig:
     path = tmp_path / "octet.yaml"
     path.write_text(text)
-    return GatewayConfig.load(path)
+    return load_config(path)
 
 
 def refusal(tmp_path: Path, text: str) -> str:
@@ -230,12 +231,12 @@ def test_yaml_may_merge(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        GatewayConfig.load(tmp_path / "none.yaml")
+        load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="Is a directory"):
-        GatewayConfig.load(tmp_path)
+        load_config(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        GatewayConfig.load(tmp_path / "bytes.yaml")
+        load_config(tmp_path / "bytes.yaml")
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from octet.errors import ConfigError
+from serve.config import checks
 from tests.serve.test_config import POOL, VLLM, load, refusal
 
 DIGEST, OTHER = "a" * 64, "b" * 64
@@ -122,8 +123,8 @@ def test_all_problems_are_found_in_one_go(tmp_path: Path) -> None:
 
 def test_a_pool_that_nobody_uses_is_a_warning(tmp_path: Path) -> None:
     config = load(tmp_path, f"pools: {{p: {{backends: [{VLLM}]}}}}\n{POOL}")
-    assert config.warnings == ["pools.p: no model uses it; it is not started"]
-    assert load(tmp_path, POOL).warnings == []
+    assert checks.warnings(config) == ["pools.p: no model uses it; it is not started"]
+    assert checks.warnings(load(tmp_path, POOL)) == []
 
 
 def test_a_key_that_has_expired_is_a_warning(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_key_that_has_expired_is_a_warning(tmp_path: Path) -> None:
         f"{{name: {name}, sha256: {digest}, expires: {day}}}, "
         for name, digest, day in (("old", DIGEST, "2020-01-01"), ("new", OTHER, "2999-01-01"))
     )
-    (warning,) = load(tmp_path, f"{POOL}\naccess: {{keys: [{keys}]}}").warnings
+    (warning,) = checks.warnings(load(tmp_path, f"{POOL}\naccess: {{keys: [{keys}]}}"))
     assert warning == "access.keys: the key 'old' expired at 2020-01-01 00:00:00+00:00"
 
 

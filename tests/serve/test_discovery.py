@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from serve.config import DnsDiscovery
+from serve.gateway import discovery
 from serve.gateway.discovery import Discovery
-from serve.gateway.state import Gateway, discovery
+from serve.gateway.state import Gateway
+from serve.gateway.status import status as status_of
 from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
@@ -85,7 +87,7 @@ class TestFile:
             found.unlink() if text is None else write(found, text)
             await until(lambda: source.problem)
             assert problem in source.problem
-            assert gateway.status(addresses=True)["pools"]["m"]["discovery"] == [
+            assert status_of(gateway, addresses=True)["pools"]["m"]["discovery"] == [
                 {"source": f"file {found}", "problem": source.problem}
             ]
             if text is None or "embedded" not in text:

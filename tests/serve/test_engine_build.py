@@ -20,7 +20,7 @@ from export.source import Source
 from octet.artifacts.manifest import Manifest
 from octet.errors import ExportError
 from serve.engine.golden_check import prove
-from serve.runner.protocol import load_runner
+from serve.engine.load import load_runner
 from serve.tensorrt.runner import TensorRTRunner
 from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu

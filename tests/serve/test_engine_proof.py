@@ -16,7 +16,7 @@ from octet.artifacts.manifest import Manifest
 from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.errors import ArtifactError, ExportError
 from serve.engine.golden_check import expected_range, prove
-from serve.runner.protocol import load_runner
+from serve.engine.load import load_runner
 from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.shared import Shared

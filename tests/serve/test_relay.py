@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octet.errors import BackendError, RequestError
+from octet.errors import BackendError, RequestError, UnsupportedField
 from serve.api.answer import Answer
 from serve.api.call import Call
 from serve.api.relay import AnsweredFailure, open_relay
-from serve.api.unsupported import UnsupportedField
 from serve.backends.base import Relay
 
 USAGE = b'{"prompt_tokens":3,"completion_tokens":2}'

@@ -17,8 +17,10 @@ from octet.errors import OctetError, RequestError
 from serve.access.keys import Keys
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import Access, GatewayConfig
+from serve.config.checks import load_config
 from serve.gateway.epoch import Epoch
 from serve.gateway.reload import reload_from
+from serve.gateway.status import status as status_of
 from serve.routing import Routes
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
@@ -155,7 +157,7 @@ async def test_a_pool_that_is_gone_serves_who_waits_for_it(
         status, error = await served.post("/v1/completions", BODY)
         assert (status, error["error"]["code"]) == (404, "model_not_found")
         assert gateway.running == 2
-        assert gateway.status()["pools_finishing"] == ["p"]
+        assert status_of(gateway)["pools_finishing"] == ["p"]
         assert await ended(answer, first)
         assert (await waiting)[0] == 200
         await served.idle()
@@ -201,7 +203,7 @@ async def test_nothing_changes_if_anything_is_wrong(
         assert all(old is new for old, new in zip(before, after, strict=True))
         assert not gateway.pools["p"].retiring
         assert await served.metric("octet_reloads_total", outcome="failed") == 1
-        status = gateway.status()
+        status = status_of(gateway)
         assert status["last_reload"]["outcome"] == "failed"
         assert (await served.post("/v1/completions", BODY))[0] == 200
 
@@ -236,7 +238,7 @@ async def test_a_defect_is_recorded_as_a_failure(
 
     gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
     async with serving_gateway(gateway) as served:
-        monkeypatch.setattr(GatewayConfig, "load", load)
+        monkeypatch.setattr("serve.gateway.reload.load_config", load)
         with pytest.raises(ValueError, match="a defect"):
             await reload_from(gateway, gateway.path)
         assert gateway.last_reload is not None
@@ -251,7 +253,7 @@ async def test_the_later_of_two_reloads_wins(
 ) -> None:
     """Though the file that the first one reads is slow to come."""
     reading, go_on = threading.Event(), threading.Event()
-    load = GatewayConfig.load
+    load = load_config
 
     def slow(path: Path) -> GatewayConfig:
         config = load(path)
@@ -263,7 +265,7 @@ async def test_the_later_of_two_reloads_wins(
     text = one_pool(upstreams[0]) + "limits: {max_n: %d}\n"
     gateway = configured(tmp_path / "octet.yaml", text % 1)
     async with serving_gateway(gateway) as served:
-        monkeypatch.setattr(GatewayConfig, "load", slow)
+        monkeypatch.setattr("serve.gateway.reload.load_config", slow)
         first = asyncio.create_task(reload(served, text % 2))
         await asyncio.to_thread(reading.wait, 10)
         second = asyncio.create_task(reload(served, text % 3))

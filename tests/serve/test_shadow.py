@@ -10,6 +10,8 @@ import pytest
 from octet.errors import BackendUnavailable
 from serve.config import ModelConfig, Shadow
 from serve.gateway.epoch import Epoch
+from serve.gateway.status import readiness
+from serve.gateway.status import status as status_of
 from serve.routing import Routes
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
@@ -155,10 +157,10 @@ async def test_a_shadow_alone_makes_nothing_ready() -> None:
     """Clients get no answer of its: a gateway with nothing else must get no traffic."""
     async with shadowed(Scripted(whole())) as served:
         gateway = served.gateway
-        assert gateway.readiness()["ready"] and served.metric("octet_ready") == 1
+        assert readiness(gateway)["ready"] and served.metric("octet_ready") == 1
         (main,) = gateway.pools["main"].members
         main.go_out("gone", reachable=False)
         assert gateway.pools["trial"].ready
-        assert not gateway.readiness()["ready"] and not gateway.status()["ready"]
+        assert not readiness(gateway)["ready"] and not status_of(gateway)["ready"]
         assert served.metric("octet_ready") == 0
-        assert [entry["pool"] for entry in gateway.readiness()["models"]["m"]] == ["main"]
+        assert [entry["pool"] for entry in readiness(gateway)["models"]["m"]] == ["main"]

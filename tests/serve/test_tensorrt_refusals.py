@@ -14,10 +14,10 @@ from octet.artifacts.manifest import MANIFEST_FILE
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
 from serve.config import EmbeddedConfig
+from serve.engine.load import load_runner
 from serve.onnx.runner import OnnxRunner
 from serve.routing import make_backend
 from serve.run import _settings
-from serve.runner.protocol import load_runner
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner
 from serve.triton_entry import TritonEntry

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octet_cli.main import app
+from serve.config import checks
 from tests.serve.test_config import VLLM, load, refusal
 
 DIGEST = "a" * 64
@@ -87,12 +88,12 @@ def test_a_pool_that_brings_its_own_golden_records_can_serve_a_tier(tmp_path: Pa
     ):
         config = load(tmp_path, text("tier: exact", pools=f"pools: {{p: {{{backends}}}}}"))
         assert config.models["m"].tier == "exact"
-        assert not any(warning.startswith("tiers:") for warning in config.warnings)
+        assert not any(warning.startswith("tiers:") for warning in checks.warnings(config))
 
 
 def test_tiers_that_nobody_can_serve_are_a_warning(tmp_path: Path) -> None:
     pools = f"pools: {{p: {{backends: [{VLLM}]}}}}"
-    warnings = load(tmp_path, text("", pools=pools)).warnings
+    warnings = checks.warnings(load(tmp_path, text("", pools=pools)))
     warning = "tiers: no pool is measured (see `proof`): each request of a tier will be refused"
     assert warning in warnings
 

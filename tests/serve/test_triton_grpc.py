@@ -17,8 +17,8 @@ from octet.errors import (
     FailureKind,
     OctetError,
     RequestError,
+    UnsupportedField,
 )
-from serve.api.unsupported import UnsupportedField
 from serve.backends import triton_grpc
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend

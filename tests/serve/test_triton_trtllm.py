@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from octet.errors import BackendUnavailable, RequestError
-from serve.api.unsupported import UnsupportedField
+from octet.errors import BackendUnavailable, RequestError, UnsupportedField
 from serve.backends.triton_grpc import TritonBackend
 from serve.backends.triton_prompt import end_tokens
 from serve.backends.triton_trtllm import TextAnswer

@@ -19,7 +19,7 @@ from typing import Any
 
 from octet.errors import BackendError, ConfigError
 from octet.statistics import Interval
-from verify.evaluation.targets.open import AskedByUrl
+from verify.evaluation.target import AskedByUrl
 
 __all__ = ["Harness"]
 

@@ -3,12 +3,12 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Answer", "Target", "digest_of", "top_k"]
+__all__ = ["Answer", "AskedByUrl", "Target", "digest_of", "top_k"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,12 @@ def top_k(logprobs: NDArray[np.float64], k: int) -> tuple[NDArray[np.int32], NDA
 def digest_of(ids: Sequence[int]) -> str:
     """What an answer is kept under: a hash of the sample's token ids."""
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:32]
+
+
+@runtime_checkable
+class AskedByUrl(Protocol):
+    """A target that is a running server."""
+
+    url: str  # without /v1
+    model: str  # as it calls it
+    longest: int | None  # tokens of a prompt, one less than of its context

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from octet.errors import BackendError, OctetError, RequestError
+from octet.errors import BackendError, OctetError, RequestError, UnsupportedField
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
 from serve.admission.errors import shutting_down
@@ -22,9 +22,7 @@ from serve.api.request.affinity import ask_for
 from serve.api.request.deadlines import Deadlines
 from serve.api.request.disowned import Disowned, require_same
 from serve.api.request.failures import fault_of, nobody_left, too_late, without_address
-from serve.api.unsupported import UnsupportedField
-from serve.members.lease import Lease
-from serve.members.member import Member
+from serve.members.member import Lease, Member
 from serve.routing.pool import Pool
 from serve.routing.retry_budget import RetryBudget
 from serve.routing.tiers import ModelTier

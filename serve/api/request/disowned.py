@@ -4,7 +4,7 @@ import logging
 
 from octet.errors import BackendUnavailable
 from serve.api.answer import Answer, close
-from serve.members.lease import Lease
+from serve.members.member import Lease
 
 __all__ = ["Disowned", "require_same"]
 

@@ -9,12 +9,13 @@ from octet.errors import (
     BackendError,
     BackendUnavailable,
     BackendUnproven,
+    NeedsTokenizer,
     OctetError,
     RequestError,
+    UnsupportedField,
 )
 from serve.api.relay import AnsweredFailure
 from serve.api.request.deadlines import Deadlines
-from serve.api.unsupported import NeedsTokenizer, UnsupportedField
 from serve.members.member import Member
 from serve.routing.pool import Pool
 

@@ -14,6 +14,7 @@ from serve.backends import connection as held
 from serve.backends import openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
+from serve.gateway.status import status as status_of
 from tests.fake_servers import FakeOpenAI
 from tests.patient_loop import run
 from tests.serve.in_process import Client, in_process
@@ -54,7 +55,7 @@ async def until(client: Client, *standings: str) -> Any:
     """The first backend's entry in /status, once it has one of these standings."""
     async with asyncio.timeout(60):
         while True:
-            entry = client.gateway.status()["pools"]["p"]["backends"][0]
+            entry = status_of(client.gateway)["pools"]["p"]["backends"][0]
             if entry["standing"] in standings:
                 return entry
             await asyncio.sleep(0.01)
@@ -82,7 +83,7 @@ def test_a_right_server_is_admitted_and_a_wrong_one_refused_by_name(golden: Path
         await asyncio.gather(right.start(), wrong.start())
         try:
             async with gateway(golden, right, wrong) as client:
-                told = client.gateway.status()["pools"]["p"]["backends"]
+                told = status_of(client.gateway)["pools"]["p"]["backends"]
                 assert [entry["standing"] for entry in told] == ["in", "refused"]
                 good, bad = (entry["proof"] for entry in told)
                 low, high = good["kl_interval"]
@@ -96,7 +97,7 @@ def test_a_right_server_is_admitted_and_a_wrong_one_refused_by_name(golden: Path
                     status, _answer = await client.post("/v1/completions", ASK)
                     assert status == 200
                 assert len(wrong.requests) == before
-                told = client.gateway.status()["pools"]["p"]["backends"][0]["proof"]
+                told = status_of(client.gateway)["pools"]["p"]["backends"][0]["proof"]
                 assert 0 < told["share"] < 1 and told["tokens"] >= good["tokens"]
                 of = {"pool": "p", "backend": "p-1"}
                 assert client.metric("octet_backend_proof_state", **of) == 3

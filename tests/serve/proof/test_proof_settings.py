@@ -16,8 +16,10 @@ from octet.proof.verdict import Verdict
 from octet_cli.main import app
 from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig
 from serve.config.proof import Proof
+from serve.gateway import unproven
 from serve.gateway.reload import reload_from
-from serve.gateway.state import Gateway, unproven
+from serve.gateway.state import Gateway
+from serve.gateway.status import status as status_of
 from serve.members.proof_state import MemberProof
 from serve.proof.exam import Exams, directory_of
 from serve.proof.probe import Probed
@@ -57,7 +59,7 @@ def standings(gateway: Served) -> list[str]:
 
 
 def states(gateway: Served) -> list[str]:
-    told = gateway.gateway.status()["pools"]["p"]["backends"]
+    told = status_of(gateway.gateway)["pools"]["p"]["backends"]
     return [entry["proof"]["state"] for entry in told]
 
 
@@ -204,7 +206,7 @@ async def test_a_gateway_without_proof_stays_so_over_a_reload(tmp_path: Path, go
         async with serving_gateway(gateway) as running:
             await reload(running, text(f"{{golden: {golden}}}", wrong))
             assert (standings(running), states(running)) == (["in"], ["none"])
-            assert running.gateway.status()["unproven_pools"] == ["p"]
+            assert status_of(running.gateway)["unproven_pools"] == ["p"]
             assert await running.metric("octet_pool_unproven", pool="p") == 1
             assert await running.metric("octet_backend_proof_state", pool="p", backend="p-1") == 0
     finally:
@@ -269,7 +271,7 @@ async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(
     ]
     async with serving_gateway(configured(path, "\n".join(lines))) as running:
         assert not running.gateway.ready
-        assert running.gateway.status()["unproven_pools"] == ["bare", "found"]
+        assert status_of(running.gateway)["unproven_pools"] == ["bare", "found"]
         for pool, value in {"bare": 1, "found": 1, "proven": 0}.items():
             assert await running.metric("octet_pool_unproven", pool=pool) == value
 

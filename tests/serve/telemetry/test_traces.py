@@ -16,7 +16,7 @@ from octet.errors import ConfigError
 from serve.config.telemetry import Traces
 from serve.telemetry import spans as span_exporter
 from serve.telemetry.observation import Observation
-from serve.telemetry.traces import Tracing
+from serve.telemetry.traces import tracing_from
 from tests.serve.telemetry.conftest import Figures
 from tests.serve.telemetry.test_observe import TRACEPARENT, Inside, ask
 
@@ -71,7 +71,7 @@ async def traced(
 ) -> tuple[Observation, list[Span]]:
     """One request, and its spans as they were received."""
     traces = Traces(endpoint=collector.endpoint, sample=options.pop("sample", 1.0))
-    tracing = Tracing.from_config(traces)
+    tracing = tracing_from(traces)
     assert tracing is not None
     observation, _ = await ask(figures, inside=inside, tracing=tracing, **options)
     tracing.close()
@@ -219,7 +219,7 @@ async def test_a_collector_that_is_away_costs_a_moment(
     figures: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(span_exporter, "EXPORT_TIMEOUT_S", 0.5)
-    tracing = Tracing.from_config(Traces(endpoint="http://127.0.0.1:9"))
+    tracing = tracing_from(Traces(endpoint="http://127.0.0.1:9"))
     assert tracing is not None
     await ask(figures, tracing=tracing)
     started = time.perf_counter()
@@ -232,8 +232,8 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
         "import sys\n"
         "import serve.http.observe\n"
         "from serve.config.telemetry import Traces\n"
-        "from serve.telemetry.traces import Tracing\n"
-        "assert Tracing.from_config(Traces()) is None\n"
+        "from serve.telemetry.traces import tracing_from\n"
+        "assert tracing_from(Traces()) is None\n"
         "assert 'opentelemetry.sdk' not in sys.modules\n"
         "assert 'opentelemetry.exporter' not in sys.modules\n"
     )
@@ -243,10 +243,10 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", "http://"])
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"traces\.endpoint"):
-        Tracing.from_config(Traces(endpoint=endpoint))
+        tracing_from(Traces(endpoint=endpoint))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "serve.telemetry.spans", None)
     with pytest.raises(ConfigError, match=r"pip install 'octet\[traces\]'"):
-        Tracing.from_config(Traces(endpoint="http://127.0.0.1:4318"))
+        tracing_from(Traces(endpoint="http://127.0.0.1:4318"))

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from calibrate.decoder.loading import load_model, load_tokenizer, resolve_dtype
+from calibrate.decoder.loading import load_model, resolve_dtype
 from calibrate.samples.batches import make_batches
 from calibrate.samples.source import load_samples
-from calibrate.samples.tokens import encode
+from calibrate.samples.tokens import encode, load_tokenizer
 from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
 from verify.evaluation.sequences import Sequences

@@ -9,17 +9,18 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import NumericsError
+from serve.engine.load import load_runner
+from serve.engine.prompts import teacher_forced
 from serve.engine.sampler import log_softmax
 from serve.engine.tokenizer import Tokenizer
 from serve.runner.cache import Slots
-from serve.runner.protocol import CHUNK, Runner, StepBatch, load_runner
+from serve.runner.protocol import Runner
 from verify.evaluation.target import Answer, top_k
 
-__all__ = ["Export", "teacher_forced"]
+__all__ = ["Export"]
 
 
 class Export:
@@ -63,19 +64,3 @@ class Export:
         if not answer.finite:
             raise NumericsError(f"{self.name}: NaN or Inf in its logits")
         return answer
-
-
-def teacher_forced(runner: Runner, cache: Slots, ids: list[int]) -> Iterator[NDArray[np.float32]]:
-    """Logits float32 [T, V] of every position of `ids`, chunk by chunk.
-
-    Uses a free slot of `cache`. Each array is valid until the next is asked for.
-    """
-    slot = cache.acquire()
-    assert slot is not None
-    try:
-        for start in range(0, len(ids), CHUNK):
-            tokens = np.array([ids[start : start + CHUNK]], np.int64)
-            step = StepBatch(tokens, [slot], np.arange(tokens.shape[1])[None])
-            yield runner.forward(step, cache)[0]
-    finally:
-        cache.release(slot)

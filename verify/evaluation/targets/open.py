@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from octet.artifacts.manifest import PLAN_FILE
 from octet.errors import BackendError, ConfigError, UnsupportedError
@@ -11,16 +10,7 @@ from octet.interrupts import held_back
 from verify.evaluation.sequences import Sequences, read_texts
 from verify.evaluation.target import Target
 
-__all__ = ["AskedByUrl", "is_export", "open_target", "read_samples"]
-
-
-@runtime_checkable
-class AskedByUrl(Protocol):
-    """A target that is a running server."""
-
-    url: str  # without /v1
-    model: str  # as it calls it
-    longest: int | None  # tokens of a prompt, one less than of its context
+__all__ = ["is_export", "open_target", "read_samples"]
 
 
 def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:

@@ -1,0 +1,23 @@
+"""Chooses the runner for an export or an engine."""
+
+from pathlib import Path
+
+from octet.artifacts.manifest import Manifest
+from serve.runner.protocol import Runner
+
+__all__ = ["load_runner"]
+
+
+def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
+    """What runs an ONNX export, or an engine on GPU `device`; `threads` of the CPU (0: all).
+
+    Raises ArtifactError for what is not a whole, unaltered one, and UnsupportedError for an engine
+    that is not for this machine.
+    """
+    if Manifest.load(path, verify=False).kind == "engine":
+        from serve.tensorrt.runner import TensorRTRunner
+
+        return TensorRTRunner(path, device=device)
+    from serve.onnx.runner import OnnxRunner  # loads ONNX Runtime
+
+    return OnnxRunner(path, threads=threads)

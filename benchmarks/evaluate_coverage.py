@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from octet.statistics import FEW, hall_ends, interval, moments, student_ends
 from verify.evaluation.evaluator import evaluate
-from verify.evaluation.means import Evaluation
+from verify.evaluation.scores import Evaluation
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 SIZES = (16, 32, 64, 128)  # documents

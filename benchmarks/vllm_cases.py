@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octet.artifacts.serving_path import Expectation, ServingPath
-from octet.proof.engines import Machine, vllm_path
+from octet.proof.declared import Machine, vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"

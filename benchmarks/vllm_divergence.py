@@ -2,7 +2,7 @@
 
 The claim it checks: each checkpoint of the example that Octet exports, served by vLLM with each
 cache, is as far from the BF16 model, on its golden prompts, as `calibrate` predicts for the path
-that the engine executes (`octet.proof.engines`). Calibrates and exports the example; every engine
+that the engine executes (`octet.proof.declared`). Calibrates and exports the example; every engine
 then runs in a process of its own. Exits with 1 if one is outside its range, or does not start.
 
     python benchmarks/vllm_divergence.py [--machine sm90] [--only fp8] [--output FILE]
@@ -27,7 +27,7 @@ from vllm_offline import ENVIRONMENT, engine
 
 from octet.artifacts.golden import GoldenSet, top_k_divergence
 from octet.artifacts.serving_path import Expectation
-from octet.proof.engines import Machine
+from octet.proof.declared import Machine
 
 TOKENS = 16
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}

@@ -23,7 +23,7 @@ from verify.evaluation.console import render, render_tasks
 from verify.evaluation.evaluator import Advance
 from verify.evaluation.evaluator import evaluate as score
 from verify.evaluation.lm_eval import Harness
-from verify.evaluation.means import Evaluation
+from verify.evaluation.scores import Evaluation
 from verify.evaluation.target import AskedByUrl
 from verify.evaluation.targets.open import open_target, read_samples
 

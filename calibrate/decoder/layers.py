@@ -20,9 +20,8 @@ from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from calibrate.decoder.experts import assemble
-from calibrate.decoder.loading import ComputeDtype, load_skeleton
+from calibrate.decoder.loading import ComputeDtype, Stored, load_skeleton, to_torch
 from calibrate.decoder.partial import Turn, some_layers
-from calibrate.decoder.stored import Stored, to_torch
 from calibrate.decoder.supported import check_make, window_of
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint

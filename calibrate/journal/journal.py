@@ -34,18 +34,21 @@ from calibrate.journal.compact_counts import CompactCounts
 from calibrate.journal.directory import (
     HEAD,
     KEPT,
+    altered,
     clear_activations,
     discard_contents,
     flush_activations,
     forget_activations,
     lock_directory,
     make_directory,
+    read_json,
     remove,
     remove_remains,
+    unreadable,
+    write_json,
 )
 from calibrate.journal.distributed import Group
 from calibrate.journal.identity import THREADS
-from calibrate.journal.records import altered, read_json, unreadable, write_json
 from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import StoredHistograms, pack_histogram
 from octet.errors import ArtifactError, CheckpointError

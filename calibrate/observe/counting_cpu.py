@@ -7,23 +7,45 @@ How it is fast: four counters a bin, side by side, so that equal neighbours (zer
 for each other's store; uint32 counters, flushed into int64 after each call; float32 rounded in
 blocks that stay in the L1 cache; one set of counters a thread, with the interpreter lock released;
 the tensor's own memory is read, and padding is skipped by reading runs of whole rows.
+
+Machine code for loops that numpy has no function for.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.observe.compiled import compiled
 from octet.artifacts.calibration import BINS
 from octet.numerics.bits import float32_to_bf16
 
-__all__ = ["Counter", "CpuCounter", "count_reference", "make_counter"]
+__all__ = ["Counter", "CpuCounter", "compiled", "count_reference", "inlined", "make_counter"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """`function` in machine code, kept on disk between runs where a directory can be written.
+
+    It runs without the interpreter's lock, so that threads may share a tensor's rows.
+    """
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # numba finds neither our folder nor the user's cache writable
+        return cast(F, numba.njit(nogil=True)(function))
+
+
+def inlined(function: F) -> F:
+    """`function` for use in `compiled` ones, as if it were written where it is called."""
+    return cast(F, numba.njit(inline="always")(function))
+
 
 _LANES = 4
 _BLOCK = 2048  # float32 rounded at a time: 4 KB of codes

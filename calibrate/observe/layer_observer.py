@@ -1,6 +1,11 @@
-"""Hooks on decoder layers, which count what flows while a batch passes through them."""
+"""Hooks on decoder layers, which count what flows while a batch passes through them.
 
-from collections.abc import Callable, Iterator, Mapping
+Where a tensor holds NaN or Inf: channel and sample, among the values as they are counted.
+
+Linears that are taken by their names to read one tensor, held to it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,13 +15,63 @@ from transformers import DynamicCache
 from calibrate.decoder.attention import tap_queries
 from calibrate.decoder.experts import tap_experts
 from calibrate.observe.counting_cpu import Counter
-from calibrate.observe.finite import require_finite
-from calibrate.observe.sharing import require_shared_inputs
 from calibrate.samples.batches import Batch
 from octet.errors import ConfigError, NumericsError, UnsupportedError
-from octet.model.spec import ModelSpec
+from octet.model.spec import Linear, ModelSpec
 
-__all__ = ["LayerObserver"]
+__all__ = ["LayerObserver", "require_finite", "require_shared_inputs"]
+
+
+@contextmanager
+def require_shared_inputs(layer: Any, prefix: str, linears: Iterable[Linear]) -> Iterator[None]:
+    """While active, a linear of the decoder layer `prefix` that reads another tensor than the first
+    with its `input` raises UnsupportedError: it would be served with scales of what it never reads.
+    """
+    last: dict[str, torch.Tensor] = {}
+
+    def hook_of(linear: Linear) -> Any:
+        def hook(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            first = linear.input.removesuffix(".input")
+            if linear.name == first:
+                last[first] = args[0]
+            elif first not in last or last[first].data_ptr() != args[0].data_ptr():
+                raise UnsupportedError(
+                    f"{linear.name} does not read what {first} reads, as their names promise:"
+                    " this architecture is not supported"
+                )
+
+        return hook
+
+    with ExitStack() as stack:
+        for linear in linears:
+            module = layer.get_submodule(linear.name.removeprefix(f"{prefix}."))
+            stack.enter_context(module.register_forward_pre_hook(hook_of(linear)))
+        yield
+
+
+def require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf as it is counted."""
+    parts = [(origin, _as_counted(row.flatten(1))) for origin, row in rows]
+    broken = [(origin, part) for origin, part in parts if not part.isfinite().all()]
+    if not broken:
+        return
+    origin, first = broken[0]
+    channel = int((~first.isfinite()).any(dim=0).nonzero()[0])
+    nans = sum(int(part.isnan().sum()) for _, part in broken)
+    infs = sum(int(part.isinf().sum()) for _, part in broken)
+    total = sum(part.numel() for _, part in parts)
+    if all(bool(row.isfinite().all()) for _, row in rows):
+        why = "it is finite in float32 but beyond bfloat16, in which values are counted"
+    else:
+        why = "the model itself is broken there, or overflows in this dtype"
+    raise NumericsError(
+        f"{name} holds {nans} NaN and {infs} Inf among {total} values of one batch, first in"
+        f" channel {channel} in the sample of {origin}: {why}"
+    )
+
+
+def _as_counted(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16() if x.dtype == torch.float32 else x
 
 
 class LayerObserver:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from calibrate.decoder.arithmetic import linear
+from calibrate.decoder.partial import Tail
 from calibrate.decoder.rounding import fake_quantize
-from calibrate.decoder.tail import Tail
 from calibrate.observe.histogram import SMALL, Histogram
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import find_units, format_label, unit_weights

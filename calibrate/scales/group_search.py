@@ -21,7 +21,7 @@ a sum of non-negative terms in a fixed order are all monotonic in floating point
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.compiled import compiled, inlined
+from calibrate.observe.counting_cpu import compiled, inlined
 
 __all__ = ["best_scales", "tile_errors"]
 

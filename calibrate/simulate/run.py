@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
-from calibrate.samples.golden_batches import golden_batches
+from calibrate.samples.batches import golden_batches
 from calibrate.simulate.cache import round_attention
 from calibrate.simulate.faults import (
     TakenScales,

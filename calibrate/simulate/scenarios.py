@@ -35,7 +35,7 @@ _DEEP = 16
 
 
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
-    """Returns the paths that engines take with `recipe` (`octet.proof.engines`,
+    """Returns the paths that engines take with `recipe` (`octet.proof.declared`,
     docs/compatibility.md).
 
     With the recipe's own cache and with every other that an export may choose. Engines on a GPU and

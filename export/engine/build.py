@@ -13,7 +13,7 @@ from rich.console import Console
 
 from export.accuracy_gate import Judge, finish
 from export.engine.builder import WORKSPACE_BYTES, Options, Plan, build_plan
-from export.engine.library import RTX, BuilderChoice, Name, choose, load
+from export.engine.library import RTX, BuilderChoice, Gpu, Name, choose, find_gpu, load
 from export.engine.profiles import MAX_BATCH, longest_of, profiles_of
 from export.engine.report import check_precision, precision_details, print_report
 from export.engine.targets import (
@@ -23,7 +23,6 @@ from export.engine.targets import (
     kinds_of,
     resolve_targets,
 )
-from export.engine.tensorrt_device import Gpu, find_gpu
 from export.onnx.tensorrt_cache import describe
 from export.onnx.tensorrt_decoder import INLINE_LIMIT_BYTES, EngineGraph, engine_graph
 from export.source import Source, require_space

@@ -2,19 +2,66 @@
 
 TensorRT (NVIDIA's index, container images) builds for the GPU that is there. TensorRT-RTX (PyPI)
 builds for GPUs that are named, without one. Their Python API is the same but for the targets.
+
+Which NVIDIA GPU is here, asked of its driver: no CUDA library has to be installed.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import platform
 import re
+import sys
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
-from export.engine.tensorrt_device import Gpu
 from octet.errors import UnsupportedError
 
-__all__ = ["RTX", "RTX_TARGETS", "TENSORRT", "BuilderChoice", "Name", "choose", "load"]
+__all__ = [
+    "RTX",
+    "RTX_TARGETS",
+    "TENSORRT",
+    "BuilderChoice",
+    "Gpu",
+    "Name",
+    "choose",
+    "find_gpu",
+    "load",
+]
+
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that this process sees first."""
+
+    name: str  # such as "NVIDIA H200"
+    target: str  # such as "sm90"
+
+
+def find_gpu() -> Gpu | None:
+    """None without a driver or without a GPU that it shows to this process."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    by = ctypes.byref
+    calls: tuple[tuple[Any, ...], ...] = (
+        (driver.cuInit, 0),
+        (driver.cuDeviceGet, by(device), 0),
+        (driver.cuDeviceGetName, name, len(name), device),
+        (driver.cuDeviceGetAttribute, by(major), _CAPABILITY_MAJOR, device),
+        (driver.cuDeviceGetAttribute, by(minor), _CAPABILITY_MINOR, device),
+    )
+    if any(call(*arguments) != 0 for call, *arguments in calls):
+        return None
+    return Gpu(name.value.decode(), f"sm{major.value}{minor.value}")
+
 
 BuilderChoice = Literal["auto", "tensorrt", "tensorrt-rtx"]
 Name = Literal["TensorRT", "TensorRT-RTX"]

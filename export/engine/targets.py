@@ -5,8 +5,7 @@ Everything here is decided from names, before a graph is built or parsed.
 
 from collections.abc import Iterable, Sequence
 
-from export.engine.library import RTX, RTX_TARGETS, Name
-from export.engine.tensorrt_device import Gpu
+from export.engine.library import RTX, RTX_TARGETS, Gpu, Name
 from export.source import Source
 from octet.errors import UnsupportedError, nearest
 from octet.recipe import SchemeKind

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from export.onnx.attention import KeyOrder, Positional
+from export.onnx.attention import KeyOrder, Positional, rope_tables
 from export.onnx.cache import Cache
 from export.onnx.graph import Graph
 from export.onnx.linear import Linears, add_stored, stored_weight
-from export.onnx.onnx_rope import rope_tables
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.spec import Linear, ModelSpec

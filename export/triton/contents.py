@@ -1,6 +1,10 @@
-"""What the version of a Triton entry holds: one writer for each backend."""
+"""What the version of a Triton entry holds: one writer for each backend.
+
+The engine directory that an entry of a Triton model repository copies.
+"""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -8,12 +12,52 @@ from pathlib import Path
 from typing import Literal
 
 from export.accuracy_gate import Judge
+from export.source import require_space
 from export.triton.entries import SLOTS, Entry, python_entry, vllm_engine, vllm_entry
-from export.triton.triton_plan import Plan
-from octet.artifacts.manifest import Manifest
-from octet.errors import UnsupportedError
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.errors import ArtifactError, UnsupportedError
 
-__all__ = ["WRITERS", "Backend", "Inputs", "Job", "check_kernels"]
+__all__ = ["WRITERS", "Backend", "Inputs", "Job", "Plan", "check_kernels"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine directory, verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, engine: Path, calibration: Path) -> "Plan":
+        manifest = Manifest.load(engine, "engine")
+        if manifest.calibration != Manifest.load(calibration, "calibration", verify=False).identity:
+            raise ArtifactError(
+                f"{engine}: was not built from {calibration}; build it with"
+                f" `octet build-engine {calibration}`"
+            )
+        return cls(engine, manifest)
+
+    def copy(self, destination: Path) -> Manifest:
+        """Copies what the manifest lists; `destination` may exist."""
+        require_space(destination, self.nbytes)
+        for name in self._names:
+            (destination / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path / name, destination / name)
+        return self.manifest
+
+    @property
+    def _names(self) -> list[str]:
+        return [*self.manifest.files, MANIFEST_FILE]
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.path / name).stat().st_size for name in self._names)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Sequences in one decoding step, and tokens of the longest."""
+        return self.manifest.details["max_batch"], self.manifest.details["max_length"]
+
 
 Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 

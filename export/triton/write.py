@@ -18,8 +18,7 @@ from typing import Any
 from export.accuracy_gate import Judge
 from export.source import Source, require_space
 from export.triton.config_text import pbtxt
-from export.triton.contents import WRITERS, Backend, Inputs, Job, check_kernels
-from export.triton.triton_plan import Plan
+from export.triton.contents import WRITERS, Backend, Inputs, Job, Plan, check_kernels
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.artifacts.scenarios import HYPOTHESES_FILE

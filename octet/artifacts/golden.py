@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from octet.storage.documents import read_document
+from octet.storage.files import read_document
 
 __all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "top_k_divergence"]
 

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from octet.recipe import KvCacheDtype, Recipe
-from octet.storage.documents import read_document
+from octet.storage.files import read_document
 
 __all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
 

@@ -13,8 +13,7 @@ from octet.proof.causes import ANOTHER_MODEL
 from octet.proof.declared import Declared
 from octet.proof.divergence import Measure
 from octet.proof.verdict import Outcome, Verdict, sentence
-from octet.statistics import FEW
-from octet.student import t_quantile
+from octet.statistics import FEW, t_quantile
 
 __all__ = ["by_bound"]
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.artifacts.serving_path import Expectation, ServingPath
-from octet.student import t_quantile
+from octet.statistics import t_quantile
 
 __all__ = ["expectations"]
 

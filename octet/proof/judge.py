@@ -74,7 +74,7 @@ from octet.proof.expected_range import expectations
 from octet.proof.likelihood_ratio import Contest
 from octet.proof.responses import Response, complete, improper
 from octet.proof.verdict import Outcome, Range, Score, Verdict, range_text, sentence
-from octet.student import t_quantile
+from octet.statistics import t_quantile
 
 __all__ = ["ALPHA", "BETA", "judge"]
 

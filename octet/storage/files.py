@@ -3,13 +3,20 @@
 SHA-256 takes longer than all else that a streaming export does with what it reads. XXH3-128 takes
 next to nothing, and tells a damaged, truncated or exchanged file as surely; only of one that was
 forged on purpose it tells nothing. It is the `xxhash` package's, where that is installed.
+
+Reading a JSON file as a pydantic model, with one line for what is wrong with it.
 """
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-__all__ = ["XXH3", "Digest", "file_digests", "sha256_file", "xxh3"]
+from pydantic import BaseModel, ValidationError
+
+from octet.errors import ArtifactError
+
+__all__ = ["XXH3", "Digest", "file_digests", "read_document", "sha256_file", "xxh3"]
 
 XXH3 = "xxh3-128:"  # begins a checksum in hex; a SHA-256 is bare
 _PART = 1 << 20  # bytes read at a time
@@ -59,3 +66,17 @@ def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+Document = TypeVar("Document", bound=BaseModel)
+
+
+def read_document(path: Path, kind: type[Document], what: str) -> Document:
+    """The content of `path`. ArtifactError if it cannot be read, or is not `what` it should be."""
+    try:
+        return kind.model_validate(json.loads(path.read_text()))
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}") from None
+    except (ValueError, ValidationError) as error:
+        detail = str(error).splitlines()[0]
+        raise ArtifactError(f"{path}: not {what} ({detail})") from None

@@ -2,16 +2,29 @@
 
 An `Answer` is opened before anything is sent to the client, its first event included. So a backend
 that cannot be reached, or dies before its first token, costs the client nothing but time.
+
+What the pieces of a stream tell without being parsed: they may be one event, or many.
 """
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from octet.errors import OctetError
 
-__all__ = ["DONE", "EVENT_STREAM", "JSON", "Answer", "Tally", "close"]
+__all__ = [
+    "DONE",
+    "EVENT_STREAM",
+    "JSON",
+    "Answer",
+    "Tally",
+    "close",
+    "ended_in",
+    "events_in",
+    "is_comment",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -52,3 +65,26 @@ async def close(rest: AsyncGenerator[bytes, None]) -> None:
             await rest.aclose()
     except Exception as error:
         _log.warning("an answer could not be closed: %r", error)
+
+
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+
+
+def is_comment(piece: bytes) -> bool:
+    """Whether there are no data in it: servers write comments to keep a connection open."""
+    return piece.startswith(b":") and b"\ndata:" not in piece
+
+
+def ended_in(piece: bytes) -> int:
+    """Choices that say how they ended."""
+    return len(_FINISHED.findall(piece))
+
+
+def events_in(piece: bytes) -> int:
+    """Events with tokens: neither `[DONE]` nor the usage."""
+    events = piece.count(b"\n\n") or piece.count(b"\r\n\r\n")
+    if b"[DONE]" in piece[-20:]:
+        events -= 1
+    if b'"choices":[]' in piece:
+        events -= 1
+    return max(events, 0)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from octet.errors import UnsupportedField
 from serve.admission.estimate import prompt_tokens
 from serve.api.answer import Answer
-from serve.api.call import Call
+from serve.api.operation import Call
 from serve.api.relay import open_relay
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
 from serve.backends.base import Backend, RelayingBackend

@@ -1,14 +1,38 @@
-"""What a POST path does: the interface of an operation."""
+"""What a POST path does: the interface of an operation.
 
+One request, checked: what the operation and the backends need of it.
+"""
+
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
 from serve.api.answer import Answer
-from serve.api.call import Call
 from serve.backends.base import Backend
+from serve.routing.route import Route
 
-__all__ = ["Operation"]
+__all__ = ["Call", "Operation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`body` is the checked form of `data`, which is the decoded form of `raw`."""
+
+    id: str
+    path: str
+    raw: bytes
+    data: dict[str, Any]
+    body: Any
+    route: Route
+    headers: dict[str, str] = field(default_factory=dict)  # to send on: request id, traceparent
+    streamed: bool = False  # the client asked for events, of an operation that has them
+
+    @property
+    def model(self) -> str:
+        """The name that the client used: an alias is answered under itself."""
+        model: str = self.data.get("model") or self.route.name
+        return model
 
 
 class Operation(Protocol):

@@ -8,10 +8,10 @@ from pydantic import BaseModel
 
 from serve.admission.estimate import prompt_tokens
 from serve.api.answer import Answer
-from serve.api.call import Call
 from serve.api.chat import ChatDialect, plain_messages
 from serve.api.completions import CompletionDialect
 from serve.api.generate import open_generate, requests_of
+from serve.api.operation import Call
 from serve.api.relay import open_relay, relays
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.unsupported import refuse_unsupported

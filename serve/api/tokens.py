@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.errors import NeedsTokenizer, RequestError
 from serve.api.answer import JSON, Answer
-from serve.api.call import Call
 from serve.api.chat import plain_messages
+from serve.api.operation import Call
 from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
 from serve.api.unsupported import refuse_unsupported

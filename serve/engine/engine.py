@@ -21,8 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from octet.errors import BackendError, BackendUnavailable
-from serve.engine.generation import Generation
-from serve.engine.pace import Pace
+from serve.engine.generation import Generation, Pace
 from serve.engine.request import Event
 from serve.engine.sampler import sample
 from serve.runner.protocol import CHUNK, Runner, RunnerLost, StepBatch

@@ -1,22 +1,33 @@
-"""Backends found while the gateway runs: at the addresses of a name, or in a file that changes."""
+"""Backends found while the gateway runs: at the addresses of a name, or in a file that changes.
+
+Whether a backend may join a pool that is already at work.
+"""
 
 import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from octet.errors import ConfigError, OctetError
 from serve.config import BackendConfig, DnsDiscovery, FileDiscovery
-from serve.config.checks import at_address
+from serve.config.checks import at_address, needs_model
 from serve.config.load import load_backends
-from serve.gateway.membership import refuse_unfit
 from serve.routing import Member, Pool
 
-__all__ = ["Discovery", "origin_of"]
+__all__ = ["Discovery", "origin_of", "refuse_unfit"]
 
 _log = logging.getLogger(__name__)
+
+
+def refuse_unfit(config: BackendConfig, members: Iterable[Member], models: Sequence[str]) -> None:
+    """Raises ConfigError for a name that one of `members` has, or a model that nobody says."""
+    if config.name is not None and any(member.name == config.name for member in members):
+        raise ConfigError(f"the pool has a backend named '{config.name}' already")
+    if problem := needs_model(config, models):
+        raise ConfigError(problem)
+
 
 FIRST_ROUND_S = 5.0  # a start waits no longer for what a source has to say
 

@@ -17,7 +17,7 @@ from serve.api.errors import install
 from serve.config import BackendConfig, HttpConfig
 from serve.config.problems import one_line, problems_of
 from serve.gateway import status
-from serve.gateway.membership import refuse_unfit
+from serve.gateway.discovery import refuse_unfit
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.routing import Member, Pool

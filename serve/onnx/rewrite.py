@@ -2,19 +2,31 @@
 
 The file keeps the FP8 and FP4 types; the numbers stay the same, bit for bit, and a test holds that.
 ONNX Runtime 1.31 casts to and from FP8 one element at a time: 7.5 ns to E4M3, 2.4 ns from E5M2. It
-has no FP4 kernel at all; FP4 weights are in serve/onnx/onnx_weights.py.
+has no FP4 kernel at all; FP4 weights are in serve/onnx/rewrite.py.
+
+FP4 weights of an ONNX export as ONNX Runtime can read them, in memory.
+
+ONNX Runtime 1.31 knows the type FLOAT4E2M1 but has no kernel for it. Every E2M1 value is an E4M3
+value too, so the codes are exchanged one for one, and the DequantizeLinear that reads them stays:
+a byte a weight while the session is made, which then folds it to float32 as it does FP8 weights.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from octet.errors import ArtifactError
+from octet.numerics.bits import unpack_e2m1
+from octet.numerics.formats import E2M1, E4M3, decode, encode
 
-__all__ = ["read_past_as_float16", "round_in_float32"]
+__all__ = ["read_past_as_float16", "round_in_float32", "store_e2m1_as_e4m3"]
 
 
 @dataclass(frozen=True)
@@ -164,3 +176,40 @@ def _readers(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     return readers
+
+
+_E4M3_CODES = encode(decode(np.arange(16, dtype=np.uint8), E2M1), E4M3)
+
+
+def store_e2m1_as_e4m3(model: onnx.ModelProto, directory: Path) -> dict[str, Any]:
+    """Exchanges the FLOAT4E2M1 initializers of `model`; returns those outside of it, by name.
+
+    A tensor with its data in a file of `directory` keeps its place there, which no longer fits: the
+    session must be given its OrtValue instead (`add_external_initializers`). ArtifactError for a
+    reference that leaves the directory or its file.
+    """
+    outside: dict[str, Any] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_type != TensorProto.FLOAT4E2M1:
+            continue
+        tensor.data_type = TensorProto.FLOAT8E4M3FN
+        if tensor.data_location != TensorProto.EXTERNAL:
+            packed = np.frombuffer(tensor.raw_data, np.uint8)
+            tensor.raw_data = _E4M3_CODES[unpack_e2m1(packed)].tobytes()
+            continue
+        codes = _E4M3_CODES[unpack_e2m1(_external(tensor, directory))].reshape(tuple(tensor.dims))
+        outside[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            codes, TensorProto.FLOAT8E4M3FN
+        )
+    return outside
+
+
+def _external(tensor: onnx.TensorProto, directory: Path) -> NDArray[np.uint8]:
+    """The packed codes of a tensor whose data is in a file."""
+    place = {item.key: item.value for item in tensor.external_data}
+    name, nbytes = place.get("location", ""), int(np.prod(tensor.dims)) // 2
+    offset = int(place.get("offset", 0))
+    path = directory / name
+    if Path(name).name != name or not path.is_file() or path.stat().st_size < offset + nbytes:
+        raise ArtifactError(f"{directory}: {tensor.name} is not in {name!r}; export it again")
+    return np.fromfile(path, np.uint8, nbytes, offset=offset)

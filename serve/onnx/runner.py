@@ -3,7 +3,7 @@
 export/onnx/decoder.py lists the graph's inputs and outputs. What makes a step lean:
 
 - FP8 casts, slow in ONNX Runtime 1.31, and FP4, which it lacks, are replaced in memory
-  (serve/onnx/rewrite.py, serve/onnx/onnx_weights.py). The cache stays E5M2 codes: a window is read
+  (serve/onnx/rewrite.py, serve/onnx/rewrite.py). The cache stays E5M2 codes: a window is read
   as FP16, whose top bytes they are. An E4M3 cache is read as it is.
 - All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
 - While the same requests go on decoding, the windows held there need only their newest row.
@@ -22,8 +22,7 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, BackendError, OctetError, UnsupportedError
 from octet.hardware.cores import usable_cores
 from octet.model.spec import ModelSpec
-from serve.onnx.onnx_weights import store_e2m1_as_e4m3
-from serve.onnx.rewrite import read_past_as_float16, round_in_float32
+from serve.onnx.rewrite import read_past_as_float16, round_in_float32, store_e2m1_as_e4m3
 from serve.runner.cache import CacheDtype, SlotCache, window
 from serve.runner.protocol import StepBatch
 

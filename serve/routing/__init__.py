@@ -2,7 +2,7 @@
 
 from serve.backends.factory import make_backend
 from serve.members.member import Lease, Member
-from serve.routing.ask import Ask
+from serve.routing.policies import Ask
 from serve.routing.pool import Pool
 from serve.routing.retry_budget import RetryBudget
 from serve.routing.route import Route, Routes

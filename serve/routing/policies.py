@@ -1,15 +1,27 @@
-"""How the next member is chosen among those that are available: microseconds, and no waiting."""
+"""How the next member is chosen among those that are available: microseconds, and no waiting.
+
+What choosing a backend needs to know of a request.
+"""
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from serve.config import Routing
 from serve.members.member import Member
-from serve.routing.ask import Ask
 from serve.routing.hashring import HashRing
 
-__all__ = ["Policy", "make_policy"]
+__all__ = ["Ask", "Policy", "make_policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    tokens: int  # of the prompt and of the longest answer, estimated
+    # The prompt's first `routing.prefix_chars` characters; empty if they are not known.
+    prefix: bytes = b""
+    session: str = ""  # what the requests of one conversation have in common; empty if nothing
+
 
 # A batch so small that nobody in it waits: affinity is worth more than balance up to here.
 _ALWAYS_ROOM = 4  # requests

@@ -14,12 +14,16 @@ from serve.backends.factory import make_backend
 from serve.config import BackendConfig, PoolConfig
 from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of
-from serve.routing.ask import Ask
-from serve.routing.closing import Closing
-from serve.routing.ejection import LONGEST_WAIT_S, one_is_well, room, wait_s
-from serve.routing.last import may_eject, spare_the_last
-from serve.routing.members import Watches
-from serve.routing.policies import Policy, make_policy
+from serve.routing.ejection import (
+    LONGEST_WAIT_S,
+    may_eject,
+    one_is_well,
+    room,
+    spare_the_last,
+    wait_s,
+)
+from serve.routing.members import Closing, Watches
+from serve.routing.policies import Ask, Policy, make_policy
 from serve.routing.provers import Proven, Provers, examined, make_provers, proven_by
 from serve.routing.retry_budget import RetryBudget
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.journal import directory as journal_files
-from calibrate.journal import journal, records
+from calibrate.journal import journal
 from calibrate.journal.activations import ActivationFiles
 from tests.calibrate.runs import batches_of, run, save_counts
 
@@ -163,7 +163,6 @@ def die_at(moment: int) -> None:
         (journal, "write_tensors"),
         (journal, "flush"),
         (journal_files, "flush"),
-        (records, "flush"),
         (journal.os, "replace"),
         (journal.os, "unlink"),
         (journal.shutil, "rmtree"),

@@ -14,7 +14,7 @@ import torch
 from calibrate.decoder.experts import experts_one_by_one
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype, load_model
-from calibrate.decoder.tail import Tail
+from calibrate.decoder.partial import Tail
 from calibrate.golden import CONTINUATION, golden_set
 from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.sweep import observe_checkpoint

@@ -18,8 +18,7 @@ from calibrate.simulate.model import simulate
 from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from octet.statistics import upper_bound
-from octet.student import t_quantile
+from octet.statistics import t_quantile, upper_bound
 from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
 from tests.calibrate.runs import batches_from
 

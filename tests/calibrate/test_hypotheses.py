@@ -13,7 +13,7 @@ from calibrate.simulate.scenarios import (
     simulated_paths,
 )
 from octet.model.spec import ModelSpec
-from octet.proof.engines import vllm_path
+from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 

@@ -15,7 +15,7 @@ from calibrate import run
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import load_skeleton
 from calibrate.decoder.supported import check_make, window_of
-from calibrate.observe.sharing import require_shared_inputs
+from calibrate.observe.layer_observer import require_shared_inputs
 from calibrate.observe.sweep import observe_checkpoint
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint

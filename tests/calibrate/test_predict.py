@@ -18,7 +18,7 @@ from octet.artifacts.golden import GoldenSet, top_k_divergence
 from octet.artifacts.scenarios import Hypothesis
 from octet.artifacts.serving_path import Expectation, ServingPath
 from octet.model.checkpoint import Checkpoint
-from octet.proof.engines import vllm_path
+from octet.proof.declared import vllm_path
 from octet.proof.expected_range import expectations
 from octet.recipe import PRESETS, KvCacheDtype
 from octet.storage.tensors import Tensor, write_tensors

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.decoder.tail import Tail
+from calibrate.decoder.partial import Tail
 from calibrate.observe.histogram import SMALL
 from calibrate.quality.divergence import Reference
 from calibrate.quality.sensitivity import Sensitivity, measure_sensitivity, measurements

@@ -11,7 +11,7 @@ import torch
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.golden import golden_set
-from calibrate.samples.golden_batches import golden_batches
+from calibrate.samples.batches import golden_batches
 from calibrate.simulate import packed as module
 from calibrate.simulate.packed import Pack, packs
 from octet.artifacts.golden import GoldenSet

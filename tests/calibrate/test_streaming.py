@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from calibrate.decoder.layers import LayeredModel
-from calibrate.decoder.loading import ComputeDtype, load_model
-from calibrate.decoder.stored import to_torch
+from calibrate.decoder.loading import ComputeDtype, load_model, to_torch
 from calibrate.observe.sweep import observe_checkpoint
 from octet.errors import ArtifactError, CheckpointError, NumericsError
 from octet.model.checkpoint import Checkpoint

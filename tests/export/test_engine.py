@@ -16,7 +16,7 @@ from rich.console import Console
 
 from export.engine import build as engine
 from export.engine.build import PROVEN, build_engine
-from export.engine.tensorrt_device import Gpu
+from export.engine.library import Gpu
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ExportError, UnsupportedError
 from tests.export import fake_tensorrt

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from export.onnx.onnx_rope import rope_tables
+from export.onnx.attention import rope_tables
 from octet.model.spec import ModelSpec, RopeScaling
 
 POSITIONS = 4096

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from export.engine import library as tensorrt_library
-from export.engine.library import RTX, TENSORRT, Name, choose, load
+from export.engine.library import RTX, TENSORRT, Gpu, Name, choose, find_gpu, load
 from export.engine.targets import capability, check_names, check_recipe_on, resolve_targets
-from export.engine.tensorrt_device import Gpu, find_gpu
 from export.source import Source
 from octet.errors import UnsupportedError
 
@@ -207,7 +206,7 @@ def test_the_gpu_is_the_drivers_word(monkeypatch: pytest.MonkeyPatch) -> None:
             value._obj.value = {75: 9, 76: 0}[which]  # type: ignore[attr-defined]
             return 0
 
-    monkeypatch.setattr("export.engine.tensorrt_device.ctypes.CDLL", Driver)
+    monkeypatch.setattr("export.engine.library.ctypes.CDLL", Driver)
     assert find_gpu() == H200
     monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)  # CUDA_ERROR_NO_DEVICE
     assert find_gpu() is None
@@ -217,5 +216,5 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     def missing(path: str) -> None:
         raise OSError(path)
 
-    monkeypatch.setattr("export.engine.tensorrt_device.ctypes.CDLL", missing)
+    monkeypatch.setattr("export.engine.library.ctypes.CDLL", missing)
     assert find_gpu() is None

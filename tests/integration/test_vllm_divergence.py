@@ -1,7 +1,7 @@
 """A real vLLM serves every export that it has CPU kernels for, as far from BF16 as predicted.
 
 A prediction belongs to the path that the engine executes: this build truncates where it writes an
-FP8 cache (`octet.proof.engines`). What it has no kernel for, it refuses in the words of
+FP8 cache (`octet.proof.declared`). What it has no kernel for, it refuses in the words of
 docs/compatibility.md. Run with -s to see the figures.
 """
 
@@ -22,7 +22,7 @@ from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
 from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
-from octet.proof.engines import vllm_path
+from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from tests.integration.conftest import require
 from tests.integration.servers import layout

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from octet.artifacts.serving_path import ServingPath
-from octet.proof.engines import vllm_path
+from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS
 
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.statistics import hall_ends, interval, moments, student_ends, upper_bound
-from octet.student import t_quantile
+from octet.statistics import hall_ends, interval, moments, student_ends, t_quantile, upper_bound
 
 SHAPE = 0.6  # of a log-normal divergence per document: a skewness of 2.3
 

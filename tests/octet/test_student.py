@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.statistics import upper_bound
-from octet.student import t_quantile
+from octet.statistics import t_quantile, upper_bound
 
 # Abramowitz and Stegun, table 26.10, to its three decimals: 95 % one-sided.
 TABLE = {1: 6.314, 2: 2.920, 3: 2.353, 7: 1.895, 10: 1.812, 29: 1.699, 30: 1.697, 120: 1.658}

@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.errors import RequestError
-from serve.api.body import LARGE, MAX_DEPTH, decode, require_json
 from serve.api.schemas import CompletionRequest, parse_body
-from serve.api.strict_json import MAX_VALUES, loads, loads_large
+from serve.api.strict_json import (
+    LARGE,
+    MAX_DEPTH,
+    MAX_VALUES,
+    decode,
+    loads,
+    loads_large,
+    require_json,
+)
 from serve.config import Limits
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 import export.engine.build as engine_module
 from export.engine.build import PROVEN, build_engine
 from export.engine.builder import Plan, Precision
-from export.engine.tensorrt_device import Gpu
+from export.engine.library import Gpu
 from export.onnx.tensorrt_decoder import build_engine_graph
 from export.source import Source
 from octet.artifacts.manifest import Manifest

@@ -11,7 +11,7 @@ import pytest
 from octet.errors import BackendUnavailable, RequestError
 from serve.admission.memory import Memory
 from serve.api import answer
-from serve.api.receiving import read_body
+from serve.api.strict_json import read_body
 from tests.serve.in_process import in_process
 from tests.serve.test_attempts import pools
 from tests.serve.test_streams import Erratic

@@ -7,7 +7,7 @@ import pytest
 
 from serve.backends import connection as held
 from serve.backends.base import Incarnation
-from serve.backends.openai_reports import incarnation
+from serve.backends.openai_http import incarnation
 from serve.backends.triton_grpc import TritonBackend
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend

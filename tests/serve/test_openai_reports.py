@@ -12,7 +12,7 @@ from serve.api.events import close
 from serve.backends import connection as held
 from serve.backends import openai_http
 from serve.backends.base import LoadReport
-from serve.backends.openai_reports import LOAD_SOURCES
+from serve.backends.openai_http import LOAD_SOURCES
 from serve.config import Health, PoolConfig
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
 from tests.serve.in_process import in_process

@@ -14,8 +14,7 @@ from verify.checks.findings import Verification
 from verify.checks.names import Names, check_names
 from verify.checks.numbers import measure
 from verify.checks.original import Original
-from verify.checks.scales import check_calibrated_scales
-from verify.checks.scheme import check_recipe
+from verify.checks.scheme import check_calibrated_scales, check_recipe
 from verify.checks.tensors import compare_copies, judge, row_of
 from verify.reader.checkpoint import Written
 from verify.reader.scheme import Stored

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.statistics import FEW, Interval, interval
-from verify.evaluation.means import Evaluation, Scores
+from verify.evaluation.scores import Evaluation, Scores
 
 __all__ = ["Comparison", "Row", "compare", "plain"]
 

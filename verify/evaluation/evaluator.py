@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octet.errors import ConfigError, NumericsError
-from verify.evaluation.means import Evaluation, Scores
+from verify.evaluation.scores import Evaluation, Scores
 from verify.evaluation.sequences import Sequences
 from verify.evaluation.store import AnswerStore
 from verify.evaluation.target import Answer, Target

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
 from verify.evaluation.comparison import Comparison
-from verify.evaluation.means import Evaluation, Scores
+from verify.evaluation.scores import Evaluation, Scores
 
 __all__ = ["render_page", "write_page"]
 

@@ -1,11 +1,19 @@
-"""`octet.artifacts.golden.top_k_divergence` at every position of a sample at once."""
+"""`octet.artifacts.golden.top_k_divergence` at every position of a sample at once.
+
+Each artifact's figures at every predicted token of the same samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verify.evaluation.sequences import Sequences
 from verify.evaluation.target import Answer
 
-__all__ = ["divergences"]
+__all__ = ["Evaluation", "Scores", "divergences"]
 
 _NOISE = 1e-6  # of a sum of probabilities, where nothing is left: as in octet.artifacts.golden
 _AT_ONCE = 2**22  # pairs of tokens, 32 MB of float64
@@ -57,3 +65,31 @@ def _terms(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64
     ratio = np.divide(p, np.maximum(q, _LEAST), out=np.ones_like(p), where=some)
     terms: NDArray[np.float64] = p * np.log(ratio)
     return terms
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one artifact, float64 [P] of each sample: negative log-likelihoods in nats, and the
+    divergence from the reference; None without one."""
+
+    name: str
+    nll: tuple[NDArray[np.float64], ...]
+    kl: tuple[NDArray[np.float64], ...] | None
+
+    @classmethod
+    def of(cls, name: str, answers: Sequence[Answer], reference: Sequence[Answer] | None) -> Self:
+        nll = tuple(-answer.logprobs.astype(np.float64) for answer in answers)
+        if reference is None:
+            return cls(name, nll, None)
+        pairs = zip(reference, answers, strict=True)
+        return cls(name, nll, tuple(divergences(p, q) for p, q in pairs))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was asked of whom and came out; `k` tokens of each distribution are compared."""
+
+    sequences: Sequences
+    k: int
+    reference: Scores | None
+    targets: tuple[Scores, ...]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.config import Routing
-from serve.routing.ask import Ask
+from serve.routing.policies import Ask
 
 __all__ = ["ask_for"]
 

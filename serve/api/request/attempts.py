@@ -16,12 +16,17 @@ from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
 from serve.admission.errors import shutting_down
 from serve.api.answer import Answer
-from serve.api.call import Call
-from serve.api.operation import Operation
+from serve.api.operation import Call, Operation
 from serve.api.request.affinity import ask_for
 from serve.api.request.deadlines import Deadlines
-from serve.api.request.disowned import Disowned, require_same
-from serve.api.request.failures import fault_of, nobody_left, too_late, without_address
+from serve.api.request.failures import (
+    Disowned,
+    fault_of,
+    nobody_left,
+    require_same,
+    too_late,
+    without_address,
+)
 from serve.members.member import Lease, Member
 from serve.routing.pool import Pool
 from serve.routing.retry_budget import RetryBudget

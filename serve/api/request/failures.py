@@ -1,6 +1,10 @@
-"""What clients are told of backends that fail: members by name, never by address."""
+"""What clients are told of backends that fail: members by name, never by address.
+
+Answers of who knows whom: of a backend that became another one while it was asked.
+"""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,12 +18,13 @@ from octet.errors import (
     RequestError,
     UnsupportedField,
 )
+from serve.api.answer import Answer, close
 from serve.api.relay import AnsweredFailure
 from serve.api.request.deadlines import Deadlines
-from serve.members.member import Member
+from serve.members.member import Lease, Member
 from serve.routing.pool import Pool
 
-__all__ = ["fault_of", "nobody_left", "too_late", "without_address"]
+__all__ = ["Disowned", "fault_of", "nobody_left", "require_same", "too_late", "without_address"]
 
 
 def fault_of(
@@ -106,3 +111,25 @@ def without_address(error: OctetError, member: Member) -> OctetError:
     if text != str(error):
         error.args = (text,)
     return error
+
+
+_log = logging.getLogger(__name__)
+
+
+class Disowned(BackendUnavailable):
+    """No fault of the backend that is there now."""
+
+
+async def require_same(lease: Lease, answer: Answer) -> None:
+    """Raises Disowned, `answer` closed, if the backend is not any more as when `lease` began."""
+    outlived = True
+    try:
+        outlived = await lease.outlived()
+    finally:
+        if outlived and answer.rest is not None:
+            await close(answer.rest)
+    if outlived:
+        name = lease.member.name
+        line = f"{name} was restarted, or found to be wrong, before its answer began"
+        _log.warning("pool %s: %s", lease.member.pool, line)
+        raise Disowned(line, kind="lost")

@@ -9,9 +9,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from octet.errors import BackendError, OctetError, RequestError
-from serve.api.call import Call
-from serve.api.operation import Operation
-from serve.routing.ask import Ask
+from serve.api.operation import Call, Operation
+from serve.routing.policies import Ask
 from serve.routing.pool import Pool
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from octet.statistics import Interval
 from verify.evaluation.comparison import compare
 from verify.evaluation.html import write_page
-from verify.evaluation.means import Evaluation, Scores
+from verify.evaluation.scores import Evaluation, Scores
 from verify.evaluation.sequences import Sequences
 
 NAMES = ("onnx", "</script><b>far")

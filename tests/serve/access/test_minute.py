@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.access.minute import Minute
+from serve.access.rates import Minute
 
 arrivals = st.lists(
     st.tuples(st.floats(0, 40, allow_nan=False), st.integers(1, 12)), min_size=1, max_size=60

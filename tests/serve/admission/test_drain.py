@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.admission.drain import LONGEST_WAIT_S, DrainRate
+from serve.admission.token_gate import LONGEST_WAIT_S, DrainRate
 
 
 def simulate(

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from calibrate.algorithms.modelopt_backend import BACKEND, attach_rounding, register_backend
 from calibrate.algorithms.smoothing import fold, power_of_two, shared_vector, sites
+from calibrate.decoder.arithmetic import stock_linears
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.samples.batches import Batch
 from calibrate.scales.weights import weight_scales
@@ -89,7 +90,7 @@ def apply_algorithm(
     with _quiet():
         quantization = _import_modelopt(algorithm)
         register_backend()
-        model = load_model(checkpoint, dtype).to(device)
+        model = stock_linears(load_model(checkpoint, dtype)).to(device)
         config = {"quant_cfg": _config(algorithm, schemes), "algorithm": None}
         quantization.quantize(model, config)
     scales = _grid(checkpoint, recipe) if algorithm == "gptq" else {}

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from octet.errors import RequestError
-from serve.api.strict_json import LARGE, decode
+from serve.api.body import LARGE, decode
 from serve.config import Limits
 
 __all__ = [

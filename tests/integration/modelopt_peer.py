@@ -18,6 +18,7 @@ import torch
 
 from calibrate.algorithms.modelopt import Algorithm, apply_algorithm
 from calibrate.algorithms.modelopt_backend import Rounding, _round, update_blockwise
+from calibrate.decoder.arithmetic import stock_linears
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.samples.batches import Batch
 from calibrate.scales.weights import scale_of_weight
@@ -28,16 +29,17 @@ from octet.storage.tensors import Tensor, write_tensors
 E4M3 = {"num_bits": (4, 3)}
 
 
-def find_largest(model: Path, tokens: Path, dtype: str, out: Path) -> None:
+def find_largest(path: Path, tokens: Path, dtype: str, out: Path) -> None:
     """`<linear> tensor` [], `<linear> channel` [N] and `<linear> input` [], in float32."""
     import modelopt.torch.quantization as mtq
 
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(path)
     token_ids = torch.from_numpy(np.load(tokens))
     found = {}
     for name, axis in (("tensor", None), ("channel", 0)):
         assert dtype in get_args(ComputeDtype)
-        network = load_model(checkpoint, dtype)  # type: ignore[arg-type]  # it was just checked
+        model = load_model(checkpoint, dtype)  # type: ignore[arg-type]  # it was just checked
+        network = stock_linears(model)
         config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         for linear in checkpoint.spec.linears():
             weight = {"quantizer_name": f"{linear.name}.weight_quantizer", "cfg": E4M3}
@@ -46,7 +48,7 @@ def find_largest(model: Path, tokens: Path, dtype: str, out: Path) -> None:
         mtq.quantize(
             network,
             {"quant_cfg": config, "algorithm": "max"},
-            forward_loop=lambda model: model(token_ids, use_cache=False),
+            forward_loop=lambda network: network(token_ids, use_cache=False),
         )
         for linear in checkpoint.spec.linears():
             module = network.get_submodule(linear.name)

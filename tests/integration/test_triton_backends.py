@@ -24,7 +24,7 @@ from octet.recipe import Recipe
 from serve.engine.tokenizer import Tokenizer
 from tests.export.conftest import make_calibration
 from tests.export.runner import OnnxModel
-from tests.export.test_triton_engines import make_engine
+from tests.export.triton.test_write_engines import make_engine
 from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import TritonServer

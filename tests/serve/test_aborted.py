@@ -9,8 +9,8 @@ import pytest
 from serve.backends.triton_grpc import TritonBackend
 from serve.engine.request import Finished
 from tests.fake_servers import FakeTriton, running
+from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.in_process import in_process
-from tests.serve.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 from tests.triton_config import triton_at
 

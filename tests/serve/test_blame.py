@@ -13,8 +13,8 @@ from serve.api.errors import code_of, error_bytes
 from serve.backends.base import Relay
 from serve.backends.openai_errors import failure
 from serve.backends.triton_errors import error_of
+from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, STREAM, ask, failed, pools
 from tests.serve.in_process import Client, Reply, in_process
-from tests.serve.test_attempts import BODY, NO_BUDGET, STREAM, ask, failed, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 BLAMING = {"request": (400, "invalid", 5), "load": (503, "busy", 5), "model": (500, "CUDA", 2)}

@@ -10,8 +10,7 @@ import pytest
 
 from octet.errors import RequestError
 from tests.fakes import fake_backend
-from tests.serve.in_process import Client, in_process
-from tests.serve.test_attempts import (
+from tests.serve.api.request.test_attempts import (
     BODY,
     NO_BUDGET,
     STREAM,
@@ -22,6 +21,7 @@ from tests.serve.test_attempts import (
     pools,
     refused,
 )
+from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import Scripted, chunk, whole
 
 ASKED = BODY | {"model": "m"}

@@ -9,9 +9,9 @@ import pytest
 
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
+from tests.serve.api.request.test_attempts import pools
 from tests.serve.conftest import Served, serving
 from tests.serve.in_process import in_process
-from tests.serve.test_attempts import pools
 from tests.serve.upstreams import (
     CHUNKED_HEAD,
     DONE,

@@ -12,10 +12,10 @@ import pytest
 from octet.errors import BackendUnavailable
 from serve.members import member
 from serve.routing import Member
+from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.routing.stand_ins import Server
 from tests.serve.routing.test_health import play, until
-from tests.serve.test_attempts import BODY, NO_BUDGET, pools
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 SETTINGS = pools(

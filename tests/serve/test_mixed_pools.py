@@ -8,8 +8,8 @@ import pytest
 from serve.backends.triton_grpc import TritonBackend
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import fake_backend
+from tests.serve.api.request.test_attempts import BODY, pools
 from tests.serve.in_process import in_process
-from tests.serve.test_attempts import BODY, pools
 from tests.serve.upstreams import Scripted, whole
 from tests.triton_config import triton_at
 

@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.serve.api.request.test_attempts import (
+    BODY,
+    NO_BUDGET,
+    Dying,
+    ask,
+    dead,
+    lost,
+    pools,
+    refused,
+)
 from tests.serve.in_process import Client, in_process
-from tests.serve.test_attempts import BODY, NO_BUDGET, Dying, ask, dead, lost, pools, refused
 from tests.serve.upstreams import Scripted, chunk, whole
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable
 from tests.fakes import FakeRunner, fake_backend
+from tests.serve.api.request.test_attempts import pools
 from tests.serve.in_process import Client, in_process
-from tests.serve.test_attempts import pools
 from tests.serve.test_faults import relay_to
 from tests.serve.upstreams import (
     CHUNKED_HEAD,

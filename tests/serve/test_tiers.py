@@ -12,8 +12,8 @@ from serve.config import GatewayConfig, Proof
 from serve.gateway.reload import reload_from
 from serve.http.openapi import document
 from tests.fake_servers import FakeOpenAI, running
+from tests.serve.api.request.test_attempts import STREAM, failed, refused
 from tests.serve.conftest import configured, serving_gateway
-from tests.serve.test_attempts import STREAM, failed, refused
 from tests.serve.tiered import (
     ALIASES,
     ARTIFACT,

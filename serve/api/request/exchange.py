@@ -16,15 +16,16 @@ from starlette.types import Receive, Scope, Send
 from octet.errors import BackendError, OctetError, RequestError
 from serve.admission.errors import shutting_down
 from serve.api.answer import JSON, Answer, close, ended_in, events_in, is_comment
+from serve.api.body import require_json
 from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
 from serve.api.operation import Call, Operation
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.headers import provenance, requested_tier
+from serve.api.request.receiving import disconnected, read_body
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body
-from serve.api.strict_json import disconnected, read_body, require_json
 
 if TYPE_CHECKING:
     from serve.access.keys import Principal

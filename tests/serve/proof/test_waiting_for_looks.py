@@ -9,9 +9,9 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.config.proof import Proof
+from tests.serve.api.request.test_attempts import ask, busy, dead, failed, pools, refused
 from tests.serve.in_process import Client, in_process
 from tests.serve.proof.exams import FakeExam, FakeExams
-from tests.serve.test_attempts import ask, busy, dead, failed, pools, refused
 from tests.serve.upstreams import Scripted, whole
 
 

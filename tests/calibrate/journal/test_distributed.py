@@ -1,0 +1,85 @@
+"""Processes that share the batches find what one finds, and say which of them is out of line."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from calibrate.journal.distributed import Group, process_group, require_agreement
+from octet.errors import ConfigError
+from octet.model.checkpoint import Checkpoint
+from octet.storage.tensors import Tensor, write_tensors
+from tests.calibrate.runs import batches_of, run, save_counts
+from tests.models import write_model
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama", num_hidden_layers=3)
+    broken = with_a_nan(model, tmp_path / "broken", token=int(batches_of(5)[1].token_ids[1, 0]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    worker = ["-m", "tests.calibrate.ranks", str(model), str(broken), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, *worker], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    save_counts(tmp_path / "alone", run(model))
+    alone = (tmp_path / "alone").read_bytes()
+    for rank in range(2):
+        assert (tmp_path / f"counts-{rank}").read_bytes() == alone
+        assert (tmp_path / f"resumed-{rank}").read_bytes() == alone
+        told = (tmp_path / f"errors-{rank}").read_text().splitlines()
+        finished, samples, models, numerics, *places = told
+        assert finished == "1 finished"
+        assert samples.startswith("rank 1 has another selection or length of samples than rank 0")
+        assert models.startswith("rank 1 has another model than rank 0")
+        assert "q_proj.input holds" in numerics
+        assert numerics.partition(":")[0].endswith("in channel 0 in the sample of line 5")
+        assert len(places) == 2
+        assert all(place.startswith(f"{tmp_path}/file") for place in places)
+
+
+def with_a_nan(model: Path, path: Path, token: int) -> Path:
+    """A copy in which channel 3 of the embedding of `token`, of batch 1 alone, is NaN."""
+    checkpoint = Checkpoint.open(model)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names}
+    codes = tensors["model.embed_tokens.weight"].codes.copy()
+    codes[token, 3] = 0x7FC0
+    path.mkdir()
+    write_tensors(
+        path / "model.safetensors",
+        tensors | {"model.embed_tokens.weight": Tensor("BF16", codes)},
+    )
+    shutil.copy(model / "config.json", path)
+    return path
+
+
+def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with process_group("cpu") as (group, device):
+        assert (group.rank, group.world, str(device)) == (0, 1, "cpu")
+        assert group.gather("x") == ["x"]
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="rank 2 of this machine finds 2 GPUs"):
+        process_group("cuda").__enter__()
+
+
+def test_the_rank_that_differs_is_named() -> None:
+    class Three(Group):
+        world = 3
+
+        def gather(self, item: dict[str, str]) -> list[dict[str, str]]:
+            return [item, item, {**item, "samples": "b"}]
+
+    require_agreement(Group(), {"samples": "a"})
+    with pytest.raises(ConfigError, match=r"rank 2 has another samples than rank 0 \(b, not a\)"):
+        require_agreement(Three(), {"model": "m", "samples": "a"})

@@ -1,0 +1,234 @@
+"""Administration: who may, backends that come and go by request, and what /status says."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from serve.run import bind
+from tests.fake_servers import FakeOpenAI
+from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.gateway.test_reload import BODY, ended, one_pool, streaming
+
+KEY = "sk-admin"
+ADMIN = f"admin: {{sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}\n"
+WITH_KEY = {"authorization": f"Bearer {KEY}"}
+SECRET = "s3cr3t-0f-the-upstream"
+
+
+@pytest.fixture
+async def served(tmp_path: Path, upstreams: list[FakeOpenAI]) -> AsyncIterator[Served]:
+    """The first server as `p-1`, administered by key."""
+    gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]) + ADMIN)
+    async with serving_gateway(gateway) as served:
+        yield served
+
+
+async def call(served: Served, method: str, path: str, **sent: Any) -> tuple[int, Any]:
+    headers = sent.pop("headers", WITH_KEY)
+    async with served.session.request(method, path, headers=headers, **sent) as response:
+        return response.status, await response.json()
+
+
+def entry(server: FakeOpenAI, **more: Any) -> dict[str, Any]:
+    return {"type": "vllm", "url": server.url, "model": "fake", **more}
+
+
+class TestWhoMay:
+    async def test_nobody_without_a_key_or_a_port(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI]
+    ) -> None:
+        gateway = configured(tmp_path / "octet.yaml", one_pool(upstreams[0]))
+        async with serving_gateway(gateway) as served:
+            for method, path in (
+                ("POST", "/admin/reload"),
+                ("GET", "/admin/backends"),
+                ("POST", "/admin/pools/p/backends"),
+                ("DELETE", "/admin/pools/p/backends/p-1"),
+            ):
+                status, error = await call(served, method, path)
+                assert (status, error["error"]["code"]) == (404, "not_found")
+            assert (await call(served, "GET", "/status"))[0] == 200
+
+    @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer sk-other", f"Basic {KEY}"])
+    async def test_not_with_another_key(self, served: Served, header: str | None) -> None:
+        headers = {} if header is None else {"authorization": header}
+        for method, path in (("POST", "/admin/reload"), ("GET", "/admin/backends")):
+            status, error = await call(served, method, path, headers=headers)
+            assert (status, error["error"]["code"]) == (401, "invalid_api_key")
+
+    async def test_not_a_web_page(self, served: Served) -> None:
+        headers = WITH_KEY | {"origin": "https://example.org"}
+        status, error = await call(served, "POST", "/admin/reload", headers=headers)
+        assert (status, error["error"]["code"]) == (403, "origin_refused")
+
+    async def test_with_the_key(self, served: Served) -> None:
+        status, pools = await call(served, "GET", "/admin/backends")
+        assert status == 200
+        assert [backend["name"] for backend in pools["p"]] == ["p-1"]
+
+    async def test_an_address_of_its_own_has_all_of_it(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI]
+    ) -> None:
+        text = one_pool(upstreams[0]) + "admin: {port: 0}\n"
+        gateway = configured(tmp_path / "octet.yaml", text)
+        with bind("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            async with serving_gateway(gateway, listener) as served:
+                for path in ("/metrics", "/status", "/admin/backends"):
+                    assert (await call(served, "GET", path))[0] == 404
+                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+                    for path in ("/metrics", "/status", "/admin/backends", "/ready", "/health"):
+                        async with session.get(path) as response:
+                            assert response.status == 200, path
+                    async with session.get("/v1/models") as response:
+                        assert response.status == 404
+                    async with session.post("/admin/reload") as response:
+                        assert (await response.json())["backends_kept"] == 1
+
+
+class TestBackends:
+    async def test_one_comes(self, served: Served, upstreams: list[FakeOpenAI]) -> None:
+        sent = entry(upstreams[1], name="extra")
+        status, backend = await call(served, "POST", "/admin/pools/p/backends", json=sent)
+        assert (status, backend["name"], backend["standing"]) == (201, "extra", "in")
+        assert backend["origin"] == "admin" and upstreams[1].url in backend["address"]
+        await asyncio.gather(*(served.post("/v1/completions", BODY) for _ in range(4)))
+        assert len(upstreams[0].requests) == len(upstreams[1].requests) == 2
+
+    async def test_one_goes_when_its_requests_are_done(
+        self, served: Served, upstreams: list[FakeOpenAI]
+    ) -> None:
+        answer = await streaming(served, upstreams[0], BODY)
+        await call(served, "POST", "/admin/pools/p/backends", json=entry(upstreams[1]))
+        status, said = await call(served, "DELETE", "/admin/pools/p/backends/p-1")
+        assert (status, said) == (200, {"name": "p-1", "finishing": 1})
+        assert (await served.post("/v1/completions", BODY | {"max_tokens": 1}))[0] == 200
+        assert await ended(answer, upstreams[0])
+        assert len(upstreams[0].requests) == len(upstreams[1].requests) == 1
+
+    async def test_one_can_be_cut_off(self, served: Served, upstreams: list[FakeOpenAI]) -> None:
+        body = BODY | {"max_tokens": 400, "stream": True}
+        async with served.session.post("/v1/completions", json=body) as answer:
+            await answer.content.readline()
+            status, said = await call(served, "DELETE", "/admin/pools/p/backends/p-1?drain=false")
+            assert (status, said["finishing"]) == (200, 0)
+            last = (await answer.text()).strip().split("\n\n")[-1]
+            assert last.startswith('data: {"error"')
+        status, error = await served.post("/v1/completions", BODY)
+        assert status == 503 and int(error["error"] is not None)
+
+    async def test_an_unreachable_one_comes_and_says_so(self, served: Served) -> None:
+        sent = {"type": "vllm", "url": "http://127.0.0.1:9", "model": "fake"}
+        status, backend = await call(served, "POST", "/admin/pools/p/backends", json=sent)
+        assert (status, backend["standing"]) == (201, "unreachable")
+        assert "Connection refused" in backend["last_error"]
+        assert backend["last_error_s_ago"] < 60 and not backend["recovered"]
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+
+    @pytest.mark.parametrize(
+        ("path", "body", "status", "message"),
+        [
+            ("p", "{", 400, "Invalid JSON"),
+            ("p", "[]", 400, "should be a section with a backend's keys"),
+            ("p", '{"type": "vllm"}', 400, "url: missing"),
+            ("p", '{"type": "vllm", "url": "http://h", "modle": 1}', 400, "did you mean 'model'?"),
+            ("p", '{"type": "vllm", "url": "http://h", "name": "p-1"}', 400, "named 'p-1' already"),
+            ("p", '{"type": "embedded", "path": "none"}', 400, "no such directory"),
+            ("q", '{"type": "vllm", "url": "http://h"}', 404, "no pool 'q'"),
+        ],
+    )
+    async def test_what_is_wrong_changes_nothing(
+        self, served: Served, path: str, body: str, status: int, message: str
+    ) -> None:
+        before = served.gateway.pools["p"].members
+        url = f"/admin/pools/{path}/backends"
+        got, error = await call(served, "POST", url, data=body)
+        assert got == status and message in error["error"]["message"]
+        assert served.gateway.pools["p"].members == before
+
+    async def test_one_that_is_not_there_cannot_go(self, served: Served) -> None:
+        status, error = await call(served, "DELETE", "/admin/pools/p/backends/p-2")
+        assert (status, error["error"]["code"]) == (404, "backend_not_found")
+        assert "did you mean 'p-1'?" in error["error"]["message"]
+
+    async def test_a_reload_goes_back_to_the_file(
+        self, served: Served, upstreams: list[FakeOpenAI]
+    ) -> None:
+        await call(served, "POST", "/admin/pools/p/backends", json=entry(upstreams[1]))
+        status, report = await call(served, "POST", "/admin/reload")
+        assert (status, report["backends_kept"], report["backends_removed"]) == (200, 1, 1)
+        assert [member.name for member in served.gateway.pools["p"].members] == ["p-1"]
+
+    async def test_a_file_that_is_wrong_is_refused(self, served: Served) -> None:
+        path = served.gateway.path
+        assert path is not None
+        path.write_text("models: {m: {pool: nowhere}}")
+        status, error = await call(served, "POST", "/admin/reload")
+        assert (status, error["error"]["code"]) == (400, "config_refused")
+        assert "unknown pool 'nowhere'" in error["error"]["message"]
+        private = (await call(served, "GET", "/status"))[1]["last_reload"]
+        assert private["outcome"] == "failed" and "'nowhere'" in private["reason"]
+        public = (await call(served, "GET", "/status", headers={}))[1]["last_reload"]
+        assert public == {"at": private["at"], "outcome": "failed"}
+
+
+class TestStatus:
+    async def test_it_says_what_there_is(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("UPSTREAM_KEY", SECRET)
+        first, second, _ = upstreams
+        backends = [
+            f"{{type: vllm, url: '{first.url}', model: fake, api_key: '${{UPSTREAM_KEY}}'}}",
+            "{type: vllm, url: 'http://127.0.0.1:9', name: far}",
+        ]
+        text = f"""
+            models:
+              m: {{pool: fp8, aliases: [a], canary: [{{pool: new, fraction: 0.1}}],
+                   fallback: [bf16], shadow: {{pool: new, fraction: 0.5}}}}
+            pools:
+              fp8: {{precision: fp8, backends: [{", ".join(backends)}]}}
+              new: {{backends: [{{type: vllm, url: '{second.url}', model: fake}}]}}
+              bf16: {{backends: [{{type: vllm, url: '{second.url}', model: fake}}]}}
+            {ADMIN}
+        """
+        gateway = configured(tmp_path / "octet.yaml", text)
+        async with serving_gateway(gateway) as served:
+            public = (await call(served, "GET", "/status", headers={}))[1]
+            assert public["ready"] and not public["draining"] and public["requests"] == 0
+            assert public["models"]["m"] == {
+                "aliases": ["a"],
+                "pool": "fp8",
+                "canary": [{"pool": "new", "fraction": 0.1}],
+                "fallback": ["bf16"],
+                "shadow": {"pool": "new", "fraction": 0.5},
+                "tier": None,
+                "tier_aliases": {},
+                "tiers": {},
+            }
+            pool = public["pools"]["fp8"]
+            assert (pool["precision"], pool["policy"], pool["ready"]) == ("fp8", "least_tokens", 1)
+            near, far = pool["backends"]
+            assert (near["standing"], near["breaker"], near["in_flight"]) == ("in", "closed", 0)
+            assert (far["name"], far["standing"]) == ("far", "unreachable")
+            # Where the backends are is nobody's business but the administrator's.
+            assert "127.0.0.1" not in str(public)
+            private = (await call(served, "GET", "/status"))[1]
+            near, far = private["pools"]["fp8"]["backends"]
+            assert near["address"] == f"vllm {first.url}"
+            assert "Connection refused" in far["last_error"]
+            assert SECRET not in str(private)
+            ready = (await call(served, "GET", "/ready"))[1]
+            assert [b["ready"] for b in ready["models"]["m"]] == [True, False, True, True]
+
+    async def test_it_is_counted_in_the_metrics(self, served: Served) -> None:
+        await call(served, "POST", "/admin/reload")
+        assert await served.metric("octet_reloads_total", outcome="ok") == 1
+        async with served.session.get("/metrics") as response:
+            assert response.content_type == "text/plain"
+            assert 'octet_reloads_total{outcome="ok"} 1.0' in await response.text()

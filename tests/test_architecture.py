@@ -3,65 +3,12 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-ALLOWED = {
-    "octet": {"octet"},
-    "calibrate": {"calibrate", "octet"},
-    "export": {"export", "octet"},
-    "serve": {"serve", "octet"},
-    "verify": {"verify", "calibrate", "export", "serve", "octet"},
-    "octet_cli": {"octet_cli", "verify", "calibrate", "export", "serve", "octet"},
-}
+from tests.layout import ALLOWED, FILES, FOLDERS, MODULES, ROOT, cycle_in
+
 MOST_FILES = 15  # of a folder, beside its `__init__.py`
-
-Graph = Mapping[str, Set[str]]
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-FILES = {module_of(path): path for name in ALLOWED for path in sorted((ROOT / name).rglob("*.py"))}
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yields the modules of ours that a file imports anywhere in it, also for types alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in FILES else str(node.module) for name in inside]
-        else:
-            continue
-        yield from (name for name in names if name in FILES)
-
-
-# `python -m octet` starts the command line; it is the one arrow that points up.
-MODULES: Graph = {
-    name: set() if name == "octet.__main__" else set(imported(path)) - {name}
-    for name, path in FILES.items()
-}
-
-
-def folder_of(module: str) -> str:
-    path = FILES[module]
-    return module if path.name == "__init__.py" else module.rpartition(".")[0]
-
-
-def cycle_in(graph: Graph) -> list[str]:
-    """Returns the nodes that are left when those that need no other are taken out, one by one."""
-    waiting = {name: set(needs) & graph.keys() for name, needs in graph.items()}
-    while free := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
-        waiting = {name: needs for name, needs in waiting.items() if name not in free}
-    return sorted(waiting)
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -86,11 +33,7 @@ def test_no_file_imports_one_that_imports_it() -> None:
 
 
 def test_no_folder_imports_one_that_imports_it() -> None:
-    folders: dict[str, set[str]] = {}
-    for name, needs in MODULES.items():
-        mine = folders.setdefault(folder_of(name), set())
-        mine |= {folder_of(needed) for needed in needs} - {folder_of(name)}
-    assert cycle_in(folders) == []
+    assert cycle_in(FOLDERS) == []
 
 
 def test_a_folder_says_what_it_holds_and_is_small_enough_to_look_through() -> None:

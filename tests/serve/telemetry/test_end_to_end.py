@@ -13,7 +13,7 @@ from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
-from tests.serve.http.test_observe import TRACEPARENT
+from tests.serve.telemetry.test_observe import TRACEPARENT
 from tests.serve.telemetry.test_traces import Collector, attributes, collector
 from tests.triton_config import triton_at
 

@@ -17,8 +17,8 @@ from serve.config.telemetry import Traces
 from serve.telemetry import spans as span_exporter
 from serve.telemetry.observation import Observation
 from serve.telemetry.traces import tracing_from
-from tests.serve.http.test_observe import TRACEPARENT, Inside, ask
 from tests.serve.telemetry.conftest import Figures
+from tests.serve.telemetry.test_observe import TRACEPARENT, Inside, ask
 
 NOT_RECORDED = TRACEPARENT.removesuffix("01") + "00"
 

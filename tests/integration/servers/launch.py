@@ -70,6 +70,7 @@ class VllmServer(Server):
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CACHE_ROOT": str(layout.VLLM / "cache"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine computes itself: a process less
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",

@@ -1,6 +1,6 @@
 """Octet's shared vocabulary: formats, scales, recipes, artifacts, golden records, errors.
 
-Imports nothing else of ours, and no GPU library at import time.
+Imports no other package of this repository, and no GPU library at import time.
 """
 
 __version__ = "0.1.0"

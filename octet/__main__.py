@@ -1,4 +1,4 @@
-"""`python -m octet`."""
+"""Runs the command line for `python -m octet`."""
 
 from octet_cli.main import main
 

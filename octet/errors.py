@@ -1,7 +1,7 @@
-"""The exception tree: a user's mistake says what was wrong, where, and what to do, in one line.
+"""The exception tree: each error says what was wrong, where, and what to do, in one line.
 
-Every `OctetError` ends a command with that line on standard error and its `exit_code`: 2, or 1 of a
-gate that was not met. Anything else that escapes is a defect of ours and shows its traceback.
+An `OctetError` ends a command with that line on standard error and its `exit_code`: 2, or 1 for a
+failed accuracy gate. Any other exception that escapes is a defect in Octet and shows its traceback.
 """
 
 import difflib
@@ -44,7 +44,7 @@ class CheckpointError(OctetError):
 
 
 class UnsupportedError(OctetError):
-    """An architecture, format or combination that is known not to work, named with what does."""
+    """An unsupported architecture, format or combination; the message names what is supported."""
 
 
 class SampleError(OctetError):
@@ -52,7 +52,7 @@ class SampleError(OctetError):
 
 
 class NumericsError(OctetError):
-    """NaN or Inf where a finite value is needed, named by layer or tensor."""
+    """NaN or Inf where a finite value is needed; the message names the layer or tensor."""
 
 
 class ArtifactError(OctetError):
@@ -60,11 +60,11 @@ class ArtifactError(OctetError):
 
 
 class ExportError(OctetError):
-    """An export that the engine which must run it refuses, or whose numbers are off."""
+    """An export that its target engine refuses, or whose logits are wrong."""
 
 
 class GateError(OctetError):
-    """A model that costs more than it may: nothing was done wrong, and nothing was written."""
+    """A model that fails its accuracy gate: no user mistake, and nothing was written."""
 
     exit_code = 1
 
@@ -73,7 +73,7 @@ class RequestError(OctetError):
     """A request that cannot be served as sent; becomes OpenAI's error object.
 
     `status` is the HTTP status (400, 401, 403, 404, 413, 429, 503, 504, ...), `param` the offending
-    field, `retry_after_s` when it is worth asking again (`Retry-After`, in whole seconds).
+    field, `retry_after_s` the delay before a retry is worthwhile (`Retry-After`, in whole seconds).
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class RequestError(OctetError):
 # How a backend failed a request:
 #   refused     no connection could be made: nothing was sent
 #   lost        the connection ended before the answer did
-#   timeout     a deadline of the gateway's passed
-#   overloaded  it is alive and takes no more (its 429 or 503)
-#   failed      it said so itself: a 5xx, or an error in the stream
-#   garbled     what it sent is not the protocol, or ends too early
-#   dead        it said that it can serve nobody ("Stub process ... is not healthy")
+#   timeout     a deadline of the gateway passed
+#   overloaded  the backend is alive and has no capacity (its 429 or 503)
+#   failed      the backend reported an error: a 5xx, or an error in the stream
+#   garbled     the response violates the protocol, or ends too early
+#   dead        the backend reported that it cannot serve ("Stub process ... is not healthy")
 FailureKind: TypeAlias = Literal[
     "refused", "lost", "timeout", "overloaded", "failed", "garbled", "dead"
 ]
@@ -123,7 +123,7 @@ class BackendError(OctetError):
 
 
 class BackendUnavailable(BackendError):
-    """A backend that failed before its first token: another one may be asked."""
+    """A backend that failed before its first token: the request may go to another one."""
 
     def __init__(
         self,
@@ -136,19 +136,19 @@ class BackendUnavailable(BackendError):
 
 
 class BackendUnproven(BackendUnavailable):
-    """None that can be reached has proven that its numbers are those of what it serves."""
+    """No reachable backend has proven that it matches its declared configuration."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest of `known`, or the full list if none is close."""
+    """Returns `"; did you mean 'x'?"` for the closest of `known`, or the full list if none is."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
 
 
 class UnsupportedField(RequestError):
-    """A field that one backend cannot honour, though another of its pool may."""
+    """A field that this backend cannot honour, though another of its pool may."""
 
 
 class NeedsTokenizer(UnsupportedField):
-    """What a backend of which the gateway has no tokenizer cannot do."""
+    """A request that needs a tokenizer, for a backend without one in the gateway."""

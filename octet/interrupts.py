@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM held back where a library would not survive them."""
+"""Delays Ctrl-C and SIGTERM where a library would not survive them."""
 
 import signal
 import threading
@@ -10,12 +10,12 @@ __all__ = ["held_back"]
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for the end of the block, and are KeyboardInterrupt then.
+    """Delays SIGINT and SIGTERM to the end of the block, then raises KeyboardInterrupt for them.
 
-    For imports: an exception that a signal raises inside torch's initialisation ends the process
-    with an abort and a page of C++.
+    For imports: an exception that a signal raises inside torch's initialisation aborts the process
+    with a page of C++ output.
     """
-    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # it alone can set handlers
         yield
         return
     received: list[int] = []

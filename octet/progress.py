@@ -1,4 +1,4 @@
-"""A progress bar over tokens, with their rate and the time left; or nothing."""
+"""Shows a progress bar over tokens, with their rate and the time left."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ class _RateColumn(TextColumn):
 def progress_bar(
     console: Console | None, description: str, tokens: int
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function to tell how many tokens were done since last; silent without a console."""
+    """Yields a function that advances the bar by a number of tokens; no bar without a console."""
     if console is None:
         yield lambda done: None
         return
@@ -41,7 +41,7 @@ def progress_bar(
 
 
 class Spread:
-    """Tells `advance` of `total` tokens, spread evenly over `steps` of work."""
+    """Advances a progress bar by `total` tokens, spread evenly over `steps` of work."""
 
     def __init__(self, advance: Callable[[int], None], total: int, steps: int) -> None:
         self._advance, self._total, self._steps = advance, total, steps
@@ -54,5 +54,5 @@ class Spread:
         self._told = reached
 
     def finish(self) -> None:
-        """Tells what is left, if less work was needed."""
+        """Advances by the remaining tokens, if less work was needed."""
         self.step(self._steps - self._done)

@@ -1,4 +1,4 @@
-"""What to quantize, to which format, with which granularity; and the few named presets."""
+"""Defines recipes: the tensors to quantize, their formats and granularities; and named presets."""
 
 import fnmatch
 from pathlib import Path
@@ -16,7 +16,7 @@ ScaleMethod = Literal["max", "mse", "four_six", "percentile", "kl"]
 KvCacheDtype = Literal["e5m2", "e4m3", "float16"]
 SchemeKind = Literal["fp8", "mxfp8", "mxfp4", "nvfp4"]
 
-# Granularities of weights and of activations that some engine multiplies.
+# Granularities of weights and of activations for which some engine has a GEMM.
 _SERVED = (
     ("channel", "token"),
     ("channel", "tensor"),
@@ -25,9 +25,9 @@ _SERVED = (
     ("block", "tensor"),
     ("group", "group"),
 )
-BLOCK = 128  # the block edge of `block` weights and the group of their activations, in elements
+BLOCK = 128  # elements: the edge of `block` weights, and the group of their activations
 
-# Element format and scale format to the size of a group: what hardware multiplies.
+# Element format and scale format -> the group size that hardware supports.
 _GROUP_SIZES = {
     ("e4m3", "float32"): BLOCK,
     ("e4m3", "e8m0"): 32,  # MXFP8
@@ -37,13 +37,13 @@ _GROUP_SIZES = {
 
 
 class TensorScheme(BaseModel):
-    """How one kind of tensor (weights, or the inputs of the linears) is quantized.
+    """The quantization of one kind of tensor: weights, or activations of the linear layers.
 
     `dynamic` means that the scale is computed at run time from the tensor itself. `group_size` is
-    in elements along the contracted dimension K. `scale_format` is what the scales are stored in:
-    float32; e8m0, powers of two (MX formats); or e4m3 (NVFP4), and then there are two levels,
-    `real = stored * scale * global_scale`, with one float32 global scale a tensor, which is static
-    even where the group scales are dynamic.
+    in elements along the contracted dimension K. `scale_format` is the format in which scales are
+    stored: float32; e8m0, powers of two (MX formats); or e4m3 (NVFP4). With e4m3 there are two
+    levels, `real = stored * scale * global_scale`, with one float32 global scale per tensor, which
+    is static even if the group scales are dynamic.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +67,7 @@ class TensorScheme(BaseModel):
 
     @property
     def two_level(self) -> bool:
-        """Whether group scales are themselves scaled, by one global scale a tensor."""
+        """True if one global scale per tensor scales the group scales."""
         return self.scale_format == "e4m3"
 
     @model_validator(mode="after")
@@ -139,11 +139,11 @@ class Recipe(BaseModel):
         return self
 
     def excludes(self, module_name: str) -> bool:
-        """Whether the linear of that full module name stays in full precision."""
+        """Returns whether the linear of that full module name stays in full precision."""
         return any(fnmatch.fnmatchcase(module_name, pattern) for pattern in self.exclude)
 
     def scheme_of(self, module_name: str) -> tuple[TensorScheme, TensorScheme] | None:
-        """The schemes of that linear's weights and activations; None if in full precision."""
+        """Returns the schemes of a linear's weights and activations; None if in full precision."""
         if self.excludes(module_name):
             return None
         for override in self.overrides:
@@ -153,7 +153,7 @@ class Recipe(BaseModel):
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
-        """A preset by name, or a recipe from a YAML file.
+        """Loads a preset by name, or a recipe from a YAML file.
 
         Raises ConfigError for an unknown name (with the nearest one) and for a file that does not
         validate.
@@ -196,7 +196,7 @@ def _check_pair(weights: TensorScheme, activations: TensorScheme) -> None:
 def _first_problem(error: yaml.YAMLError | ValidationError) -> str:
     if isinstance(error, ValidationError):
         problems = error.errors()
-        # A misspelt key shows as one missing and one unknown: the unknown one says more.
+        # A misspelt key causes two errors, a missing and an unknown key: the unknown one says more.
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
         first = (unknown or problems)[0]
         where = ".".join(str(part) for part in first["loc"]) or "top level"
@@ -214,7 +214,7 @@ _BLOCK = TensorScheme(granularity="block", group_size=BLOCK)
 
 
 def _groups(format: Literal["e4m3", "e2m1"], scale_format: Literal["e8m0", "e4m3"]) -> Recipe:
-    """Weights by least squared error, activations at run time, in groups."""
+    """Returns a grouped recipe: weights by least squared error, activations at run time."""
     size = _GROUP_SIZES[format, scale_format]
     name = f"mxfp{'8' if format == 'e4m3' else '4'}" if scale_format == "e8m0" else "nvfp4"
     scheme = TensorScheme(

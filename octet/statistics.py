@@ -4,23 +4,22 @@ The mean is the ratio θ = Σxᵢ / Σmᵢ over n samples with a sum xᵢ over m
 uᵢ = xᵢ - θ·mᵢ its linearised standard error is se = sqrt(n/(n-1) · Σuᵢ²) / Σmᵢ, and Student's
 interval is θ ± t·se with n - 1 degrees of freedom.
 
-Sums of divergences are skewed: T = (θ̂ - θ)/se then is, to order 1/√n, not symmetric, and Student's
+Sums of divergences are skewed: T = (θ̂ - θ)/se is then asymmetric to order 1/√n, and Student's
 interval lies too low. Hall's transformation (J. R. Statist. Soc. B 54 (1992) 221) removes that,
-g(T) = T + a·T² + a²·T³/3 + b with b = s/(6√n) and a = (s/3 - κ)/√n: s is the skewness of u, and
-κ = cov(u, m)/(m̄·σᵤ), nought in Hall's case of a plain mean, stands for se² being estimated at θ̂:
+g(T) = T + a·T² + a²·T³/3 + b with b = s/(6√n) and a = (s/3 - κ)/√n. s is the skewness of u.
+κ = cov(u, m)/(m̄·σᵤ), zero in Hall's case of a plain mean, accounts for estimating se² at θ̂:
 Σ(xᵢ - θ̂·mᵢ)² = Σuᵢ²·(1 - 2κ·T/√n + ...). Inverted, T = ((1 + 3a·(t - b))^⅓ - 1)/a.
 
-Of a few dozen samples s itself is uncertain, which costs Hall's interval up to 1 % of coverage
-where there is little skewness. So each end is the outer one of the two: as far out as the skewness
-that was seen says, and never further in than if none had been. That converges to 95 % as either
-does; what is covered, beside other methods, is measured by benchmarks/evaluate_coverage.py.
+With a few dozen samples s itself is uncertain, which costs Hall's interval up to 1 % of coverage if
+there is little skewness. So each end of the interval is the outer one of Hall's and Student's: as
+far out as the observed skewness requires, and never further in than without any. The coverage still
+converges to 95 %; benchmarks/evaluate_coverage.py measures it, and that of other methods.
 
-An `upper_bound`, which gates and budgets hold against a limit, is the upper end alone, with 5 %
+An `upper_bound`, which gates and budgets compare with a limit, is the upper end alone, with 5 %
 beyond it. Measured (benchmarks/bound_coverage.py), the truth was beyond it in at most 6.7 % of
 draws of 16 samples or more and 8.0 % of 8; beyond Student's in 8.6 % and 10.0 %.
 
-Student's t distribution, for the mean of a few samples whose spread is estimated from them.
-
+Student's t distribution is that of the mean of a few samples whose spread is estimated from them.
 For n degrees of freedom, and with θ = atan(t / √n), the probability of |T| < t is (Abramowitz and
 Stegun, 26.7.3 and 26.7.4)
 
@@ -50,12 +49,15 @@ __all__ = [
 ]
 
 
-_HALVINGS = 60  # of an interval of angles, to its last bit
+_HALVINGS = 60  # of an interval of angles, down to its last bit
 
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """The t that T exceeds with 1 - `probability`, which is at least 1/2; inf without freedom."""
+    """Returns the t that T exceeds with 1 - `probability`; inf for less than one degree of freedom.
+
+    `probability` is at least 1/2.
+    """
     if degrees < 1:
         return math.inf
     low, high = 0.0, math.pi / 2
@@ -69,7 +71,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _between(angle: float, degrees: int) -> float:
-    """P(|T| < √n · tan `angle`)."""
+    """Returns P(|T| < √n · tan `angle`)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term = cosine if odd else 1.0
@@ -82,26 +84,26 @@ def _between(angle: float, degrees: int) -> float:
 
 CONFIDENCE = 0.95  # of intervals, two-sided, and of bounds, one-sided
 _TWO_SIDED = (1 + CONFIDENCE) / 2  # the quantile at either end
-FEW = 8  # samples: with fewer, their skewness says nothing
+FEW = 8  # samples: with fewer, their skewness is not usable
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean per token with its 95 % confidence interval; NaN bounds if there is none."""
+    """A mean per token with its 95 % confidence interval; NaN ends if there is none."""
 
     mean: float
     low: float
     high: float
 
     def map(self, function: Callable[[float], float]) -> "Interval":
-        """Through an increasing function."""
+        """Maps the mean and both ends through an increasing function."""
         return Interval(function(self.mean), function(self.low), function(self.high))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """θ̂, its standard error, s and κ as above, of one draw of n samples or of many."""
+    """θ̂, its standard error, s and κ as above, for one draw of n samples or for many."""
 
     samples: int
     mean: Numbers
@@ -111,7 +113,7 @@ class Moments:
 
 
 def interval(sums: ArrayLike, tokens: ArrayLike) -> Interval:
-    """The 95 % interval of Σ`sums` / Σ`tokens`, both [n]."""
+    """Returns the 95 % interval of Σ`sums` / Σ`tokens`, both [n]."""
     x, m = np.asarray(sums, np.float64), np.asarray(tokens, np.float64)
     if len(x) < 2:
         return Interval(float(x.sum() / m.sum()), math.nan, math.nan)
@@ -119,15 +121,15 @@ def interval(sums: ArrayLike, tokens: ArrayLike) -> Interval:
 
 
 def upper_bound(sums: ArrayLike, tokens: ArrayLike) -> float:
-    """With 95 % confidence Σ`sums` / Σ`tokens`, both [n], is at most this; inf of one sample."""
+    """Returns a 95 % upper bound of Σ`sums` / Σ`tokens`, both [n]; inf for one sample."""
     x, m = np.asarray(sums, np.float64), np.asarray(tokens, np.float64)
     return float(_outer(x, m, CONFIDENCE)[2]) if len(x) > 1 else math.inf
 
 
 def _outer(x: Numbers, m: Numbers, level: float) -> tuple[Numbers, Numbers, Numbers]:
-    """The mean, and the outer ends of both intervals at the quantile `level` on either side."""
+    """Returns the mean, and the outer ends of both intervals at the quantile `level`."""
     found = moments(x, m)
-    # Rounding of the sums leaves as much where all samples have one mean: nothing to bound.
+    # Rounding of the sums alone: all samples have the same mean, so the interval is that point.
     if float(found.error) <= 1e-12 * max(abs(float(found.mean)), float(np.abs(x).sum() / m.sum())):
         return found.mean, found.mean, found.mean
     low, high = student_ends(found, level)
@@ -138,7 +140,7 @@ def _outer(x: Numbers, m: Numbers, level: float) -> tuple[Numbers, Numbers, Numb
 
 
 def moments(sums: Numbers, tokens: Numbers) -> Moments:
-    """Along the last axis of `sums` and `tokens` [..., n], n >= 2."""
+    """Computes moments along the last axis of `sums` and `tokens` [..., n], n >= 2."""
     n = sums.shape[-1]
     total = tokens.sum(axis=-1)
     mean = sums.sum(axis=-1) / total
@@ -170,8 +172,8 @@ def hall_ends(found: Moments, level: float = _TWO_SIDED) -> tuple[Numbers, Numbe
 
 
 def _inverse(a: Numbers, b: Numbers, t: float) -> Numbers:
-    """The T whose g(T) is `t`."""
-    some = np.abs(a) > 1e-9  # below, g is a shift to the last bit
+    """Returns the T whose g(T) is `t`."""
+    some = np.abs(a) > 1e-9  # below this, g is a plain shift, to the last bit
     safe = np.where(some, a, 1.0)
     found: Numbers = np.where(some, (np.cbrt(1 + 3 * safe * (t - b)) - 1) / safe, t - b)
     return found

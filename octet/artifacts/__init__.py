@@ -1,4 +1,4 @@
-"""Reads and writes what the stages hand to each other: directories with a manifest.
+"""Reads and writes artifacts: the directories with a manifest that stages exchange.
 
 Start with `manifest.py`.
 """

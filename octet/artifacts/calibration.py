@@ -1,12 +1,12 @@
 """The artifact of the first stage: scales, histograms and golden records of one checkpoint.
 
 manifest.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
-observations.json        what each histogram is of, and the modules that consume it
+observations.json        the tensor that each histogram describes, and its consumer modules
 histograms.safetensors   for each observed tensor, the bins that occur and their counts
 scales.safetensors       float32, multipliers: real = stored * scale [* global scale]
 golden.json              GoldenSet
 weights.safetensors      the tensors that an algorithm such as SmoothQuant changed, if any
-report.json, report.html, convergence.json, ...   for people; nothing is computed from them
+report.json, report.html, convergence.json, ...   for people; no code computes from them
 """
 
 import json
@@ -41,12 +41,12 @@ FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GO
 WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
 BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
 
-# Of a file: its text, a file to copy, or what writes it into the directory that it is given.
+# A file's text, a file to copy, or a function that writes it into a given directory.
 Content: TypeAlias = str | Path | Callable[[Path], None]
 
 
 class Observation(BaseModel):
-    """What one histogram is of.
+    """The tensor that one histogram describes.
 
     `kind` is "input" (of linears), "key" or "query" (after RoPE) or "value". `code_dtype` is the
     16-bit type whose magnitude codes are the bins. `consumers` are module names.
@@ -86,19 +86,19 @@ class Calibration:
 
     @cached_property
     def histograms(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Counts of each magnitude code, int64[32768]; each is read when it is asked for."""
+        """Counts of each magnitude code, int64[32768]; each is read from disk on access."""
         return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=True)
 
     @cached_property
     def chunks(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """The same, int64[chunks, 32768]: what each span of samples added; one if not kept apart.
+        """Counts as int64[chunks, 32768]: one chunk per span of samples; one if not kept apart.
 
-        `convergence.json` says in "counts" after how many samples each ends.
+        "counts" in `convergence.json` holds the number of samples after which each span ends.
         """
         return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
 
     def cache_scale(self, attention: str, which: str, kv_cache: KvCacheDtype) -> float | None:
-        """The scale of queries ("q"), keys ("k") or values ("v") in a cache of that type.
+        """Returns the scale of queries ("q"), keys ("k") or values ("v") for a `kv_cache` cache.
 
         None if it is not known.
         """
@@ -115,7 +115,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ArtifactError for anything that is not a whole, unaltered calibration."""
+        """Opens and verifies a calibration.
+
+        Raises ArtifactError for anything that is not a whole, unaltered calibration.
+        """
         manifest = Manifest.load(path, "calibration")
         for name in FILES:
             if name not in manifest.files:
@@ -142,10 +145,10 @@ class Calibration:
         extra_files: Mapping[str, Content] | None = None,
         force: bool = False,
     ) -> Self:
-        """Writes the directory whole or not at all.
+        """Writes the directory atomically.
 
         `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart.
-        `extra_files` are kept beside, by name.
+        `extra_files` are written beside the others, by name.
         """
         with write_artifact(path, force=force, kind="calibration") as writer:
             records: dict[str, Any] = {
@@ -176,14 +179,18 @@ class Calibration:
         return cls.load(path)
 
 
-# A histogram as it is stored. Most of the 32,768 bins are empty, and a model with experts has more
-# than ten thousand histograms. The first calibrations held every bin, under the bare name.
+# Suffixes of a stored histogram's two tensors. Only bins that occur are stored: most of the 32,768
+# are empty, and a model with experts has more than ten thousand histograms. The first calibrations
+# held every bin, under the bare name.
 _BINS, _COUNTS = ".bins", ".counts"
 
 
 def pack_histogram(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:
-    """How [32768] or [chunks, 32768] counts are stored: `<name>.bins` uint16[n], those that occur,
-    and `<name>.counts` [n] or [chunks, n], of the fewest bytes."""
+    """Yields the tensors that store [32768] or [chunks, 32768] counts.
+
+    `<name>.bins` uint16[n] holds the bins that occur; `<name>.counts` [n] or [chunks, n] their
+    counts, in the narrowest unsigned dtype that fits.
+    """
     counts = counts[0] if len(counts) == 1 else counts
     bins = np.flatnonzero(counts.reshape(-1, BINS).any(axis=0))
     present = counts[..., bins]
@@ -192,9 +199,9 @@ def pack_histogram(name: str, counts: npt.NDArray[np.int64]) -> Iterator[tuple[s
 
 
 class StoredHistograms(Mapping[str, npt.NDArray[np.int64]]):
-    """The histograms that `pack_histogram` put into `file`, by name, read one at a time.
+    """The histograms that `pack_histogram` stored in `file`, by name; each is read on access.
 
-    int64: [32768], the sums, or [chunks, 32768].
+    Each is int64[32768] if `summed`, the sum over chunks, or else int64[chunks, 32768].
     """
 
     def __init__(self, file: TensorFile, *, summed: bool) -> None:

@@ -1,7 +1,7 @@
-"""Golden records: what the unquantized model answers, kept with every artifact made from it.
+"""Golden records: prompts with the unquantized model's answers, kept with every artifact of it.
 
 A served model is compared with them by the Kullback-Leibler divergence of its next-token
-distribution from the reference's, over what an API returns: the top few log-probabilities.
+distribution from the reference's, over the few top log-probabilities that an API returns.
 """
 
 import math
@@ -16,7 +16,7 @@ from octet.storage.files import read_document
 __all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "top_k_divergence"]
 
 GOLDEN_FILE = "golden.json"
-POSITIONS = 8  # next-token distributions of a record: after the prompt, and while decoding
+POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
 
 
 class Top(BaseModel):
@@ -36,8 +36,8 @@ class GoldenRecord(BaseModel):
     """One prompt and the reference model's answer to it.
 
     `tops[j]` is the reference's distribution after the prompt and the first j tokens of the
-    continuation, for the first `POSITIONS` of them: a server that has generated those j tokens is
-    at the same position. All but `tops[0]` are of decoding, which reads the cache.
+    continuation, for j below `POSITIONS`. A server that has generated the same j tokens is at the
+    same position. All but `tops[0]` come from decode steps, which read the cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,22 +46,22 @@ class GoldenRecord(BaseModel):
     prompt_token_ids: tuple[int, ...]
     continuation_token_ids: tuple[int, ...]  # greedy
     tops: tuple[Top, ...]
-    # -Σ ln p of the prompt's tokens but the first, each given those before, in nats.
+    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it.
     prompt_nll: float | None = None
 
     @property
     def top(self) -> dict[int, float]:
-        """After the prompt."""
+        """The distribution after the prompt."""
         return self.tops[0].mapping
 
 
 class GoldenSet(BaseModel):
-    """The golden records of one model, with how they were made."""
+    """The golden records of one model, and how they were computed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[2] = 2
-    weights_sha256: str  # Checkpoint identity that the reference was computed from
+    weights_sha256: str  # identity of the checkpoint that the reference was computed from
     compute_dtype: str  # arithmetic of the reference forward pass, such as float32
     software: dict[str, str]
     records: tuple[GoldenRecord, ...]
@@ -71,28 +71,32 @@ class GoldenSet(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """ArtifactError if there is none, or no such file; the first schema had no `tops`."""
+        """Loads the golden set; ArtifactError if it is missing or invalid.
+
+        Schema 1, which had no `tops`, is not read.
+        """
         return read_document(directory / GOLDEN_FILE, cls, "a golden set of this release")
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt: how well-filled a cache decoding reads."""
+        """Tokens of the longest prompt: the fullest cache that decoding reads."""
         return max((len(record.prompt_token_ids) for record in self.records), default=0)
 
 
 def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:
-    """KL(reference ‖ served) in nats, as far as the most likely tokens of both tell.
+    """Returns KL(reference ‖ served) in nats over the most likely tokens of both.
 
-    Both map token id to log-probability under a full softmax. Tokens of the reference that are not
-    in `served`, n of them, are one outcome, and all others another. That one is served with at most
-    n times the least probability in `served`, for else it would hold one of them; of the
-    probabilities that this leaves, those of the least divergence are taken. So this is a lower
-    bound of the full divergence (the data-processing inequality). Infinite if the served model
-    gives no mass to what the reference gives some.
+    Both map token id to log-probability under a full softmax. The n tokens of the reference that
+    are not in `served` count as one outcome, and all tokens outside the reference as another. The
+    served probability of the first is at most n times the smallest probability in `served`, or else
+    `served` would hold one of those tokens. Among the probabilities that this limit allows, those
+    of the smallest divergence are taken. The result is thus a lower bound of the full divergence
+    (the data-processing inequality). Infinite if the served model gives no mass to an outcome that
+    has some in the reference.
     """
     shared = reference.keys() & served.keys()
     divergence = sum(math.exp(reference[t]) * (reference[t] - served[t]) for t in shared)
-    # Rounding of the log-probabilities leaves ±1e-6 where nothing is left.
+    # Rounded log-probabilities can leave ±1e-6 where the true rest is 0.
     p_rest = 1.0 - sum(map(math.exp, reference.values()))
     p_rest = p_rest if p_rest > 1e-6 else 0.0
     q_left = max(1.0 - sum(math.exp(served[t]) for t in shared), 0.0)

@@ -1,7 +1,8 @@
-"""Artifact directories: a manifest with content hashes, written whole or not at all.
+"""Artifact directories: a manifest with content hashes, written atomically.
 
-Every directory that a stage hands to the next holds `manifest.json`, a `Manifest` naming what it
-was made from and the SHA-256 of each file in it. A reader checks them and says which file is wrong.
+Every directory that a stage hands to the next holds `manifest.json`, a `Manifest` with the sources
+of the artifact and the SHA-256 of each file in it. A reader checks the hashes, and names the first
+file that is wrong.
 """
 
 import hashlib
@@ -33,10 +34,10 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "manifest.json"
-PLAN_FILE = "model.plan"  # of an engine: what TensorRT built
+PLAN_FILE = "model.plan"  # the TensorRT plan of an engine artifact
 SCHEMA_VERSION = 1
 Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
-_COMMANDS: Mapping[Kind, str] = {  # that write them
+_COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
     "calibration": "octet calibrate",
     "checkpoint": "octet export checkpoint",
     "onnx": "octet export onnx",
@@ -57,27 +58,27 @@ class Manifest(BaseModel):
     model: ModelIdentity
     recipe: Recipe
     samples: SampleSet | None = None
-    calibration: str | None = None  # identity of the calibration that this was exported from
-    # Facts of one kind of artifact: an engine's targets, an ONNX file's opset, scale choices.
+    calibration: str | None = None  # identity of the calibration that was exported
+    # Facts specific to one kind: an engine's targets, an ONNX file's opset, scale choices.
     details: dict[str, Any] = Field(default_factory=dict)
     software: dict[str, str]
     files: dict[str, str] = Field(default_factory=dict)  # relative path -> SHA-256
-    # The hash of the file as it was read, whose fields may be fewer than this release's.
+    # The hash of the file as read: it may have fewer fields than this release's Manifest.
     recorded_identity: str | None = Field(default=None, exclude=True)
 
     @property
     def identity(self) -> str:
-        """A hash of the whole content: manifest fields and, through `files`, every byte."""
+        """A hash of the whole artifact: the manifest's fields and, through `files`, every byte."""
         return self.recorded_identity or _hash(self.model_dump(mode="json"))
 
     @property
     def remedy(self) -> str:
-        """What to do about an artifact of which a file is missing or altered."""
+        """The advice for an artifact with a missing or altered file."""
         return f"{_AGAIN} with {_COMMANDS[self.kind]}"
 
     @classmethod
     def load(cls, directory: Path, kind: Kind | None = None, *, verify: bool = True) -> Self:
-        """Reads and checks `directory`; with `verify`, every file's hash.
+        """Reads and checks the manifest of `directory`; with `verify`, also every file's hash.
 
         Raises ArtifactError naming the file for anything missing, altered, of another kind or of a
         schema version that this release does not read.
@@ -135,7 +136,7 @@ class Manifest(BaseModel):
 
 
 def software(*packages: str) -> dict[str, str]:
-    """Versions of Python, Octet and those of `packages` that are installed."""
+    """Returns the versions of Python, Octet and the installed ones of `packages`."""
     from octet import __version__
 
     found = {"python": platform.python_version(), "octet": __version__}
@@ -148,7 +149,7 @@ def software(*packages: str) -> dict[str, str]:
 
 
 def _hash(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the JSON with its keys in order."""
+    """Returns the SHA-256 of `content` as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -156,10 +157,11 @@ def _hash(content: Mapping[str, Any]) -> str:
 def write_artifact(
     destination: Path, *, force: bool = False, kind: Kind | None = None
 ) -> Iterator["ArtifactWriter"]:
-    """A directory to fill; it takes its place when the block ends well, and vanishes otherwise.
+    """Yields a writer for a staging directory, which becomes `destination` at the block's end.
 
-    Raises ArtifactError at once if `destination` may not be written: see `check_destination`. In
-    errors that the block raises, `destination` stands for the directory that was being filled.
+    If the block raises, the staging directory is removed. Raises ArtifactError at once if
+    `destination` may not be written: see `check_destination`. In an OctetError that the block
+    raises, `destination` replaces the path of the staging directory.
     """
     named, destination = destination, destination.absolute()
     check_destination(destination, force=force, kind=kind)
@@ -187,9 +189,9 @@ def check_destination(
 ) -> None:
     """Raises ArtifactError if `destination` may not be written; call before expensive work.
 
-    That is if it exists and `force` is not given. `force` or not, these are never replaced: what is
-    no Octet artifact; `inputs`, which the work reads; and, by anything of another `kind`, a
-    calibration, which may have taken hours.
+    An existing artifact is replaced only with `force`. Even then, three are never replaced: what is
+    not an Octet artifact; `inputs`, which the work reads; and a calibration, which may have taken
+    hours, unless `kind` is "calibration" too.
     """
     if destination.is_symlink():
         raise ArtifactError(f"{destination}: is a symbolic link; name the directory itself")
@@ -214,7 +216,7 @@ def check_destination(
 
 
 def _kind_of(directory: Path) -> Any:
-    """What its manifest says that it is; None if that cannot be read."""
+    """Returns the kind in the manifest of `directory`; None if it cannot be read."""
     try:
         return json.loads((directory / MANIFEST_FILE).read_text())["kind"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -222,19 +224,19 @@ def _kind_of(directory: Path) -> Any:
 
 
 class ArtifactWriter:
-    """The staging directory of an artifact, and its manifest once given."""
+    """The staging directory of an artifact; `manifest` is set once `finish` has written it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest | None = None
 
     def finish(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Manifest:
-        """Hashes every file written so far, and writes the manifest; returns it complete.
+        """Hashes every file written so far, writes the manifest and returns it complete.
 
-        `hashes`, by path relative to the artifact, are those that were computed on the way: of the
-        bytes that were meant, so that a file which the disk altered meanwhile will not match.
+        `hashes`, by path relative to the artifact, were computed while writing, from the intended
+        bytes. A file that the disk has altered since will therefore not match.
         """
-        os.chmod(self.path, 0o755)  # mkdtemp's 0700 would outlive the move
+        os.chmod(self.path, 0o755)  # otherwise mkdtemp's 0700 would remain after the move
         known = hashes or {}
         files = {}
         for path in sorted(self.path.rglob("*")):
@@ -249,7 +251,7 @@ class ArtifactWriter:
 
 
 def move_into_place(staging: Path, destination: Path) -> None:
-    """In place of a directory that is there, which is whole there again if this fails."""
+    """Renames `staging` to `destination`; restores an existing `destination` on failure."""
     if not destination.exists():
         os.replace(staging, destination)
         return

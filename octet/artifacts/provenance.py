@@ -1,4 +1,4 @@
-"""What an artifact was made from: a model, by the hashes of its files, and samples."""
+"""Records the sources of an artifact: a model, by the hashes of its files, and samples."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["ModelIdentity", "SampleSet"]
 
 
 class ModelIdentity(BaseModel):
-    """Which model: its name, its sizes and the hashes of the files it came from."""
+    """Identifies a model: its name, its sizes and the hashes of its files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +23,7 @@ class ModelIdentity(BaseModel):
     spec: ModelSpec
     files: dict[str, str]  # config.json and shards: file name -> SHA-256
     tokenizer: dict[str, str]
-    # File name -> XXH3-128, of the files in `files`; {} where the package was not installed.
+    # File name -> XXH3-128, of the files in `files`; {} if `xxhash` was not installed.
     checksums: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
@@ -39,8 +39,8 @@ class ModelIdentity(BaseModel):
     def require(self, checkpoint: Checkpoint, *, shards: bool = True) -> None:
         """Raises ArtifactError naming the first file of `checkpoint` that differs from this.
 
-        Without `shards`, which take long to read, of those only that they are there: whoever reads
-        them anyway hashes them on the way, and calls `require_file`.
+        Without `shards`, which take long to read, only checks that they exist: a caller that reads
+        them anyway hashes them meanwhile, and calls `require_file`.
         """
         if shards:
             hashes: dict[str, str | None] = dict(checkpoint.weight_hashes)
@@ -54,17 +54,19 @@ class ModelIdentity(BaseModel):
             self.require_file(checkpoint.path / file, hashes.get(file))
 
     def digest(self, name: str) -> Digest:
-        """A hash to be fed the file of that name, and to be given to `require_file`.
+        """Returns a new hash object for the file `name`; pass its hex digest to `require_file`.
 
-        The fastest that is recorded and installed: XXH3-128, which tells an accident and no forger,
-        or else SHA-256.
+        XXH3-128 if recorded and installed, or else SHA-256. XXH3-128 detects accidental damage, not
+        forgery.
         """
         fast = xxh3() if name in self.checksums else None
         return hashlib.sha256() if fast is None else fast
 
     def require_file(self, path: Path, digest: str | None) -> None:
-        """Raises ArtifactError unless the file of that name had this SHA-256, or this XXH3-128 as
-        `digest` gives it; None: it is gone."""
+        """Raises ArtifactError unless `digest` equals the recorded hash of the file of that name.
+
+        `digest` is a SHA-256 or XXH3-128, as from `digest()`; None: the file is missing.
+        """
         fast = digest is not None and digest.startswith(XXH3)
         known = self.checksums if fast else self.files | self.tokenizer
         if known.get(path.name) != digest:
@@ -73,7 +75,7 @@ class ModelIdentity(BaseModel):
 
 
 class SampleSet(BaseModel):
-    """Which samples were run, and how they became tokens."""
+    """Identifies the calibration samples, and records how they became tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,5 +84,5 @@ class SampleSet(BaseModel):
     tokens: int
     max_length: int
     batch_size: int
-    # How texts became rows: packed or padded, what was cut, which chat template.
+    # How texts became rows: packed or padded, truncation, chat template.
     facts: dict[str, Any] = Field(default_factory=dict)

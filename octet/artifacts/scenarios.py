@@ -1,13 +1,12 @@
-"""What a served model would say to the golden prompts, by what it may really be.
+"""Stores the log-probabilities expected under each scenario, including known faults.
 
-A hypothesis is a way in which the artifact may be served: a `ServingPath`, or a path with a fault
-in it, such as an engine that drops the scales of keys. Each is simulated when a model is
-calibrated, and the log-probabilities that it gives to the golden records' likeliest tokens are
-kept, so that whoever has a server's answers can say which hypothesis they came from, without a
-model.
+A scenario (`Hypothesis`) is one way to serve the artifact: a `ServingPath`, or a path with a fault,
+such as an engine that drops the scales of keys. Calibration simulates each, and keeps its
+log-probabilities of the golden records' likeliest tokens. With these, `octet.proof` finds the
+scenario that explains a server's answers, without a model.
 
-FP8 rounding is chaotic, so each hypothesis is simulated several times, from embeddings that differ
-in the last bit: an honest server of a path is one more repeat of it.
+FP8 rounding is chaotic, so each scenario is simulated several times, from embeddings that differ in
+the last bit: a conforming server of a path is one more repeat of it.
 """
 
 import json
@@ -31,21 +30,21 @@ __all__ = ["HYPOTHESES_FILE", "Fault", "FaultKind", "Hypothesis", "HypothesisSet
 HYPOTHESES_FILE = "hypotheses.octet"
 
 FaultKind = Literal[
-    "k_scale_dropped",  # keys were stored divided by nothing: k_scale taken for 1
+    "k_scale_dropped",  # keys are stored undivided: k_scale taken as 1
     "v_scale_dropped",
     "kv_scales_dropped",  # both
     "kv_scales_swapped",  # the path's 8-bit cache, with the scales of the other 8-bit format
-    "kv_bytes_reread",  # written in the path's format and read in the other 8-bit one
-    "input_scales_dropped",  # static activation scales taken for 1
-    "weight_scales_dropped",  # of every linear: taken for 1
-    "weight_scales_scaled",  # of every linear of `layer`: times `factor`
+    "kv_bytes_reread",  # written in the path's format and read in the other 8-bit format
+    "input_scales_dropped",  # static activation scales taken as 1
+    "weight_scales_dropped",  # of every linear: taken as 1
+    "weight_scales_scaled",  # of every linear of `layer`: multiplied by `factor`
     "fused_scales_merged",  # q/k/v and gate/up given the largest of their scales, codes unchanged
-    "global_scales_inverted",  # NVFP4's, of weights: multiplied by where it is to be divided by
+    "global_scales_inverted",  # NVFP4 weights' global scale: multiplied by instead of divided by
 ]
 
 
 class Fault(BaseModel):
-    """What is wrong in an otherwise honest path."""
+    """A fault in an otherwise conforming path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +54,7 @@ class Fault(BaseModel):
 
     @property
     def label(self) -> str:
-        """Such as "weight_scales_scaled, layer 3, x0.5"."""
+        """A label such as "weight_scales_scaled, layer 3, x0.5"."""
         parts: list[str] = [self.kind]
         if self.layer is not None:
             parts.append(f"layer {self.layer}")
@@ -65,7 +64,7 @@ class Fault(BaseModel):
 
 
 class Hypothesis(BaseModel):
-    """A path, served as it should be or with a fault."""
+    """A scenario: a path, served correctly or with a fault."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -74,27 +73,28 @@ class Hypothesis(BaseModel):
 
     @property
     def label(self) -> str:
-        """Unique in a set."""
+        """A label that is unique in a set."""
         return self.path.label + (f"; {self.fault.label}" if self.fault else "")
 
 
 @dataclass(frozen=True)
 class HypothesisSet:
-    """`logprobs[h]` float32 [repeats, records, positions, tokens] in nats, natural logarithm.
+    """The simulated scenarios and their log-probabilities on the golden records.
 
-    Of the tokens of `GoldenRecord.tops[position]`, in their order, under the full softmax, with the
-    golden continuation given; NaN where a record has no such position or token, and for records
-    that a hypothesis was not simulated on (faults run on some of them). Repeats are at least 1 for
-    faults and 2 for paths.
+    `logprobs[h]` is float32 [repeats, records, positions, tokens], in nats (natural logarithm): of
+    the tokens of `GoldenRecord.tops[position]`, in their order, under the full softmax, given the
+    golden continuation. NaN where a record has no such position or token, and for records that a
+    scenario was not simulated on (faults run on some of them). Repeats are at least 1 for faults
+    and 2 for paths.
     """
 
-    weights_sha256: str  # of the GoldenSet they belong to
+    weights_sha256: str  # of the GoldenSet that they belong to
     recipe: str  # its name
     logprobs: Mapping[Hypothesis, NDArray[np.float32]]
 
     @property
     def paths(self) -> tuple[ServingPath, ...]:
-        """Those that were simulated without a fault."""
+        """The paths that were simulated without a fault."""
         return tuple(h.path for h in self.logprobs if h.fault is None)
 
     def save(self, directory: Path) -> None:
@@ -110,7 +110,7 @@ class HypothesisSet:
 
     @classmethod
     def load(cls, directory: Path, golden: GoldenSet) -> Self:
-        """ArtifactError for a file that is damaged or belongs to other golden records."""
+        """Loads the set; ArtifactError if it is damaged or belongs to other golden records."""
         path = directory / HYPOTHESES_FILE
         file = TensorFile.open(path)
         try:

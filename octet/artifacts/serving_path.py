@@ -1,9 +1,9 @@
-"""What a quantization is expected to cost, by how it is served: the same files, other numbers.
+"""Predicts the divergence of a quantized model for each way of serving it.
 
-One checkpoint is multiplied with rounded inputs by one engine and weight-only by another; one
-rounds to nearest where it writes an E5M2 cache, another toward zero; one computes in bfloat16,
-another in float32. So a prediction belongs to a `ServingPath`, and a served model is held against
-that of the path its engine executes.
+Engines compute different logits from the same checkpoint. One rounds activations before its GEMMs,
+another runs weight-only; one writes an E5M2 cache rounded to nearest, another toward zero; one
+computes in bfloat16, another in float32. So each prediction belongs to a `ServingPath`, and a
+served model is compared with the prediction for the path that its engine executes.
 """
 
 from pathlib import Path
@@ -17,15 +17,15 @@ from octet.storage.files import read_document
 __all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
 
 EXPECTED_FILE = "expected.json"
-# Nats, where nobody predicted. Chosen, not derived: they catch an export that is broken, not one
-# that is a little off.
+# In nats, for models without a prediction. Chosen, not derived: they detect a broken export, not a
+# slightly inaccurate one.
 _BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0, "no quantization": 0.01}
 
 
 def bound_of(recipe: Recipe, *, quantized: bool = True) -> tuple[float, str]:
-    """The mean divergence, in nats, that is accepted without a prediction, and what it is for.
+    """Returns the mean divergence, in nats, accepted without a prediction, and its description.
 
-    The latter is the kind of weights with the largest bound, among those that the recipe uses.
+    The bound is the largest among the kinds of weights that the recipe uses.
     """
     kinds = [recipe.weights.kind, *(override.weights.kind for override in recipe.overrides)]
     kind = max(kinds, key=lambda kind: _BOUNDS[kind]) if quantized else "no quantization"
@@ -33,12 +33,12 @@ def bound_of(recipe: Recipe, *, quantized: bool = True) -> tuple[float, str]:
 
 
 class ServingPath(BaseModel):
-    """Which of a recipe's roundings an engine really does, and in what it computes between them.
+    """The roundings of a recipe that an engine executes, and the dtype that it computes in.
 
-    `weights`: whether they are quantized, as the recipe says. `activations`: whether the inputs of
-    linears are too; without, weights are decoded and multiplied in `compute` (W8A16, W4A16).
-    `kv_rounding` is that of the cache's writer. `queries`: whether attention runs in E4M3, as
-    FlashAttention 3 does with an E4M3 cache: queries, keys and probabilities.
+    `weights`: whether they are quantized as in the recipe. `activations`: whether the linear
+    layers' activations are, too; if not, weights are decoded and multiplied in `compute` (W8A16,
+    W4A16). `kv_rounding` is the rounding of the cache's writer. `queries`: whether attention runs
+    in E4M3 (queries, keys and probabilities), as in FlashAttention 3 with an E4M3 cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,7 +52,7 @@ class ServingPath(BaseModel):
 
     @property
     def label(self) -> str:
-        """Such as "weights+activations, e5m2 (nearest), bfloat16"."""
+        """A label such as "weights+activations, e5m2 (nearest), bfloat16"."""
         parts = [name for name in ("weights", "activations") if getattr(self, name)]
         cache: str = self.kv_cache
         if cache != "float16":
@@ -61,10 +61,10 @@ class ServingPath(BaseModel):
 
 
 class Expectation(BaseModel):
-    """The mean top-k KL from the reference over the golden prompts, in nats, that `path` gives.
+    """The expected mean top-k KL of `path` from the reference over the golden prompts, in nats.
 
-    `mean` is what was simulated. An honest server of that path lies within `low` and `high` with
-    95 % confidence (`octet.proof.expected_range` says what that allows for).
+    `mean` is the simulated value. A conforming server of that path lies within `low` and `high`
+    with 95 % confidence (`octet.proof.expected_range`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,7 +76,7 @@ class Expectation(BaseModel):
     prompts: int
 
     def holds(self, measured: float) -> bool:
-        """Whether `measured` nats are in the range."""
+        """Returns whether `measured`, in nats, is in the range."""
         return self.low <= measured <= self.high
 
 
@@ -90,7 +90,7 @@ class ExpectedSet(BaseModel):
     expectations: tuple[Expectation, ...]
 
     def find(self, path: ServingPath) -> Expectation | None:
-        """That of `path`; None if it was not predicted."""
+        """Returns the expectation of `path`; None if it was not predicted."""
         return next((x for x in self.expectations if x.path == path), None)
 
     def save(self, directory: Path) -> None:
@@ -101,5 +101,5 @@ class ExpectedSet(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """ArtifactError if there is none, or no such file."""
+        """Loads the expectations; ArtifactError if they are missing or invalid."""
         return read_document(directory / EXPECTED_FILE, cls, "a set of expectations")

@@ -1,1 +1,1 @@
-"""Knows what the hardware has: CPU cores, and compilers and logs of NVIDIA libraries."""
+"""Queries the hardware: CPU cores, and compilers and logs of NVIDIA libraries."""

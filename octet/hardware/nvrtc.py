@@ -1,4 +1,4 @@
-"""CUDA source to code for one GPU, by NVRTC: at run time, without nvcc, and without the GPU."""
+"""Compiles CUDA source for one GPU with NVRTC, at run time; needs neither nvcc nor the GPU."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,15 +14,17 @@ class CudaError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """Machine code of `architecture` (90 is compute capability 9.0); if not `native`, its PTX,
-    which the driver of a newer GPU compiles."""
+    """A compilation target: machine code of `architecture` (90 is compute capability 9.0).
+
+    If not `native`, its PTX, which the driver of a newer GPU compiles.
+    """
 
     architecture: int
     native: bool
 
     @classmethod
     def nearest(cls, known: list[int], capability: tuple[int, int]) -> Self | None:
-        """The best of `known` for that compute capability; None if all are too new."""
+        """Returns the best of `known` for that compute capability; None if all are too new."""
         wanted = 10 * capability[0] + capability[1]
         nearest = max((architecture for architecture in known if architecture <= wanted), default=0)
         return cls(nearest, nearest == wanted) if nearest else None
@@ -37,8 +39,11 @@ class Target:
 
 
 def load_nvrtc(what: str, packages: str) -> Any:
-    """NVRTC's bindings; UnsupportedError if they or NVRTC are not installed: `what` needs them, and
-    `packages` bring them."""
+    """Returns NVRTC's bindings.
+
+    Raises UnsupportedError if they or NVRTC are not installed; its message says that `what` needs
+    them and that `packages` provide them.
+    """
     try:
         from cuda.bindings import nvrtc
 
@@ -52,7 +57,7 @@ def load_nvrtc(what: str, packages: str) -> Any:
 
 
 def architectures(nvrtc: Any) -> list[int]:
-    """Those that it compiles for."""
+    """Returns the GPU architectures that NVRTC can compile for."""
     known: list[int] = checked(nvrtc.nvrtcGetSupportedArchs())
     return known
 
@@ -60,7 +65,7 @@ def architectures(nvrtc: Any) -> list[int]:
 def compile_source(
     nvrtc: Any, name: str, source: bytes, target: Target, options: list[str]
 ) -> bytes:
-    """The code of `source`, a file called `name`. RuntimeError has NVRTC's log of its mistakes."""
+    """Compiles `source`, a file called `name`; RuntimeError with NVRTC's log if that fails."""
     program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in (target.option, *options)]
@@ -82,7 +87,7 @@ def compile_source(
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned beside its status; CudaError if that is not 0."""
+    """Returns the results of a cuda-bindings call; CudaError if its status is not 0."""
     status, *values = result
     if status.value != 0:
         raise CudaError(f"CUDA: {status.name}")

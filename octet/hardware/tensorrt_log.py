@@ -1,6 +1,6 @@
-"""What TensorRT says while it parses, builds, loads and runs: errors, unread inputs, and layers.
+"""Collects TensorRT's log while it parses, builds, loads and runs: errors, unused inputs, layers.
 
-It takes one logger in a process and ignores every other, so building and serving share this one.
+TensorRT takes one logger per process and ignores any other, so building and serving share this one.
 """
 
 import re
@@ -16,10 +16,10 @@ _SCRATCH = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 @cache
 def logger(trt: Any) -> Any:
-    """The one of the process; `clear` it before what it is to be asked about."""
+    """Returns the process's logger; call `clear` before the operation to be checked."""
 
     class Log(trt.ILogger):  # type: ignore[misc]  # tensorrt is untyped
-        """Keeps what was said; nothing is printed."""
+        """Keeps messages and prints nothing."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -27,14 +27,14 @@ def logger(trt: Any) -> Any:
 
         def clear(self) -> None:
             self.errors: list[str] = []
-            self.skipped: list[str] = []  # of one way to compute something, of several
+            self.skipped: list[str] = []  # of tactics that TensorRT could not use, among several
             self.unused: list[str] = []
-            self.layers = ""  # of the compiled engine, one a line (TensorRT-RTX)
-            self.scratch_bytes: int | None = None  # memory for what is computed, at most
+            self.layers = ""  # of the compiled engine, one per line (TensorRT-RTX)
+            self.scratch_bytes: int | None = None  # activation memory, at most
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.ERROR:
-                # TensorRT calls a kernel that it cannot use an error; others may do.
+                # TensorRT logs a kernel that it cannot use as an error; another kernel may work.
                 skipped = "Skipping tactic" in message
                 (self.skipped if skipped else self.errors).append(message)
             if "Unused Input" in message:
@@ -46,11 +46,11 @@ def logger(trt: Any) -> Any:
 
         @property
         def reason(self) -> str:
-            """The first error since `clear`, of which those after it are consequences."""
+            """The first error since `clear`; later ones are its consequences."""
             return one_line(self.errors[0]) if self.errors else "it does not say why"
 
         def check(self, who: str) -> None:
-            """Raises ExportError for an error of `who`, or an input that it would not read."""
+            """Raises ExportError if `who` logged an error, or an input that it would not read."""
             if self.unused:
                 said = one_line("; ".join(self.unused))
                 raise ExportError(f"{who} would drop a part of the graph: {said}")

@@ -1,7 +1,7 @@
-"""The fields of a `ModelSpec` from a transformers config.json, architecture by architecture.
+"""Reads the fields of a `ModelSpec` from a transformers config.json, by architecture.
 
-A key that may be absent takes the default of that architecture's configuration class in
-transformers 5; a key that is null takes what that class makes of it.
+An absent key takes the default of that architecture's configuration class in transformers 5; a
+null key takes the value that this class gives it.
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,16 @@ Architecture = Literal[
     "Phi3ForCausalLM",
 ]
 
-# Their decoder layer is: RMSNorm, attention (RoPE, grouped queries), RMSNorm, gated MLP, with what
-# the fields of ModelSpec say. Mixtral and Qwen3-MoE have, in some or all layers, a sparse block
-# instead of the MLP: a router and experts, each a gated MLP of its own.
+# Their decoder layer is: RMSNorm, attention (RoPE, grouped queries), RMSNorm, gated MLP; the fields
+# of ModelSpec describe the variants. In some or all layers, Mixtral and Qwen3-MoE have a sparse
+# block instead of the MLP: a router and experts, each a gated MLP of its own.
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-_SWITCHED = ("Qwen2ForCausalLM", *_QWEN3)  # a window counts if use_sliding_window is set
+_SWITCHED = ("Qwen2ForCausalLM", *_QWEN3)  # the window applies only if use_sliding_window is set
 _WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", *_SWITCHED)
-_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # and not in every layer
-_BIASED = ("LlamaForCausalLM", "GemmaForCausalLM", *_QWEN3)  # where attention_bias is set
+_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # the window may apply to some layers only
+_BIASED = ("LlamaForCausalLM", "GemmaForCausalLM", *_QWEN3)  # if attention_bias is set
 
 _COMMON: dict[str, Any] = {
     "head_dim": None,
@@ -85,10 +85,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def fields_of(architecture: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a ModelSpec for a config.json (4.x or 5.x spelling) of a known architecture.
+    """Returns the fields of a ModelSpec for a config.json (4.x or 5.x) of a known architecture.
 
-    Raises KeyError for a size that has no default and UnsupportedError, naming `where`, for what
-    contradicts itself.
+    Raises KeyError for a missing size without a default, and UnsupportedError, naming `where`, for
+    contradictory values.
     """
     given = {**_COMMON, **_DEFAULTS[architecture], **config}
     undescribed: list[str] = []
@@ -134,8 +134,11 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(gemma: bool, given: Mapping[str, Any], undescribed: list[str]) -> dict[str, Any]:
-    """Gemma's first releases say `gelu` and mean its tanh form; transformers 5 takes it so, and
-    reads no `hidden_activation`, by which others choose the form."""
+    """Returns the activation field; appends an unknown activation to `undescribed`.
+
+    Gemma's first releases write `gelu` for its tanh form. transformers 5 reads it so, and ignores
+    `hidden_activation`, by which other software chooses the form.
+    """
     name, other = given["hidden_act"], given.get("hidden_activation")
     if gemma and other not in (None, "gelu_pytorch_tanh"):
         undescribed.append(f"hidden_activation '{other}'")
@@ -162,7 +165,7 @@ def _rope(
     factor = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if partial and isinstance(factor, int | float) and isinstance(head_dim, int):
         fields["rotary_dim"] = int(head_dim * factor)
-    elif factor != 1.0:  # where transformers reads no such key
+    elif factor != 1.0:  # transformers does not read this key here
         undescribed.append(f"partial_rotary_factor {factor}")
     if kind == "linear":
         fields["rope_scaling"] = {"type": "linear", "factor": rope.get("factor")}
@@ -184,7 +187,7 @@ def _rope(
 def _window(
     architecture: str, given: Mapping[str, Any], where: str, undescribed: list[str]
 ) -> dict[str, Any]:
-    """A window that no position leaves is none."""
+    """Returns the sliding-window fields; {} if there is no window or it covers all positions."""
     layers, positions = given["num_hidden_layers"], given["max_position_embeddings"]
     window, kinds = given["sliding_window"], given.get("layer_types") or []
     if not isinstance(positions, int) or not isinstance(window, int | None):
@@ -219,14 +222,14 @@ def _window(
 
 
 def _experts(architecture: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of ModelSpec that say which layers are sparse and of what; {} for a dense one.
+    """Returns the fields of ModelSpec that describe sparse layers; {} for a dense architecture.
 
-    Raises KeyError naming an absent key and UnsupportedError for what cannot be.
+    Raises KeyError naming an absent key, and UnsupportedError for impossible values.
     """
     if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
         return {}
     layers, chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
-    # transformers 5 writes `num_local_experts` for both; Qwen's own files say `num_experts`.
+    # transformers 5 writes `num_local_experts` for both; Qwen's own files have `num_experts`.
     experts = config.get("num_local_experts", config.get("num_experts"))
     step: Any = 1
     dense: Any = []

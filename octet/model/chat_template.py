@@ -1,4 +1,4 @@
-"""The chat template of models that bring none."""
+"""Reads a model's chat template, and provides one for models without."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ __all__ = ["DEFAULT_TEMPLATE", "TEMPLATE_FILE", "template_of", "tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 
-# For models without a template, which are mostly base models: headings that any of them has read.
+# For models without a template, mostly base models: headings that are common in training text.
 DEFAULT_TEMPLATE = r"""
 {%- for message in messages -%}
 ### {{ message.role | capitalize }}:
@@ -23,7 +23,7 @@ DEFAULT_TEMPLATE = r"""
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or nothing if there is none. Raises ArtifactError if it is no JSON."""
+    """Returns tokenizer_config.json, {} if there is none; ArtifactError if it is not JSON."""
     path = directory / "tokenizer_config.json"
     if not path.exists():
         return {}
@@ -35,7 +35,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def template_of(directory: Path) -> str | None:
-    """The Jinja source from chat_template.jinja, else from tokenizer_config.json, else None."""
+    """Returns the Jinja source in chat_template.jinja, else tokenizer_config.json, else None."""
     alone = directory / TEMPLATE_FILE
     if alone.exists():
         return alone.read_text(encoding="utf-8")

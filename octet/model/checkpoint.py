@@ -13,7 +13,7 @@ from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
 
-# What a tokenizer may consist of; those present are copied along with every export.
+# The files of a tokenizer; every export copies those that exist.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,18 +28,21 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; every shard's header has been validated, no weight has been read."""
+    """An opened checkpoint: every shard's header has been validated, but no weight read."""
 
     path: Path
     config: dict[str, Any]
     spec: ModelSpec
     shards: tuple[TensorFile, ...]
-    changes: TensorFile | None = None  # tensors that stand in for those of the shards
+    changes: TensorFile | None = None  # tensors that replace those of the shards
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises CheckpointError for what is not a whole checkpoint, UnsupportedError for what is
-        no decoder-only model."""
+        """Opens the checkpoint in the directory `path`.
+
+        Raises CheckpointError if it is not a whole checkpoint, and UnsupportedError if it is not a
+        decoder-only model.
+        """
         if not path.exists():
             raise CheckpointError(f"{path}: no such directory")
         if not path.is_dir():
@@ -61,10 +64,10 @@ class Checkpoint:
         return tuple(self._shard_of)
 
     def with_changes(self, path: Path) -> Self:
-        """This checkpoint with the tensors in the file `path` in place of its own.
+        """Returns this checkpoint with the tensors of the file `path` in place of its own.
 
-        CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes stay
-        those of the files of the checkpoint itself.
+        Raises CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes
+        stay those of the checkpoint's own files.
         """
         changes = TensorFile.open(path)
         for name in changes.names:
@@ -74,11 +77,11 @@ class Checkpoint:
         return replace(self, changes=changes)
 
     def unchanged(self) -> Self:
-        """This checkpoint with its own tensors alone."""
+        """Returns this checkpoint with its own tensors only."""
         return replace(self, changes=None)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by name, as a view of the mapped file."""
+        """Returns a tensor by name, as a view of the mapped file."""
         if self.changes is not None and name in self.changes.names:
             return self.changes.read(name)
         try:
@@ -87,9 +90,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor named {name}") from None
 
     def release(self) -> None:
-        """Lets go of the memory that what was read takes: pages of mapped files count as ours.
+        """Releases the memory of tensors read so far: mapped pages count as process memory.
 
-        Tensors read before stay valid; they are read from the files again.
+        Tensors read before stay valid; accessing them reads the files again.
         """
         for file in (*self.shards, *([self.changes] if self.changes is not None else [])):
             file.release()
@@ -120,7 +123,7 @@ class Checkpoint:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know of this checkpoint before it is worked on, a line each."""
+        """Warnings for the user before any work on this checkpoint, one line each."""
         told = []
         if self.spec.generic:
             linears, layer = list(self.spec.linears()), f"{self.spec.layer(0)}."
@@ -143,7 +146,7 @@ class Checkpoint:
         if self.spec.generic:
             return []
         expected = dict(self.spec.tensor_shapes())
-        # Buffers of old transformers releases; and a tied head is the embeddings again.
+        # Ignores buffers of old transformers releases, and a tied head: the embeddings again.
         return [
             name
             for name in self._shard_of
@@ -156,7 +159,7 @@ class Checkpoint:
         expected = dict(self.spec.tensor_shapes())
         for name in self._undescribed():
             matrix = name.endswith(".weight") and len(self._shard_of[name].shape(name)) > 1
-            if matrix and name.startswith(f"{self.spec.prefix}."):  # a layer or an expert too many
+            if matrix and name.startswith(f"{self.spec.prefix}."):  # an extra layer or expert
                 raise CheckpointError(
                     f"{self.path}: tensor {name} is not one that config.json describes; Octet would"
                     " leave it out of the model"

@@ -1,4 +1,4 @@
-"""The linears of an architecture that Octet does not know, from its checkpoint's tensor names."""
+"""Finds the linears of an unknown architecture by the tensor names of its checkpoint."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ _EXPERT = re.compile(
     r"(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)"
 )
 
-# Of a layer's matrices, those that are no linear of its own: what maps ids to rows, what scales
-# rows, and what chooses among experts (`shared_expert_gate` too, but not `gate_proj`).
+# Matrices of a layer that are not quantizable linears: embeddings, norms and routers
+# (`shared_expert_gate` too, but not `gate_proj`).
 _EXCLUDED = re.compile(r".*(embed|norm|router).*|(.*_)?gate")
 
-# Linears of one module that read the same tensor wherever these names are used.
+# Linears of one module with these names read the same input tensor.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
-# The order in which a layer computes them; others come after, by name.
+# The execution order in a layer; other linears come after, by name.
 _ORDER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w3", "w2", "fc1", "fc2"),
@@ -32,11 +32,10 @@ _ORDER = (
 def generic_fields(
     config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, Any]:
-    """The fields of a ModelSpec: sizes under their usual keys, and linears from the shapes of
-    `tensors`.
+    """Returns the fields of a ModelSpec: sizes under their usual keys, linears from `tensors`.
 
-    Raises KeyError for a size that has no default and UnsupportedError, naming `where`, where the
-    tensors are not those of one stack of decoder layers.
+    `tensors` are shapes by name. Raises KeyError for a missing size without a default, and
+    UnsupportedError, naming `where`, if the tensors are not those of one stack of decoder layers.
     """
     layers, heads, hidden = (
         config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -72,7 +71,7 @@ def generic_fields(
         "max_positions": config["max_position_embeddings"],
         "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
         "rms_norm_eps": next((x for x in epsilons if x is not None), 1e-6),
-        # Classes differ in what they assume; a head that is not stored is the embeddings.
+        # The default differs between classes; a head that is not stored is tied to the embeddings.
         "tied_embeddings": "lm_head.weight" not in tensors if tied is None else bool(tied),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         "bos_token_id": config.get("bos_token_id"),
@@ -83,8 +82,10 @@ def generic_fields(
 def find_linears(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, layers: int
 ) -> tuple[Linear, ...]:
-    """The linears of the first `layers` layers below `prefix`, in order: every matrix
-    `<module>.weight` that is not an embedding, a norm or a router."""
+    """Returns the linears of the first `layers` layers below `prefix`, in execution order.
+
+    A linear is every matrix `<module>.weight` that is not an embedding, a norm or a router.
+    """
     modules: dict[tuple[int, str], tuple[int, ...]] = {}
     for name, shape in shapes.items():
         match = _IN_LAYER.fullmatch(name)
@@ -106,9 +107,9 @@ def find_linears(
 
 
 def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
-    """The `<prefix>.layers` that the `layers` decoder layers are below, such as model.layers.
+    """Returns the `<prefix>.layers` of the `layers` decoder layers, such as model.layers.
 
-    UnsupportedError, naming `where`, if there is none, or more than one.
+    Raises UnsupportedError, naming `where`, if there is none, or more than one.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -117,7 +118,7 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
             found.setdefault(match["prefix"], set()).add(int(match["index"]))
     wanted = set(range(layers))
     whole = [prefix for prefix, indices in found.items() if indices == wanted]
-    # More of them: layers after the last predict further tokens, and are not part of the decoder.
+    # Extra layers after the last predict further tokens, and are not part of the decoder.
     whole = whole or [prefix for prefix, indices in found.items() if indices > wanted]
     if len(whole) == 1:
         return whole[0]
@@ -131,7 +132,7 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
 def _experts(
     linears: Iterable[Linear], prefix: str, config: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """The fields that say which layers are sparse and of what; {} for a dense model."""
+    """Returns the fields that describe sparse layers; {} for a dense model."""
     found: dict[int, dict[tuple[int, str], tuple[int, int]]] = {}
     for linear in linears:
         name = linear.name.removeprefix(f"{prefix}.")
@@ -171,7 +172,7 @@ def _experts(
 
 
 def _first_reader(index: int, module: str, modules: Mapping[tuple[int, str], object]) -> str:
-    """The first of the linears that read what `module` does."""
+    """Returns the first of the linears that read the same input as `module`."""
     block, dot, last = module.rpartition(".")
     for names in _TOGETHER:
         if last in names:
@@ -182,5 +183,5 @@ def _first_reader(index: int, module: str, modules: Mapping[tuple[int, str], obj
 def _rank(module: str) -> tuple[object, ...]:
     block, _, last = module.rpartition(".")
     place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
-    numbers = tuple(int(digits) for digits in re.findall(r"\d+", block))  # of experts
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", block))  # expert indices
     return 0 if "attn" in block or "attention" in block else 1, len(numbers), numbers, place, module

@@ -1,4 +1,4 @@
-"""What Octet knows of a decoder's architecture: its sizes, its linears and who shares an input."""
+"""Describes a decoder's architecture: its sizes, its linears and which of them share an input."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -14,11 +14,11 @@ __all__ = ["ARCHITECTURES", "Linear", "ModelSpec", "RopeScaling"]
 
 
 class RopeScaling(BaseModel):
-    """How RoPE's inverse frequencies are changed; see transformers' modeling_rope_utils.
+    """The scaling of RoPE's inverse frequencies; see transformers' modeling_rope_utils.
 
-    `linear` divides every one by `factor`. `llama3` divides those of wavelengths over
-    original_max_positions / low_freq_factor, leaves those under original_max_positions /
-    high_freq_factor, and blends between; its last three fields are given then, and only then.
+    `linear` divides all of them by `factor`. `llama3` divides those of wavelengths over
+    original_max_positions / low_freq_factor, keeps those under original_max_positions /
+    high_freq_factor, and blends in between; only `llama3` has the last three fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,27 +55,27 @@ class ModelSpec(BaseModel):
     mlp_bias: bool = False
     norm_offset: float = 0.0  # Gemma's RMSNorm multiplies by 1 + weight
     embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size)
-    rotary_dim: int  # of each head, the first so many values turn; head_dim unless given
+    rotary_dim: int  # the first `rotary_dim` values of each head rotate; default: head_dim
     rope_scaling: RopeScaling | None = None
     # A token of `sliding_layers` sees itself and the sliding_window - 1 tokens before it.
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     fused_qkv: bool = False  # one self_attn.qkv_proj: rows of q, then of k, then of v
     fused_gate_up: bool = False  # one mlp.gate_up_proj: rows of gate, then of up
-    # An architecture that Octet does not know: the linears are those of the checkpoint's tensors,
-    # and the fields above say nothing of what is computed between them.
+    # An architecture that Octet does not know: the linears are taken from the checkpoint's tensors,
+    # and the fields above do not describe the computation between them.
     generic: bool = False
     prefix: str = "model.layers"  # of the decoder layers
-    found: tuple[Linear, ...] = ()  # the linears, where they are those of the checkpoint
-    # What config.json asks for that no field describes, such as "rope_type 'longrope'": a reason
-    # to refuse for whoever computes the model from this object.
+    found: tuple[Linear, ...] = ()  # the linears, if `generic`
+    # Features in config.json that no field describes, such as "rope_type 'longrope'". Code that
+    # computes the model from this object has to refuse them.
     undescribed: tuple[str, ...] = ()
     qk_norm: bool = False  # an RMSNorm of each query and key head, [head_dim], before RoPE
-    # Of a mixture of experts; `intermediate_size` is then that of the layers that are not sparse.
+    # For a mixture of experts; `intermediate_size` is then that of the dense layers.
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False  # whether the chosen experts' probabilities are made to sum to 1
+    norm_topk_prob: bool = False  # normalize the chosen experts' probabilities to sum to 1
     sparse_layers: tuple[int, ...] = ()
 
     @model_validator(mode="before")
@@ -92,11 +92,11 @@ class ModelSpec(BaseModel):
         where: str,
         tensors: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Self:
-        """From a transformers config.json (4.x or 5.x spelling); `tensors` are the checkpoint's
-        shapes by name, from which a decoder of an unknown architecture takes its linears.
+        """Builds the spec from a transformers config.json (4.x or 5.x spelling).
 
-        Raises UnsupportedError naming `where` for what is no decoder-only model or cannot be. What
-        Octet only does not describe is in `undescribed`.
+        `tensors` are the checkpoint's shapes by name; an unknown architecture's linears are found
+        in them. Raises UnsupportedError, naming `where`, if the config is not of a decoder-only
+        model, or impossible. Features that the fields cannot describe are in `undescribed`.
         """
         names = config.get("architectures")
         architecture = names[0] if isinstance(names, list) and names else "(none)"
@@ -123,11 +123,11 @@ class ModelSpec(BaseModel):
             raise UnsupportedError(f"{where}: config.json: {place}: {first['msg']}") from None
 
     def layer(self, index: int) -> str:
-        """The module name of decoder layer `index`."""
+        """Returns the module name of decoder layer `index`."""
         return f"{self.prefix}.{index}"
 
     def experts_of(self, layer: str) -> str:
-        """The module name, in the checkpoint, of the experts of the sparse layer of that name."""
+        """Returns the checkpoint's module name for the experts of the sparse layer `layer`."""
         block = "block_sparse_moe" if self.architecture == "MixtralForCausalLM" else "mlp"
         return f"{layer}.{block}.experts"
 
@@ -139,9 +139,9 @@ class ModelSpec(BaseModel):
         return "gate_proj", "up_proj", "down_proj"
 
     def linears(self, layer: int | None = None) -> Iterator[Linear]:
-        """Every projection of decoder layer `layer`, or of all, in execution order.
+        """Yields every projection of decoder layer `layer`, or of all, in execution order.
 
-        A router is none of them: it is never quantized.
+        Excludes routers, which are never quantized.
         """
         if self.generic:
             below = f"{self.prefix}." if layer is None else f"{self.layer(layer)}."
@@ -161,8 +161,10 @@ class ModelSpec(BaseModel):
                 )
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name and shape of every tensor of the model, without the head of tied embeddings; of
-        an unknown architecture, only of its linears' weights."""
+        """Yields the name and shape of every tensor of the model, except a tied head.
+
+        For an unknown architecture, only of its linears' weights.
+        """
         for linear in self.linears():
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
             if self._has_bias(linear):

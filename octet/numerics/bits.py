@@ -1,6 +1,6 @@
-"""Bit patterns: bfloat16, E5M2 as the top byte of a half, two E2M1 codes a byte.
+"""Converts bit patterns: bfloat16, E5M2 as the top byte of a half, two E2M1 codes per byte.
 
-Unlike the rounding in `octet.numerics.formats`, none of it needs a table.
+Unlike the rounding in `octet.numerics.formats`, no function here needs a table.
 """
 
 import numpy as np
@@ -16,14 +16,14 @@ __all__ = [
 
 
 def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16 bit patterns (uint16, any shape) as float32, exact."""
+    """Converts bfloat16 bit patterns (uint16, any shape) to float32, exactly."""
     return np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)
 
 
 def float32_to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """bfloat16 bit patterns of `x`, to nearest even, beyond the largest to Inf as in IEEE 754.
+    """Rounds `x` to bfloat16 bit patterns, to nearest even; overflow gives Inf as in IEEE 754.
 
-    A NaN keeps its sign and its upper bits and is made quiet.
+    A NaN keeps its sign and its upper bits and becomes quiet.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = bits >> 16
@@ -41,9 +41,10 @@ def float32_to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
 def e5m2_to_float16(
     codes: NDArray[np.uint8], out: NDArray[np.float16] | None = None
 ) -> NDArray[np.float16]:
-    """E5M2 codes as float16, exact (an E5M2 is the top byte of a half), into `out` if given.
+    """Converts E5M2 codes to float16, exactly, into `out` if given.
 
-    `codes` and `out` have one shape and any strides, so a slice of a cache will do.
+    An E5M2 code is the top byte of a half. `codes` and `out` have the same shape and any strides,
+    so they may be slices of a cache.
     """
     if out is None:
         out = np.empty(codes.shape, np.float16)
@@ -52,7 +53,7 @@ def e5m2_to_float16(
 
 
 def pack_e2m1(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two E2M1 codes a byte along the last axis, the first in the low nibble: [..., K/2]."""
+    """Packs E2M1 codes two per byte on the last axis, first in the low nibble: [..., K/2]."""
     if codes.shape[-1] % 2:
         raise ValueError(f"cannot pack {codes.shape[-1]} E2M1 codes two a byte: odd last axis")
     packed: NDArray[np.uint8] = codes[..., 1::2] << np.uint8(4)
@@ -61,7 +62,7 @@ def pack_e2m1(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def unpack_e2m1(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The inverse of `pack_e2m1`: [..., K/2] bytes to [..., K] codes."""
+    """Unpacks [..., K/2] bytes to [..., K] codes; the inverse of `pack_e2m1`."""
     codes: NDArray[np.uint8] = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
     np.bitwise_and(packed, 0x0F, out=codes[..., 0::2])
     np.right_shift(packed, 4, out=codes[..., 1::2])

@@ -12,27 +12,27 @@
 Sources: "FP8 Formats for Deep Learning" (arXiv 2209.05433) and "OCP Microscaling Formats (MX)",
 version 1.0. Codes are uint8, one per element, in the low bits; the sign is the top bit of a code.
 
-`encode` rounds to nearest, ties to even, and saturates: whatever is beyond the largest finite
-value, Inf included, becomes that value with its sign. A NaN stays a NaN. Where ml_dtypes 0.5 and
-torch 2.13 do otherwise:
+`encode` rounds to nearest, ties to even, and saturates: a value beyond the largest finite one, Inf
+included, becomes that one with its sign. A NaN stays a NaN. Differences from ml_dtypes 0.5 and
+torch 2.13:
 
-- 480 → E4M3 is 448 here and in torch, NaN in ml_dtypes; so is all above 464, Inf too.
+- 480 → E4M3 is 448 here and in torch, NaN in ml_dtypes; the same for all above 464, Inf too.
 - 61,440 and above, Inf too → E5M2 is 57,344 here, Inf in torch and ml_dtypes: one overflow must
-  not turn a row of attention into NaN. This is also what ONNX (`saturate=1`) and CUDA do.
-- A float64 is rounded once here; torch and ml_dtypes go by way of float32, and so round twice.
+  not turn a row of attention into NaN. ONNX (`saturate=1`) and CUDA do the same as here.
+- A float64 is rounded once here; torch and ml_dtypes convert to float32 first, so round twice.
 - NaN → E5M2 is 0x7F with the sign kept here and in torch, 0x7E in ml_dtypes.
 - NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0.
 - 0 → E8M0, which has no zero, is 2^-127 (code 0) here and in torch, NaN in ml_dtypes: the scale
-  of a block of zeros must not poison it. Negative numbers → E8M0 are NaN here and in ml_dtypes;
-  torch drops their sign.
-- E8M0 does not saturate, here or there: 1.5·2^127 and above is NaN, because a clipped scale would
-  be silently wrong for its whole block. Ties go up, and so does everything between 2^-127 and
-  2^-126, as in torch and ml_dtypes. The scales of MX blocks are not rounded so: OCP's rule is
-  `encode_e8m0_scale`, and what engines do is in `octet.numerics.microscaling`.
+  of a block of zeros must not turn the block into NaN. Negative numbers → E8M0 are NaN here and in
+  ml_dtypes; torch drops their sign.
+- E8M0 does not saturate here or in either library: 1.5·2^127 and above is NaN, because a clipped
+  scale would be silently wrong for its whole block. Ties go up, and so does everything between
+  2^-127 and 2^-126, as in torch and ml_dtypes. Scales of MX blocks are rounded differently: OCP's
+  rule is `encode_e8m0_scale`, and the engines' rules are in `octet.numerics.microscaling`.
 
-How it is fast: no format here has more than 3 mantissa bits, so the upper 16 bits of a float32
-and one bit that says whether any lower bit was set ("round to odd") decide the result. A table of
-65,536 entries, built from the definition of rounding, maps one to the other for every format.
+Speed: no format here has more than 3 mantissa bits, so the upper 16 bits of a float32 and one bit
+for whether any lower bit was set ("round to odd") decide the result. For each format, a table of
+65,536 entries, built from the definition of rounding, maps these 16 bits to the code.
 """
 
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ Codes: TypeAlias = NDArray[np.uint8]
 Rounding: TypeAlias = Literal["nearest", "truncate"]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-_CHUNK = 1 << 15  # elements handled at a time, so that the temporaries stay in the L2 cache
+_CHUNK = 1 << 15  # elements per step, so that the temporaries stay in the L2 cache
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: its layout, its limits and what others call it."""
+    """A number format: its layout, its limits and its names in other libraries."""
 
     name: str
     bits: int
@@ -104,7 +104,7 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """The code that encode gives a positive NaN; None where the format has none."""
+        """The code that `encode` gives a positive NaN; None if the format has none."""
         if not self.has_nan:
             return None
         return 0x7F if self.signed else 0xFF
@@ -123,17 +123,17 @@ FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E3M2, E2M3, 
 
 
 def format_named(name: str) -> Format:
-    """The format called `name`; UnsupportedError names the nearest known one."""
+    """Returns the format called `name`; UnsupportedError names the nearest known one."""
     if name not in FORMATS:
         raise UnsupportedError(f"unknown number format '{name}'{nearest(name, FORMATS)}")
     return FORMATS[name]
 
 
 def encode(x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest") -> Codes:
-    """Codes of `fmt` for `x` (float16, float32 or float64, any shape), of the same shape.
+    """Rounds `x` (float16, float32 or float64, any shape) to codes of `fmt`, of the same shape.
 
-    `rounding="truncate"` drops the lower bits instead (vLLM's CPU cache writer does). A float64 is
-    rounded once, from its own value. NumericsError for a NaN where `fmt` has none.
+    `rounding="truncate"` drops the lower bits instead, as vLLM's CPU cache writer does. A float64
+    is rounded once, from its own value. NumericsError for a NaN if `fmt` has none.
     """
     _check(x, fmt)
     return _look_up(x, _code_table(fmt, rounding, x.dtype == np.float16))
@@ -142,13 +142,13 @@ def encode(x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "n
 def round_to(
     x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest"
 ) -> Float32Array:
-    """The value nearest to `x` that `fmt` has: `decode(encode(x))` in one look-up."""
+    """Rounds `x` to values of `fmt`: `decode(encode(x))` in one look-up."""
     _check(x, fmt)
     return _look_up(x, _value_table(fmt, rounding, x.dtype == np.float16))
 
 
 def decode(codes: Codes, fmt: Format) -> Float32Array:
-    """The exact values of `codes` (uint8, any shape). NumericsError if a code has too many bits."""
+    """Returns the exact values of `codes` (uint8, any shape); NumericsError for too many bits."""
     try:
         return _decode_table(fmt)[codes]
     except IndexError:
@@ -159,13 +159,13 @@ def decode(codes: Codes, fmt: Format) -> Float32Array:
 
 
 def grid(fmt: Format) -> Float32Array:
-    """The finite values of `fmt` that are not negative, ascending; index = code for each."""
+    """Returns the finite non-negative values of `fmt`, ascending; each index is the code."""
     values = _decode_table(fmt)[: 2 ** (fmt.bits - fmt.signed)]
     return values[np.isfinite(values)]
 
 
 def encode_e8m0_scale(amax: NDArray[np.floating[Any]], element: Format) -> Codes:
-    """E8M0 scales of MX blocks with largest magnitude `amax`, for elements of format `element`.
+    """Computes E8M0 scales of MX blocks with largest magnitude `amax`, for `element` elements.
 
     OCP MX 1.0, section 6.3: 2^(floor(log2(amax)) - emax_elem), clamped to 2^-127 … 2^127. The
     logarithm is taken from the exponent (frexp), so it is exact. An amax in the last part of its
@@ -190,7 +190,7 @@ def _check(x: NDArray[np.floating[Any]], fmt: Format) -> None:
 
 
 def _look_up(x: NDArray[np.floating[Any]], table: NDArray[Scalar]) -> NDArray[Scalar]:
-    """`table[key]` for each element of `x`, where the key is the element's 16 deciding bits."""
+    """Returns `table[key]` for each element of `x`; the key is its 16 deciding bits."""
     flat = np.ascontiguousarray(x).reshape(-1)
     out = np.empty(flat.size, table.dtype)
     for start in range(0, flat.size, _CHUNK):
@@ -201,7 +201,7 @@ def _look_up(x: NDArray[np.floating[Any]], table: NDArray[Scalar]) -> NDArray[Sc
 
 
 def _keys(x: NDArray[np.floating[Any]]) -> NDArray[np.integer[Any]]:
-    """The index of each element: its float16 bits, or its bfloat16 bits rounded to odd."""
+    """Returns each element's index: its float16 bits, or its bfloat16 bits rounded to odd."""
     if x.dtype == np.float16:
         return x.view(np.uint16)
     if x.dtype == np.float64:
@@ -211,13 +211,13 @@ def _keys(x: NDArray[np.floating[Any]]) -> NDArray[np.integer[Any]]:
     keys += 0xFFFF  # carries into bit 16 exactly when a lower bit was set
     keys |= bits
     keys >>= 16
-    return keys.astype(np.intp)  # the type that `take` would convert to, in a slower way
+    return keys.astype(np.intp)  # `take` would convert to this type itself, more slowly
 
 
 def _narrow(x: NDArray[np.floating[Any]]) -> Float32Array:
-    """float64 to float32, rounded to odd, so that a later rounding to fewer bits is the only one.
+    """Rounds float64 to float32 to odd, so that a later rounding to fewer bits is the only one.
 
-    Rounding to odd: an inexact result has its last bit set (Boldo and Melquiond, 2008).
+    Rounding to odd sets the last bit of an inexact result (Boldo and Melquiond, 2008).
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         narrow = x.astype(np.float32)
@@ -267,7 +267,7 @@ def _value_table(fmt: Format, rounding: Rounding, half: bool) -> Float32Array:
 
 
 def _encode_by_definition(x: NDArray[np.float64], fmt: Format, rounding: Rounding) -> Codes:
-    """Codes found by searching the format's own values: exact and slow, for the tables."""
+    """Rounds `x` by searching the format's own values: exact and slow, for the tables."""
     values = grid(fmt).astype(np.float64)
     magnitude, negative, nan = np.abs(x), np.signbit(x), np.isnan(x)
     if rounding == "truncate":
@@ -279,7 +279,7 @@ def _encode_by_definition(x: NDArray[np.float64], fmt: Format, rounding: Roundin
         codes = np.searchsorted(middles, magnitude, side="right")  # ties up
         if fmt.signed:
             tie = (codes > 0) & (middles[codes - 1] == magnitude)
-            codes -= tie & (codes % 2 == 1)  # to even: the last bit of a code is its mantissa's
+            codes -= tie & (codes % 2 == 1)  # to even: a code's last bit is the mantissa's last
     if fmt.signed:
         codes = np.where(nan, fmt.nan_code or 0, codes) | (negative << (fmt.bits - 1))
     else:
@@ -289,6 +289,6 @@ def _encode_by_definition(x: NDArray[np.float64], fmt: Format, rounding: Roundin
 
 
 def _frozen(table: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The table, read-only: a cached one is shared by all callers."""
+    """Returns the table as read-only, because all callers share a cached one."""
     table.flags.writeable = False
     return table

@@ -1,26 +1,26 @@
-"""Scales of groups that are themselves numbers of few bits: MX (powers of two), NVFP4 (two levels).
+"""Scales of groups, stored in few bits: MX (powers of two) and NVFP4 (two levels).
 
-| scheme | element | group | scale of a group         | global scale, one a tensor        |
+| scheme | element | group | scale of a group         | global scale, one per tensor      |
 |--------|---------|-------|--------------------------|-----------------------------------|
 | MXFP8  | E4M3    | 32    | E8M0: 2^-127 … 2^127     | none                              |
 | MXFP4  | E2M1    | 32    | E8M0                     | none                              |
 | NVFP4  | E2M1    | 16    | E4M3: 0, 2^-9 … 448      | float32, amax / (6 * 448)         |
 
-Every scale is a float32 that multiplies, `real = stored * scale [* global_scale]`, whatever it is
-stored in. `combined` gives the one factor of both levels, rounded to float32 as in ONNX's two
-DequantizeLinear and in vLLM; with it, `scaling.quantize`, `dequantize` and `fake_quantize` do the
-rest. They divide by it. GPU kernels multiply by a reciprocal (an approximate one for NVFP4), so an
+In memory every scale is a float32 factor, `real = stored * scale [* global_scale]`, whatever format
+it is stored in. `combined` returns one factor for both levels, rounded to float32 as in ONNX's two
+DequantizeLinear and in vLLM; `scaling.quantize`, `dequantize` and `fake_quantize` take that factor.
+Quantizing divides by it. GPU kernels multiply by a reciprocal (an approximate one for NVFP4), so an
 element within a unit or two in the last place of a rounding boundary may fall on its other side.
 
-The scales that engines compute at run time, as in vLLM 0.32 (mxfp8_utils, mxfp4_utils,
+Engines compute these scales at run time; here as in vLLM 0.32 (mxfp8_utils, mxfp4_utils,
 nvfp4_emulation_utils), bit for bit up to 2^127:
 
-- MXFP8: the least power of two with which the largest magnitude does not saturate,
-  2^ceil(log2(amax/448)); ModelOpt's too. vLLM takes the logarithm in float32, which may round an
+- MXFP8: the smallest power of two with which the largest magnitude does not saturate,
+  2^ceil(log2(amax/448)), as in ModelOpt. vLLM takes the logarithm in float32, which may round an
   amax within 2^-21 of 448·2^e down to it; no bfloat16 is that close.
-- MXFP4: amax is rounded up to a power of two if it is 1.75 of one or more, and down otherwise;
-  that over 4. compressed-tensors too. So 6 saturates to within 7/6 and not, as OCP's rule does
-  (`formats.encode_e8m0_scale`), to within 8/6.
+- MXFP4: amax is rounded to a power of two, up if it is at least 1.75 times the lower one and down
+  otherwise, then divided by 4, as in compressed-tensors. So the element that saturates at 6 is too
+  large by a factor of 7/6 at most, not of 8/6 as with OCP's rule (`formats.encode_e8m0_scale`).
 - NVFP4: E4M3(amax/6 / global_scale), the quotients as products with float32 reciprocals. A group
   below 2^-10 of the range gets scale 0, and its elements become 0.
 """
@@ -44,16 +44,17 @@ __all__ = [
     "two_level_scales",
 ]
 
-LEAST_E4M3 = float(formats.grid(E4M3)[1])  # 2^-9, the least scale of a group that is not 0
+LEAST_E4M3 = float(formats.grid(E4M3)[1])  # 2^-9, the smallest group scale that is not 0
 _LEAST_GLOBAL = 2.0**-117  # times LEAST_E4M3 it is the smallest normal float32
 _FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def global_scale(amax: float, fmt: Format, *, largest: float = E4M3.max) -> Float32Array:
-    """[] the global scale of a tensor with that largest magnitude: amax / (fmt.max * largest).
+    """Returns the global scale [] of a tensor with largest magnitude `amax`.
 
-    `largest` is the scale of the group that holds it: 448 by default, which uses all of E4M3.
-    A tensor of zeros gets 1.0. NumericsError unless `amax` is finite and not negative.
+    It is amax / (fmt.max * largest), where `largest` is the scale of the group that holds that
+    magnitude: 448 by default, which uses all of E4M3. A tensor of zeros gets 1.0. NumericsError
+    unless `amax` is finite and not negative.
     """
     if not (np.isfinite(amax) and amax >= 0):
         raise NumericsError(f"amax must be finite and not negative, not {amax}")
@@ -64,9 +65,10 @@ def global_scale(amax: float, fmt: Format, *, largest: float = E4M3.max) -> Floa
 
 
 def power_of_two_scales(amax: FloatArray, fmt: Format) -> Float32Array:
-    """E8M0 scales of groups with largest magnitude `amax`, for elements of E4M3 or E2M1.
+    """Computes E8M0 scales of groups with largest magnitude `amax`, for E4M3 or E2M1 elements.
 
-    As engines compute them, see above; of zeros, 2^-127. NumericsError for a NaN or Inf.
+    Follows the engines' rule, see above. A group of zeros gets 2^-127. NumericsError for a NaN or
+    Inf.
     """
     amax = _checked(amax)
     fraction, exponent = np.frexp(amax)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
@@ -78,7 +80,7 @@ def power_of_two_scales(amax: FloatArray, fmt: Format) -> Float32Array:
 
 
 def two_level_scales(amax: FloatArray, fmt: Format, global_scale: Float32Array) -> Float32Array:
-    """E4M3 scales, computed at run time, of groups with largest magnitude `amax`; 0 is possible.
+    """Computes run-time E4M3 scales of groups with largest magnitude `amax`; 0 is possible.
 
     E4M3(min(448, (1/global_scale) * (amax * (1/fmt.max)))), each operation in float32: vLLM's
     order. NumericsError for a NaN or Inf.
@@ -90,9 +92,9 @@ def two_level_scales(amax: FloatArray, fmt: Format, global_scale: Float32Array) 
 
 
 def combined(scale: FloatArray, global_scale: FloatArray | None) -> Float32Array:
-    """The positive float32 to divide by, and to multiply with: scale * global_scale.
+    """Returns the positive float32 factor of both levels: scale * global_scale.
 
-    Where a group's scale is 0, the largest float32: divided by it, all elements round to 0.
+    If a group's scale is 0, the factor is the largest float32: elements divided by it round to 0.
     """
     scale = np.asarray(scale, np.float32)
     if global_scale is None:
@@ -108,7 +110,7 @@ def dynamic_scales(
     *,
     name: str | None = None,
 ) -> Float32Array:
-    """The scales that an engine computes at run time from `x` [..., K] by a dynamic scheme.
+    """Computes the scales of `x` [..., K] by a dynamic scheme, as an engine does at run time.
 
     [..., 1] per token, [..., ⌈K/g⌉] in groups. `global_scale` [] is needed by two-level schemes.
     """
@@ -130,7 +132,7 @@ def fake_quantize_dynamic(
     *,
     name: str | None = None,
 ) -> Float32Array:
-    """`x` [..., K] as an engine sees it after quantization by a dynamic scheme; float32."""
+    """Quantizes and dequantizes `x` [..., K] by a dynamic scheme, as an engine does; float32."""
     scale = combined(dynamic_scales(x, scheme, global_scale, name=name), global_scale)
     fmt = formats.format_named(scheme.format)
     return fake_quantize(x, scale, fmt, _granularity(scheme), name=name)

@@ -1,6 +1,6 @@
 """Quantize and dequantize per tensor, channel, token, block or group: pure functions.
 
-`scale` is what multiplies: `real = stored * scale`. One scale is shared by one tile of the tensor:
+A scale is a factor: `real = stored * scale`. Each tile of the tensor shares one scale:
 
 | granularity | tile       | tensor   | scale, float32     | used for                           |
 |-------------|------------|----------|--------------------|------------------------------------|
@@ -10,12 +10,12 @@
 | BLOCK       | 128 by 128 | [N, K]   | [⌈N/128⌉, ⌈K/128⌉] | weights, DeepSeek's block format   |
 | group(g)    | 1 by g     | [..., K] | [..., ⌈K/g⌉]       | FP4 weights, block FP8 activations |
 
-CHANNEL and BLOCK accept leading axes (experts), which keep their own scales. A tile at the edge of
-a tensor whose size is not a multiple of it is smaller.
+CHANNEL and BLOCK accept leading axes (experts), each with its own scales. Tiles at the edge of a
+tensor are smaller if its size is not a multiple of the tile's.
 
-The arithmetic is ONNX QuantizeLinear's (`saturate=1`), bit for bit: the input in float32, divided
-by the scale (not multiplied by its reciprocal, which rounds differently), rounded to nearest even
-and saturated by `formats.encode`. DequantizeLinear's is one float32 product.
+The arithmetic is ONNX QuantizeLinear's (`saturate=1`), bit for bit: the input in float32 is divided
+by the scale (not multiplied by its reciprocal, which rounds differently), then rounded to nearest
+even and saturated by `formats.encode`. Dequantizing is one float32 product, as in DequantizeLinear.
 """
 
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ FloatArray: TypeAlias = NDArray[np.floating[Any]]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Result = TypeVar("Result", bound=np.generic)
 
-_SLAB = 1 << 16  # elements computed at a time, so that the temporaries stay in the L2 cache
+_SLAB = 1 << 16  # elements per step, so that the temporaries stay in the L2 cache
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """Which elements share a scale: tiles of `rows` by `columns`, None for the whole axis."""
+    """The tiles whose elements share a scale: `rows` by `columns`, None for the whole axis."""
 
     name: Literal["tensor", "channel", "token", "block", "group"]
     rows: int | None
@@ -59,7 +59,7 @@ class Granularity:
 
     @classmethod
     def of(cls, name: str, group_size: int | None = None) -> Self:
-        """The granularity that a recipe names; `group_size` is a block's edge or a group's size."""
+        """Returns the named granularity; `group_size` is a block's edge or a group's size."""
         if name == "tensor":
             return cls("tensor", None, None)
         if name == "channel":
@@ -75,7 +75,7 @@ class Granularity:
         raise ValueError(f"unknown granularity '{name}'")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of `shape`; ValueError if it has too few axes."""
+        """Returns the scales' shape for a tensor of `shape`; ValueError if it has too few axes."""
         if self.rows is None:
             return ()
         least = 1 if self.name in ("token", "group") else 2
@@ -94,12 +94,12 @@ BLOCK = Granularity.of("block", 128)
 
 
 def group(size: int) -> Granularity:
-    """Groups of `size` consecutive elements along the last axis (16 for NVFP4, 32 for MX)."""
+    """Returns groups of `size` consecutive elements on the last axis (16 for NVFP4, 32 for MX)."""
     return Granularity.of("group", size)
 
 
 def absmax(x: FloatArray, granularity: Granularity, *, name: str | None = None) -> Float32Array:
-    """The largest magnitude in each tile of `x`, in the shape of the scales; 0 for an empty one.
+    """Returns each tile's largest magnitude, in the shape of the scales; 0 for an empty tile.
 
     NumericsError, naming the tensor if `name` is given, if any element is NaN or Inf.
     """
@@ -110,11 +110,11 @@ def absmax(x: FloatArray, granularity: Granularity, *, name: str | None = None) 
 
 
 def scale_from_absmax(amax: FloatArray, fmt: Format) -> Float32Array:
-    """The scale that maps `amax` to the largest value of `fmt`: amax / fmt.max, in float32.
+    """Returns the scale that maps `amax` to the largest value of `fmt`: amax / fmt.max, float32.
 
-    A tile of zeros gets 1.0, which is harmless wherever it is inverted or multiplied. No scale is
-    below 2^-126, the smallest normal float32, so that no kernel flushes it to zero and its
-    reciprocal is finite. NumericsError unless `amax` is finite and not negative.
+    A tile of zeros gets 1.0, which is safe to invert and to multiply by. No scale is below 2^-126,
+    the smallest normal float32, so no kernel flushes it to zero and its reciprocal is finite.
+    NumericsError unless `amax` is finite and not negative.
     """
     amax = np.asarray(amax, np.float32)
     if not (np.isfinite(amax) & (amax >= 0)).all():
@@ -131,7 +131,7 @@ def quantize(
     *,
     name: str | None = None,
 ) -> Codes:
-    """Codes of `x / scale`, in the shape of `x`; `scale` as `granularity.scale_shape` says.
+    """Returns codes of `x / scale`, in the shape of `x`; `scale` has `granularity.scale_shape`.
 
     Values beyond `fmt.max * scale` saturate. NumericsError, naming the tensor if `name` is given,
     for NaN or Inf in `x` and for a scale that is not positive and finite.
@@ -151,7 +151,7 @@ def dequantize(
     *,
     name: str | None = None,
 ) -> Float32Array:
-    """`decode(codes) * scale`, float32 in the shape of `codes` (one per element: not packed)."""
+    """Returns `decode(codes) * scale`, float32; `codes` are one per element, not packed."""
     real = np.empty(codes.shape, np.float32)
     for part, scales, result in _slabs(codes, scale, real, granularity, name):
         np.multiply(decode(part, fmt), scales, out=result)
@@ -166,7 +166,7 @@ def fake_quantize(
     *,
     name: str | None = None,
 ) -> Float32Array:
-    """`dequantize(quantize(x))` in one pass, without the codes."""
+    """Returns `dequantize(quantize(x))` in one pass, without storing codes."""
     _require_finite(x, name)
     real = np.empty(x.shape, np.float32)
     for part, scales, result in _slabs(x, scale, real, granularity, name):
@@ -180,7 +180,7 @@ def _divide(part: FloatArray, scales: Float32Array) -> Float32Array:
 
 
 def _absmax(x: FloatArray, granularity: Granularity) -> Float32Array:
-    """The largest magnitude in each tile, or NaN where the tile holds one."""
+    """Returns each tile's largest magnitude, or NaN if the tile holds one."""
     if x.dtype == np.float16:  # numpy compares halves slowly; their bits order the same way
         bits = _reduce(np.maximum, x.view(np.uint16) & 0x7FFF, granularity)
         return np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
@@ -191,8 +191,8 @@ def _absmax(x: FloatArray, granularity: Granularity) -> Float32Array:
 
 
 def _reduce(ufunc: np.ufunc, x: NDArray[Any], granularity: Granularity) -> Any:
-    """`ufunc` over each tile, in the shape of the scales."""
-    granularity.scale_shape(x.shape)  # refuses too few axes
+    """Reduces each tile by `ufunc`, to the shape of the scales."""
+    granularity.scale_shape(x.shape)  # raises ValueError for too few axes
     if granularity.rows is None:
         return ufunc.reduce(x, axis=None, initial=0)
     if granularity.rows > 1:  # rows first: whole rows are contiguous
@@ -209,7 +209,7 @@ def _slabs(
     granularity: Granularity,
     name: str | None,
 ) -> Iterator[tuple[NDArray[Scalar], Float32Array, NDArray[Result]]]:
-    """Parts of whole rows of `x`, each with the scales that broadcast to it and its part of `out`.
+    """Yields parts of whole rows of `x`, with broadcastable scales and the matching part of `out`.
 
     `out` is contiguous and has the shape of `x`.
     """
@@ -224,7 +224,7 @@ def _slabs(
         raise NumericsError(f"{_called(name)} has a scale that is not positive and finite")
     if not x.size:
         return
-    # As [matrices, height, columns]: only the tiles of BLOCK reach over several rows.
+    # As [matrices, height, columns]: only BLOCK tiles span several rows.
     tile_rows = granularity.rows or 1
     columns = x.shape[-1] if x.ndim else 1
     height = x.shape[-2] if tile_rows > 1 else x.size // columns
@@ -236,7 +236,7 @@ def _slabs(
         for start in range(0, height, step):
             part = slice(start, start + step)
             own = tensor_scales
-            if expected:  # one row of scales a row of the part, or for all of a row of blocks
+            if expected:  # one row of scales per row of the part, or per row of blocks
                 own = own[start // tile_rows : (start + step) // tile_rows]
             if granularity.columns is not None:
                 own = own.repeat(granularity.columns, axis=1)[:, :columns]

@@ -1,1 +1,4 @@
-"""Does a server's numbers come from what it is said to serve? numpy alone; see `judge`."""
+"""Decides whether a server's answers match its declared configuration.
+
+Needs numpy alone. Start with `judge.py`.
+"""

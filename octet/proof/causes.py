@@ -1,4 +1,4 @@
-"""What may be wrong with a server, in words: what its numbers match, and what to do about it."""
+"""Describes likely causes of a refusal: what the server's answers match, and the remedy."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ __all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "p
 
 @dataclass(frozen=True)
 class Cause:
-    """`name` is for machines; `sentence` continues "its numbers"; `remedy` is an order."""
+    """A likely cause of a refusal.
+
+    `name` is for machines; `sentence` continues "its numbers"; `remedy` is an imperative.
+    """
 
     name: str
     sentence: str
@@ -70,17 +73,23 @@ _FAULTS = {
 
 
 def cause_of(hypothesis: Hypothesis, declared: ServingPath) -> Cause:
-    """Why a server is refused whose numbers `hypothesis` explains, where `declared` is honest."""
+    """Returns the cause of a refusal when `hypothesis` explains the answers.
+
+    `declared` is the conforming path that explains them best.
+    """
     path, fault = hypothesis.path, hypothesis.fault
     if fault is None or path.weights != declared.weights:
         return _path(path, declared)
     if fault.kind == "kv_scales_swapped" and path.kv_cache != declared.kv_cache:
-        return _path(path, declared)  # it keeps the scales that the artifact has
+        return _path(path, declared)  # the artifact's own scales are in use
     return _fault(fault, path)
 
 
 def partly_wrong(wrong: int, prompts: int, shortest: int, longest: int) -> Cause:
-    """Answers to some prompts, of so many tokens, are far off, while the others are right."""
+    """Returns the cause when only the answers to some prompts are far off.
+
+    At least `wrong` of `prompts` are far off; their lengths are `shortest` to `longest` tokens.
+    """
     return Cause(
         "partly_wrong",
         f"are as declared but for {wrong} of {prompts} prompts at least, of {shortest} to {longest}"

@@ -1,25 +1,25 @@
-"""Which simulated paths a backend takes honestly, by what is said about it.
+"""Selects the simulated paths that conform to a backend's declared configuration.
 
-Which `ServingPath` an engine executes, as read in its source and seen on the machine.
+The tables list which `ServingPath` an engine executes, from its source and from measurements.
 
-| engine          | weights and inputs                                                           |
+| engine          | weights and activations                                                      |
 |-----------------|------------------------------------------------------------------------------|
 | vLLM 0.24,      | FP8 per channel, tensor or block: both are rounded. MXFP8, MXFP4, NVFP4:      |
 | Hopper          | weight-only (Marlin); native FP4 needs compute capability 10.0               |
-| vLLM 0.32, CPU  | FP8 per channel with inputs per token: both (torch._scaled_mm). With AMX, FP8 |
-|                 | per tensor and in blocks: weight-only                                        |
+| vLLM 0.32, CPU  | FP8 per channel, activations per token: both rounded (torch._scaled_mm). With |
+|                 | AMX, FP8 per tensor and in blocks: weight-only                               |
 
 | engine          | cache and attention                                                          |
 |-----------------|------------------------------------------------------------------------------|
-| vLLM 0.24,      | rounded to nearest (`__nv_cvt_float_to_fp8`), and read beside BF16 queries    |
+| vLLM 0.24,      | rounded to nearest (`__nv_cvt_float_to_fp8`); queries stay BF16               |
 | FLASHINFER      |                                                                              |
 | vLLM 0.24,      | no E5M2; with E4M3, queries and probabilities are rounded to E4M3 too         |
 | FLASH_ATTN      |                                                                              |
 | vLLM 0.32,      | truncated toward zero, E4M3 and E5M2 alike: `cpu_attn_reshape_and_cache`      |
-| CPU_ATTN        | wrote the bytes of truncation for all of 16,384 normal values                |
+| CPU_ATTN        | wrote truncated bytes for all of 16,384 normal values                        |
 
-vLLM's sources: model_executor/kernels/linear/__init__.py (`_POSSIBLE_FP8_KERNELS` and so on, tried
-in order), v1/attention/backends/, csrc/cpu/cpu_attn_fp8.hpp.
+vLLM's sources: model_executor/kernels/linear/__init__.py (`_POSSIBLE_FP8_KERNELS` and similar,
+tried in order), v1/attention/backends/, csrc/cpu/cpu_attn_fp8.hpp.
 """
 
 from collections.abc import Sequence
@@ -47,10 +47,11 @@ def vllm_path(
     attention: Literal["FLASHINFER", "FLASH_ATTN"] | None = None,
     amx: bool = False,
 ) -> ServingPath:
-    """What vLLM does with linears of the schemes `pair` (None: all in full precision).
+    """Returns the path that vLLM takes for linears of the schemes `pair`.
 
-    `kv_cache` "float16" is vLLM's `auto`. `attention` is the backend on a GPU; by default the one
-    that vLLM chooses: FLASHINFER for E5M2, else FLASH_ATTN. `amx` is of the CPU.
+    `pair` None: all linears in full precision. `kv_cache` "float16" is vLLM's `auto`. `attention`
+    is the attention backend on a GPU; by default the one that vLLM chooses: FLASHINFER for E5M2,
+    else FLASH_ATTN. `amx`: whether the CPU has AMX.
     """
     weights = pair is not None
     activations = pair is not None and pair[0].kind == "fp8"
@@ -77,10 +78,10 @@ Engine = Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"]
 
 @dataclass(frozen=True)
 class Declared:
-    """What a backend is said to be."""
+    """The declared configuration of a backend."""
 
-    paths: tuple[ServingPath, ...]  # any of which is honest; none: they were not simulated
-    label: str  # such as "fp8 weights, e5m2 cache, vllm-cpu"
+    paths: tuple[ServingPath, ...]  # any of them conforms; empty: none was simulated
+    label: str  # for example "fp8 weights, e5m2 cache, vllm-cpu"
     kv_cache: KvCacheDtype | None = None
     weights: Literal["quantized", "original"] = "quantized"
     engine: Engine | None = None  # None: any
@@ -94,9 +95,10 @@ def declared_paths(
     weights: Literal["quantized", "original"] = "quantized",
     engine: Engine | None = None,
 ) -> Declared:
-    """The simulated paths with such weights and such a cache that `engine` takes; None: any does.
+    """Returns the simulated paths with these weights and this cache that `engine` takes.
 
-    Real kernels lie between a path's float32 and its bfloat16: both are honest.
+    `engine` None accepts the paths of any engine. Real kernels lie between a path's float32 and
+    its bfloat16, so both conform.
     """
     quantized = weights == "quantized"
     found = [
@@ -128,5 +130,5 @@ def _engine_paths(
 
 
 def _shape(path: ServingPath) -> ServingPath:
-    """But for what it computes in."""
+    """Returns `path` without its compute dtype, for comparison."""
     return path.model_copy(update={"compute": "bfloat16"})

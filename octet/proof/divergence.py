@@ -1,10 +1,9 @@
-"""How far a server is from the reference, in figures that anyone can check by hand.
+"""Measures how far a server is from the reference, in figures that can be checked by hand.
 
 The divergence of a position is `octet.artifacts.golden.top_k_divergence`: KL(reference ‖ served) in
-nats over the shared most likely tokens, with the rest lumped. Positions of one prompt are not
-independent, so that the mean is one over prompts of each prompt's mean, and its 95 % interval is
-that over them (`octet.statistics`: clustered by prompt, and not symmetric, for divergences are
-skewed).
+nats over the shared most likely tokens, with the rest lumped together. Positions of one prompt are
+not independent, so the mean is taken over the prompts' means. Its 95 % interval is clustered by
+prompt, and asymmetric because divergences are skewed (`octet.statistics`).
 """
 
 import math
@@ -21,13 +20,13 @@ from octet.statistics import Interval, interval
 __all__ = ["Measure", "divergences", "measure"]
 
 _INFINITE = (
-    88.0  # nats that no mass where the reference has some counts for: -ln of float32's least
+    88.0  # nats, in place of an infinite divergence: about -ln of float32's smallest normal number
 )
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Divergence in nats; NaN where nothing could be compared."""
+    """Divergence figures, in nats; NaN where nothing could be compared."""
 
     kl_mean: float
     kl_low: float  # 95 % interval of the mean, over prompts
@@ -35,13 +34,13 @@ class Measure:
     kl_p90: float  # over positions
     kl_max: float
     agreement: float  # share of golden tokens that were generated before the first other one
-    perplexity_change: float | None  # of the prompts, relative; None unless both sides know it
+    perplexity_change: float | None  # of the prompts, relative; None unless both sides report it
     prompts: int
     positions: int
 
 
 def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
-    """Over all positions that can be compared, of the prompts that have any."""
+    """Measures all comparable positions, over the prompts that have any."""
     found = [x for x in divergences(golden, responses) if len(x)]
     means = np.array([float(x.mean()) for x in found])
     positions = np.concatenate(found) if found else np.empty(0)
@@ -60,7 +59,7 @@ def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
 
 
 def divergences(golden: GoldenSet, responses: Sequence[Response]) -> list[NDArray[np.float64]]:
-    """Of each response, those of its comparable positions, in nats."""
+    """Returns for each response the divergences of its comparable positions, in nats."""
     found = []
     for response in responses:
         record = golden.records[response.record]
@@ -73,7 +72,7 @@ def divergences(golden: GoldenSet, responses: Sequence[Response]) -> list[NDArra
 
 
 def _interval(means: NDArray[np.float64]) -> Interval:
-    """Of one prompt, whatever there is."""
+    """Returns the interval of the mean of `means`; infinite ends with fewer than two prompts."""
     if len(means) < 2:
         mean = float(means[0]) if len(means) else math.nan
         return Interval(mean, -math.inf, math.inf)
@@ -81,7 +80,10 @@ def _interval(means: NDArray[np.float64]) -> Interval:
 
 
 def _agreement(golden: GoldenSet, responses: Sequence[Response]) -> float:
-    """Of the golden tokens that were asked for: as many as the response has."""
+    """Returns the share of golden tokens generated before the first that differs.
+
+    Counts as many golden tokens as each response has.
+    """
     asked = agree = 0
     for response in responses:
         record = golden.records[response.record]
@@ -91,7 +93,7 @@ def _agreement(golden: GoldenSet, responses: Sequence[Response]) -> float:
 
 
 def _perplexity_change(golden: GoldenSet, responses: Sequence[Response]) -> float | None:
-    """exp of the mean excess of -ln p over the prompts' own tokens, less 1."""
+    """Returns exp of the mean excess of -ln p over the prompts' own tokens, less 1."""
     excess, tokens = 0.0, 0
     for response in responses:
         record = golden.records[response.record]

@@ -1,12 +1,14 @@
-"""What is not simulated is judged by its mean divergence alone, against a bound of the format.
+"""Judges a server without a simulation, by its mean divergence against the format's bound.
 
-- Divergence is not negative, so that answers to a part of the golden records have at most the sum
-  that the whole may have. Who exceeds `bound` times all of the records with fewer of them, or with
-  all, is refused; no chance is in that.
-- Who is above the bound by Student's t over prompts is refused too, at `level` a look.
-- As expected is who has answered all of them, or whose 95 % interval (`octet.statistics`) is below
-  the bound, of as many prompts as that needs to know their skewness.
-- Anything else is inconclusive; nothing says what too small a divergence would be.
+- Divergence is not negative, so the sum over some golden records is at most the sum over all. A
+  server whose sum exceeds `bound` times the number of all records is refused. This test is exact:
+  it has no error probability.
+- A server whose mean is above the bound by Student's t over prompts is also refused, at
+  significance `level` per interim analysis.
+- A server that is not refused is as expected if it answered all records, or if its 95 % interval
+  (`octet.statistics`) is below the bound, over at least `FEW` prompts, which estimating their
+  skewness needs.
+- Anything else is inconclusive. No lower limit on the divergence is known.
 """
 
 from octet.proof.causes import ANOTHER_MODEL
@@ -26,7 +28,10 @@ def by_bound(
     *,
     level: float,
 ) -> Verdict:
-    """Of answers to some of so many golden `records`; `bound` in nats, None: there is none."""
+    """Returns the verdict on answers to some of `records` golden records.
+
+    `bound` is in nats; None if there is none.
+    """
     outcome: Outcome = "inconclusive"
     cause = None
     why = f"a bound of {bound} for {declared.label}, without a simulation"
@@ -46,6 +51,6 @@ def _refused(measured: Measure, bound: float, records: int, level: float) -> boo
     degrees = measured.prompts - 1
     if degrees < 1:
         return False
-    # The interval extends by Student's t at least.
+    # The interval is at least as wide as Student's t: this error is an upper estimate.
     error = (measured.kl_high - measured.kl_mean) / t_quantile(0.975, degrees)
     return measured.kl_mean - error * t_quantile(1 - level, degrees) > bound

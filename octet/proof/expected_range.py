@@ -1,18 +1,19 @@
-"""The range in which an honest server's mean divergence lies, from how repeats of it scatter.
+"""Estimates the expected range of a conforming server's mean divergence from simulated repeats.
 
-FP8 rounding is chaotic: sums that differ in their last bit put some values on the
-other side of a rounding boundary, a whole step away, and two honest implementations end up as far
-from each other as either is from the reference (docs/LOG.md). The prompts are the same for all, so
-that the spread of a mean over them comes from this alone. It is measured: each path runs
-a few times, from embeddings that differ in the last bit, and the divergences d of prompt i
-scatter around their mean. With n prompts, R repeats and s² the mean of their variances, the mean
-that another implementation finds has a standard error of s·√((1 + 1/R)/n). A few prompts, whose
-next token is a close call, carry most of it; two repeats of one path may both miss them. So the
-relative error s/mean is pooled over all paths of the same kind, those that are chaotic (activations
-are rounded, or everything is, to bfloat16) and those that are not, and Student's t has as many
-degrees of freedom as Satterthwaite's formula gives for variances that differ by prompt (at least 3:
-with eight repeats, which can tell, paths of the example have 3 to 9). Divergences are positive and
-skewed: the range is mean·e^±, not mean ±.
+FP8 rounding is chaotic: sums that differ in their last bit put some values on the other side of a
+rounding boundary, a whole step away. Two conforming implementations end up as far from each other
+as either is from the reference (docs/LOG.md). The prompts are the same for all, so rounding alone
+spreads the mean. The spread is measured: each path runs a few times, from embeddings that differ in
+the last bit, and the divergences d of prompt i scatter around their mean. With n prompts, R repeats
+and s² the mean of their variances, the mean of another implementation has a standard error of
+s·√((1 + 1/R)/n).
+
+A few prompts, whose next token is a close call, carry most of the variance, and two repeats of one
+path may both miss them. So the relative error s/mean is pooled over all paths of the same kind:
+chaotic ones (activations are rounded, or everything is, to bfloat16) and the others. The degrees of
+freedom of Student's t are from Satterthwaite's formula for variances that differ by prompt, and at
+least 3 (measured with eight repeats, paths of the example have 3 to 9). Divergences are positive
+and skewed, so the range is mean·e^±, not mean ±.
 """
 
 import math
@@ -26,13 +27,13 @@ from octet.statistics import t_quantile
 
 __all__ = ["expectations"]
 
-_CONFIDENCE = 0.975  # one side of 95 %
-_DEGREES = 3  # of freedom, at least
-_LEAST = 1e-6  # nats that log-probabilities in float32 can be off by, however exact a server is
+_CONFIDENCE = 0.975  # the quantile at either end of a two-sided 95 % range
+_DEGREES = 3  # of freedom, the lower limit
+_LEAST = 1e-6  # nats: the error of float32 log-probabilities, even of an exact server
 
 
 def expectations(found: Mapping[ServingPath, NDArray[np.float64]]) -> Iterator[Expectation]:
-    """Of the divergences that were found, [repeats, prompts] by path, in nats."""
+    """Yields the expectation of each path from its divergences [repeats, prompts], in nats."""
     kinds: dict[bool, list[NDArray[np.float64]]] = {}
     for path, values in found.items():
         mean = values.mean()
@@ -58,7 +59,10 @@ def _chaotic(path: ServingPath) -> bool:
 
 
 def _quantile(variances: NDArray[np.float64], repeats: int) -> float:
-    """Student's t for a sum of `variances` that each have `repeats` - 1 degrees of freedom."""
+    """Returns Student's t quantile for a sum of `variances`.
+
+    Each variance has `repeats` - 1 degrees of freedom; 0 if all are 0.
+    """
     squares = float(np.square(variances).sum())
     if squares == 0:
         return 0.0

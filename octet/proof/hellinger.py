@@ -1,16 +1,16 @@
-"""Next-token distributions as points, whose squared distances are comparable with divergences.
+"""Hellinger embedding: distributions as points whose squared distances compare to divergences.
 
-A distribution p is the point 2√p, on a sphere: the squared distance of two is four times their
-squared Hellinger distance, 4·Σ(√p - √q)², about 2·KL where they are close, and 8 at most; the noise
-of a point does not depend on where it is (Fisher's metric; Amari and Nagaoka, Methods of
-Information Geometry, 2.5). Axes are the reference's likeliest tokens that the server told too, and
-one for all other outcomes together. So everything is compared as coarsely as the server told, which
-can only shorten distances (the data-processing inequality).
+A distribution p is the point 2√p, on a sphere. The squared distance of two points is 4·Σ(√p - √q)²,
+four times the squared Hellinger distance: about 2·KL where they are close, and at most 8. The noise
+of a point does not depend on its position (Fisher's metric; Amari and Nagaoka, Methods of
+Information Geometry, 2.5). The axes are the reference's likeliest tokens that the server also
+returned, and one axis for all other outcomes together. All distributions are thus compared only as
+finely as the server reports, which can only shorten distances (the data-processing inequality).
 
-Where the server leaves out n of the reference's tokens, they have at most n times the least
-probability that it told, and no more than it left to all that it did not tell. How far 2√p of those
-tokens together is beyond that limit is an axis of its own; what they have within it is part of the
-rest. This shortens distances too, and what the server has there, whatever it is, is 0.
+If the server leaves out n of the reference's tokens, their total probability is at most n times the
+smallest probability that it returned, and at most the mass that its returned tokens leave. One axis
+holds how far 2√p of those tokens together exceeds this limit; the mass within the limit is part of
+the rest. This shortens distances too, and the server's own coordinate on that axis is always 0.
 """
 
 import math
@@ -26,27 +26,27 @@ from octet.proof.responses import Response, comparable
 __all__ = ["Answers", "Points"]
 
 Points = NDArray[np.float64]
-_TINY = math.exp(-88)  # about the least normal number of float32
+_TINY = math.exp(-88)  # about the smallest normal number of float32
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What was answered to n prompts, beside the reference: [n, positions, tokens + 2] points.
+    """The answers to n prompts and the reference, as points [n, positions, tokens + 2].
 
-    The last two axes of a point are how far tokens that were left out are beyond `limit`, and the
-    rest. Where a position cannot be compared, all points are 0.
+    The last two axes of a point are the excess of left-out tokens over `limit`, and the rest.
+    Where a position cannot be compared, all points are 0.
     """
 
-    records: NDArray[np.int64]  # [n], of those with a position that can be compared
+    records: NDArray[np.int64]  # [n]: indices of records with a comparable position
     compared: NDArray[np.bool_]  # [n, positions]
-    shared: NDArray[np.bool_]  # [n, positions, tokens]: told by both
-    limit: NDArray[np.float64]  # [n, positions]: of the probability of those left out
+    shared: NDArray[np.bool_]  # [n, positions, tokens]: returned by both
+    limit: NDArray[np.float64]  # [n, positions]: on the probability of left-out tokens
     served: Points
     p: NDArray[np.float64]  # [n, positions, tokens]: the reference's
 
     @classmethod
     def of(cls, golden: GoldenSet, responses: Sequence[Response]) -> "Answers":
-        """Of one response to each record."""
+        """Embeds `responses`; the last response to each record counts."""
         told = {response.record: response for response in responses}
         found = {
             number: positions
@@ -72,9 +72,9 @@ class Answers:
         return cls(records, compared, shared, limit, served, np.exp(reference))
 
     def points(self, logprobs: NDArray[np.float32]) -> Points:
-        """[repeats, n, positions, tokens + 2] of [repeats, records, positions, tokens] in nats.
+        """Embeds log-probabilities [repeats, records, positions, tokens], in nats.
 
-        NaN for records of which it has nothing.
+        Returns [repeats, n, positions, tokens + 2]; NaN for records without any log-probability.
         """
         p = self._probabilities(logprobs)
         points = self._coarse(p)
@@ -82,10 +82,10 @@ class Answers:
         return points
 
     def divergences(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """KL(reference ‖ it) in nats, [repeats, n]: the mean of the positions compared.
+        """Returns KL(reference ‖ `logprobs`) in nats, [repeats, n]: means over compared positions.
 
-        Of the outcomes of `octet.artifacts.golden.top_k_divergence`: tokens that are shared, those
-        that the server left out together, and the rest. NaN as `points`.
+        The outcomes are those of `octet.artifacts.golden.top_k_divergence`: each shared token, all
+        tokens that the server left out together, and the rest. NaN where `points` is.
         """
         p, q = (np.maximum(self._lumped(x), _TINY) for x in (self.p, self._probabilities(logprobs)))
         found = (p * (np.log(p) - np.log(q))).sum(-1) * self.compared
@@ -97,20 +97,23 @@ class Answers:
         return self._coarse(self.p)
 
     def _probabilities(self, logprobs: NDArray[np.float32]) -> Points:
-        """[repeats, n, positions, tokens], 0 where it has nothing."""
+        """Returns probabilities [repeats, n, positions, tokens]; 0 where `logprobs` is NaN."""
         count, tokens = self.shared.shape[1:]
         mine = logprobs[:, self.records, :count, :tokens].astype(np.float64)
         return np.asarray(np.exp(np.where(np.isnan(mine), -np.inf, mine)))
 
     def _lumped(self, p: Points) -> Points:
-        """Probabilities [..., n, positions, tokens + 2] of [..., n, positions, tokens]."""
+        """Lumps [..., n, positions, tokens] to [..., n, positions, tokens + 2].
+
+        The last two are all left-out tokens together, and the rest.
+        """
         told = np.where(self.shared, p, 0.0)
         whole = p.sum(-1, keepdims=True)
         left_out = whole - told.sum(-1, keepdims=True)
         return np.concatenate([told, left_out, np.maximum(1.0 - whole, 0.0)], -1)
 
     def _coarse(self, p: Points) -> Points:
-        """The points of probabilities [..., n, positions, tokens]."""
+        """Embeds probabilities [..., n, positions, tokens] as points."""
         lumped = self._lumped(p)
         left_out = np.maximum(lumped[..., -2], 0.0)
         lumped[..., -1] += np.minimum(left_out, self.limit)
@@ -123,7 +126,7 @@ class Answers:
 def _outcomes(
     top: Top, told: Mapping[int, float], tokens: int
 ) -> tuple[NDArray[np.bool_], float, Points]:
-    """Of one position: which tokens are shared, what the others have at most, and the point."""
+    """Returns for one position: the shared tokens, the limit of the others, and the point."""
     shared = np.zeros(tokens, bool)
     served = np.zeros(tokens + 2)
     for n, token in enumerate(top.token_ids):

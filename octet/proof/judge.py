@@ -1,54 +1,60 @@
-"""Whether answers come from what a server is said to be, and if not, from what.
+"""Decides whether a server's answers match its declared configuration, and if not, why.
 
-An answer that has what is no log-probability (NaN, above 0, probabilities that exceed 1 together)
-is not one of an honest server, which is refused for it. Otherwise the server is refused if one of
-three tests says so, each at a third of `ALPHA` over the looks that a probe may take at its answers:
+A server is refused at once if an answer contains what is no log-probability: NaN, a value above 0,
+or probabilities that exceed 1 together. Otherwise it is refused if one of three tests rejects it,
+each at a third of `ALPHA` over the interim analyses that a probe may make of its answers:
 
-1. **Contest.** Some simulated hypothesis that is not honest explains them better than the best
-   honest path: Vuong's z over prompts (the clusters; positions in one prompt are not independent)
-   is above Student's t quantile, Bonferroni over the hypotheses. Under honesty the mean of these
-   differences is not 0 but below it, the more so the farther a hypothesis is, so that the level is
-   a bound: for a server that is one more repeat. Of kernels that take it to where both explain it
-   alike, it is `BETA` for each hypothesis. It does not depend on how noisy the kernels are.
-2. **Fit.** The answers are farther from the best honest path than its own repeats are from each
-   other, prompt by prompt: mean of ln(|x - m|²/S), less that of the repeats', against a margin. An
-   implementation may round in up to twice as many places as the simulation does; independent
-   roundings add, so that |x - m|² may be (2 + 1/R) for (1 + 1/R). That is the margin.
-3. **Tail.** More prompts are far off than chance allows, among all or among those of a quarter by
-   length, whatever the others are: `octet.proof.outliers`, with the same margin. The first two
-   compare means with their own scatter, which rubbish in a part of the answers makes as large as
-   itself.
+1. **Likelihood-ratio test** (`Contest`). Some simulated non-conforming scenario explains the
+   answers better than the best conforming path: Vuong's z over prompts (the clusters; positions in
+   one prompt are not independent) is above Student's t quantile, Bonferroni over the scenarios. For
+   a conforming server the mean of these differences is below 0, the more so the farther a scenario
+   is, so the level is an upper bound if the server is one more repeat. If its kernels take it to
+   where both explain it alike, the level is `BETA` per scenario. The test does not depend on how
+   noisy the kernels are.
+2. **Fit** (`misfit`). The answers are farther from the best conforming path than its own repeats
+   are from each other, prompt by prompt: mean of ln(|x - m|²/S), less that of the repeats', against
+   a margin. An implementation may round in up to twice as many places as the simulation does.
+   Independent roundings add, so |x - m|² may be (2 + 1/R) for (1 + 1/R). That ratio is the margin.
+3. **Outlier test** (`tail`). More prompts are far off than chance allows, among all prompts or
+   among a quarter of them by length, however close the others are: `octet.proof.outliers`, with
+   the same margin. The first two tests compare means with their own scatter, which garbage in some
+   of the answers makes as large as the mean itself.
 
-Which hypotheses take part is decided by their own repeats and those of the best honest path, on all
-golden prompts, each repeat as if it were a server. Let z_h be what an honest repeat scores against
-a hypothesis, z_a what a repeat of the hypothesis scores against honesty (0 if there is but one
-repeat), t Student's quantile of `BETA`.
+The repeats of each scenario and of the best conforming path decide which scenarios take part, on
+all golden prompts, with each repeat in turn acting as the server. Let z_h be the score of a
+conforming repeat against a scenario, z_a the score of a repeat of the scenario against the
+conforming path (0 if there is only one repeat), and t Student's quantile of `BETA`.
 
-- It is refused from max(t, t' - z_h) on, t' being the quantile of the contest's level: z is
-  expected at -z_h, and kernels of its own are allowed to take an honest server to where both
-  explain it alike. Its own server is refused with 1 - `BETA` if z_a is above that by t.
-- It is excluded from -z above max(0, t - z_a) on, which its own server passes with `BETA` at most.
-  An honest server passes with 1 - `BETA` if z_h is above that by t.
-- If z_h is not, for a hypothesis that is near but quiet, z below t - z_h excludes it: an honest
-  server has that with 1 - `BETA`, and if its own is refused so surely, that has not.
+- The server is refused for a scenario if z is above max(t, t' - z_h), t' being the quantile of the
+  likelihood-ratio test's level: z is expected at -z_h, and a conforming server's own kernels may
+  take it to where both explain it alike. A server of the scenario is refused with 1 - `BETA` if z_a
+  is above that threshold by t.
+- The scenario is excluded if -z is above max(0, t - z_a). A server of the scenario exceeds this
+  with probability `BETA` at most. A conforming server exceeds it with 1 - `BETA` if z_h is above it
+  by t.
+- If z_h is not, for a scenario that is near but quiet, z below t - z_h excludes it: a conforming
+  server has such a z with 1 - `BETA`, and a server of the scenario does not, if it is refused with
+  1 - `BETA`.
 
-What can be excluded or refused so is *visible*. What is neither decides nothing, and is listed as
-hidden. The server is as expected if it is not refused, everything visible is excluded, neither fit
-nor tail says otherwise at `BETA`, the 95 % interval of its mean divergence begins below twice what
-is expected at most, and 23 of 24 answers tell all positions. Until then it is inconclusive, and
-more prompts are to be asked.
+A scenario that can be excluded or refused in this way is *visible*. Any other has no influence on
+the outcome, and is listed as hidden. The server is as expected if it is not refused, every visible
+scenario is excluded, neither fit nor outlier test rejects at `BETA`, the 95 % interval of its mean
+divergence begins below twice the upper end of the expected range, and at least 23 of 24
+answers have all positions. Until then the verdict is inconclusive, and more prompts should be sent.
 
-What is wrong with a few prompts alone, by less than some times the noise there, is not seen.
+A fault that affects only a few prompts, by less than a few times their noise, is not detected.
 
-The cause is the likeliest hypothesis, visible or not, or a fault of the honest path that is as
-likely at 95 %: if several may be, it is what differs least from what was declared. It has to
-explain the answers: they pass its own test of fit, or are nearer to it than to the honest path by a
-factor of 4 in squared distance, half in distance; and so much nearer than to a model that has
-nothing in common with the reference. If only the tail says that the server is to be refused, it
-has to explain that, or the answers are wrong in part. Else it is another model.
+The cause is the likeliest scenario, visible or not, or a fault of the conforming path that is as
+likely at 95 %: if several are possible, the one that differs least from the declared configuration.
+It has to explain the answers: they pass its own test of fit, or they are nearer to it than to the
+conforming path by a factor of 4 in squared distance (half the distance); and they are nearer to it
+by the same factor than to a model that has nothing in common with the reference. If only the
+outlier test refuses the server, the cause has to explain the outliers, or else the verdict is that
+the answers are wrong in part. Otherwise the cause is another model.
 
-Each probe of a server that serves is one more at `ALPHA`: 2,016 a week make an honest one suspected
-with 2 % at most, and it is refused only if a whole probe says so, at an `ALPHA` of its own.
+Each probe of a serving backend is one more test at `ALPHA`: with 2,016 probes a week, a conforming
+one is suspected with a probability of 2 % at most. It is refused only if a whole probe confirms
+this, at an `ALPHA` of its own.
 """
 
 import math
@@ -78,10 +84,10 @@ from octet.statistics import t_quantile
 
 __all__ = ["ALPHA", "BETA", "judge"]
 
-ALPHA = 1e-5  # of refusing an honest server, in all looks of one probe
-BETA = 1e-3  # of not excluding a visible hypothesis, and of excluding honesty no better than it
+ALPHA = 1e-5  # of refusing a conforming server, over all interim analyses of a probe
+BETA = 1e-3  # of not excluding a visible scenario, and of refusing where it explains no better
 _EXPLAINED = math.log(4)
-_INCOMPLETE = 1 / 24  # of the answers, of a server that is as expected
+_INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
 def judge(
@@ -93,11 +99,11 @@ def judge(
     looks: int = 1,
     bound: float | None = None,
 ) -> Verdict:
-    """Whether `responses`, the last to each golden record, are those of a `declared` server.
+    """Judges whether `responses` are those of a server as `declared`.
 
-    `looks` is how often a probe may be judged in all, while its answers come in. `bound` is the
-    mean divergence in nats that is accepted where no honest path was simulated
-    (`octet.artifacts.serving_path.bound_of`).
+    The last response to each golden record counts. `looks` is the number of interim analyses that a
+    probe may make in all, while its answers arrive. `bound` is the mean divergence in nats that is
+    accepted where no conforming path was simulated (`octet.artifacts.serving_path.bound_of`).
     """
     last = {response.record: response for response in responses}
     count = len(golden.records)
@@ -132,7 +138,7 @@ def _without_distribution(measured: Measure, broken: int, count: int) -> Verdict
 
 
 class _Judgement:
-    """One decision. `whole` is on all golden records; `contest` on those that were answered."""
+    """One decision. `whole` covers all golden records, `contest` those that were answered."""
 
     def __init__(
         self,
@@ -178,27 +184,27 @@ class _Judgement:
         return self._excludable(other, prompts) or self._refusable(self._whole, other, prompts)
 
     def _excludable(self, other: Hypothesis, prompts: int) -> bool:
-        """Whether an honest server excludes `other` with 1 - BETA, on all golden prompts."""
+        """Returns whether a conforming server excludes `other` with 1 - BETA on all prompts."""
         least = t_quantile(1 - BETA, prompts - 1)
         return self._separation[other] >= self._exclusion(self._whole, other, prompts) + least
 
     def _refusable(self, contest: Contest, other: Hypothesis, prompts: int) -> bool:
-        """Whether a server of `other` is refused with 1 - BETA."""
+        """Returns whether a server of `other` is refused with 1 - BETA."""
         least = t_quantile(1 - BETA, prompts - 1)
         return contest.told(other, self._best) >= self._threshold(contest, other, prompts) + least
 
     def _threshold(self, contest: Contest, other: Hypothesis, prompts: int) -> float:
-        """The z of `other` over the best honest path from which on that is refused."""
+        """Returns the z of `other` over the best path above which the server is refused."""
         level = self._level / len(contest.others)
         least, most = (t_quantile(1 - x, prompts - 1) for x in (BETA, level))
         return max(least, most - contest.told(self._best, other))
 
     def _exclusion(self, contest: Contest, other: Hypothesis, prompts: int) -> float:
-        """The z of the best honest path over `other` from which on that is excluded."""
+        """Returns the z of the best path over `other` above which `other` is excluded."""
         return max(0.0, t_quantile(1 - BETA, prompts - 1) - contest.told(other, self._best))
 
     def _refusal(self) -> tuple[Cause | None, Outcome]:
-        """Why, and on which side; None, "as_expected" if neither test says so."""
+        """Returns the cause and outcome of a refusal; None, "as_expected" if no test refuses."""
         contest = self._contest
         scores = {h: contest.against(h, self._best) for h in self._visible}
         beaten = any(z > self._threshold(contest, h, prompts) for h, (z, prompts) in scores.items())
@@ -207,7 +213,7 @@ class _Judgement:
         tail = contest.tail(self._best)
         if mostly and tail.chance >= self._level:
             return None, "as_expected"
-        # What is wrong is known by now, and may well be what could not be relied on to show.
+        # The server is refused. The cause may also be a scenario that is not visible.
         ahead = [h for h in contest.others if contest.against(h, self._best)[0] > 0]
         likeliest = self._likeliest(ahead)
         if likeliest is not None and self._explains(likeliest, all_prompts=mostly):
@@ -221,7 +227,10 @@ class _Judgement:
         return CLOSER, "better"
 
     def _likeliest(self, among: Sequence[Hypothesis]) -> Hypothesis | None:
-        """Of those that are as likely at 95 %, one of the honest path's own faults if there is."""
+        """Returns the likeliest of `among`; None if there is none.
+
+        Prefers a fault of the best conforming path that is as likely at 95 %.
+        """
         ranked = sorted(among, key=self._mean, reverse=True)
         for other in ranked:
             z, prompts = self._contest.against(ranked[0], other)
@@ -230,7 +239,10 @@ class _Judgement:
         return ranked[0] if ranked else None
 
     def _explains(self, other: Hypothesis, *, all_prompts: bool) -> bool:
-        """`all_prompts`: also those that are far off, for they are what is to be explained."""
+        """Returns whether `other` explains the answers.
+
+        With `all_prompts` it also has to explain the outliers.
+        """
         contest = self._contest
         misfit, prompts = contest.misfit(other)
         fits = misfit <= t_quantile(1 - self._level, prompts - 1)
@@ -240,7 +252,7 @@ class _Judgement:
         return nearer and contest.nearer(other, None) >= _EXPLAINED
 
     def _doubt(self, expected: Range) -> str | None:
-        """Why what is not refused is not as expected either."""
+        """Returns why a server that is not refused is not yet as expected; None if it is."""
         waiting = [other for other in self._visible if not self._is_excluded(other)] + self._absent
         if waiting:
             names = waiting[0].label + (f" and {len(waiting) - 1} more" if waiting[1:] else "")
@@ -262,7 +274,7 @@ class _Judgement:
         return z < usual and self._refusable(contest, other, prompts)
 
     def _mean(self, hypothesis: Hypothesis) -> float:
-        """Its log-likelihood beside that of the best honest path, on the prompts of both."""
+        """Returns the mean log-likelihood over that of the best path, on the prompts of both."""
         scores = self._contest.scores
         return float(np.nanmean(scores[hypothesis] - scores[self._best]))
 
@@ -276,7 +288,7 @@ class _Judgement:
         return tuple(sorted(found, key=lambda score: -score.log_likelihood))
 
     def _expected(self) -> Range:
-        """Returns the range of the best honest path, from the scatter of all paths.
+        """Returns the range of the best conforming path, from the scatter of all paths.
 
         See `octet.proof.expected_range`.
         """

@@ -1,6 +1,6 @@
-"""The hypotheses beside each other, on some prompts: scores of answers, and what could be told.
+"""Likelihood-ratio tests between scenarios, and how well they can be told apart.
 
-`octet.proof.judge` says what is made of it.
+A scenario is a `Hypothesis`; `octet.proof.judge` turns the scores into a verdict.
 """
 
 import math
@@ -21,7 +21,7 @@ from octet.proof.responses import Response
 
 __all__ = ["Contest"]
 
-# What is not quantized and computed as the reference was is the reference.
+# Unquantized and in float32: this path is the reference itself.
 _REFERENCE = Hypothesis(
     path=ServingPath(weights=False, activations=False, kv_cache="float16", compute="float32")
 )
@@ -29,12 +29,12 @@ _REFERENCE = Hypothesis(
 
 @dataclass(frozen=True)
 class Contest:
-    """Hypotheses and answers on the prompts that can be compared."""
+    """Scenarios and answers, on the comparable prompts."""
 
     answers: Answers
     candidates: dict[Hypothesis, Candidate]
     honest: tuple[Hypothesis, ...]
-    lengths: tuple[int, ...]  # [n], of prompts in tokens
+    lengths: tuple[int, ...]  # [n]: tokens of each prompt
     _told: dict[tuple[Hypothesis, Hypothesis], float] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -45,7 +45,7 @@ class Contest:
         honest: Sequence[ServingPath],
         responses: Sequence[Response],
     ) -> Self:
-        """All hypotheses but those that were simulated on none of these prompts."""
+        """Takes all scenarios except those that were simulated on none of these prompts."""
         answers = Answers.of(golden, responses)
         points = {h: answers.points(x) for h, x in hypotheses.logprobs.items()}
         if _REFERENCE not in points and not any(_bare(path) for path in honest):
@@ -61,7 +61,7 @@ class Contest:
     def whole(
         cls, golden: GoldenSet, hypotheses: HypothesisSet, honest: Sequence[ServingPath]
     ) -> Self:
-        """On all golden records, as the reference itself would answer them."""
+        """Builds the contest on all golden records, with the reference's own answers."""
         perfect = [
             Response(n, record.continuation_token_ids, tuple(top.mapping for top in record.tops))
             for n, record in enumerate(golden.records)
@@ -74,13 +74,13 @@ class Contest:
 
     @cached_property
     def scores(self) -> dict[Hypothesis, Values]:
-        """[n]: the log-likelihood of the answers; NaN where a hypothesis was not simulated."""
+        """[n] by scenario: log-likelihoods of the answers; NaN where it was not simulated."""
         served = self.answers.served
         return {h: self.noise.likelihood(x, served) for h, x in self.candidates.items()}
 
     @cached_property
     def best(self) -> Hypothesis:
-        """The honest path that explains the answers best."""
+        """The conforming path that explains the answers best."""
         return max(self.honest, key=lambda h: float(np.nanmean(self.scores[h])))
 
     @cached_property
@@ -88,14 +88,14 @@ class Contest:
         return [h for h in self.candidates if h not in self.honest]
 
     def against(self, other: Hypothesis, honest: Hypothesis) -> tuple[float, int]:
-        """Vuong's z of `other` over `honest`, and over how many prompts."""
+        """Returns Vuong's z of `other` over `honest`, and the number of prompts."""
         return z_score(self.scores[other] - self.scores[honest])
 
     def told(self, truth: Hypothesis, other: Hypothesis) -> float:
-        """The z of `truth` over `other` if a repeat of it were the server: mean over repeats.
+        """Returns the mean z of `truth` over `other` when repeats of `truth` act as the server.
 
-        Either is without that repeat then, so that neither mean is of more. 0 for a hypothesis that
-        was simulated once.
+        Both means leave out one repeat, so that neither is over more. 0 if `truth` was simulated
+        only once.
         """
         key = truth, other
         if key not in self._told:
@@ -114,13 +114,19 @@ class Contest:
         return float(np.mean(found))
 
     def misfit(self, hypothesis: Hypothesis) -> tuple[float, int]:
-        """z of how much farther the answers are than a repeat would be, above the margin."""
+        """Returns z of the answers' distance in excess of a repeat's, above the margin.
+
+        Also returns the number of prompts.
+        """
         candidate = self.candidates[hypothesis]
         excess = self._logs(candidate, self.answers.served, None) - self._usual
         return z_score(excess, _margin(candidate))
 
     def tail(self, hypothesis: Hypothesis) -> Tail:
-        """The prompts that are the least likely of it, and how likely, above the margin."""
+        """Returns the prompts least likely under the scenario, and their probability.
+
+        Distances count above the margin.
+        """
         candidate = self.candidates[hypothesis]
         excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
         known = np.flatnonzero(~np.isnan(excess))
@@ -128,9 +134,10 @@ class Contest:
         return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
 
     def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
-        """By what factor the answers are nearer to it, in squared distance: ln, mean of prompts.
+        """Returns ln of the factor by which the answers are nearer to `hypothesis` than to `than`.
 
-        `than` to another, or None: to a model that gives the reference's likeliest tokens nothing.
+        The factor is of squared distances; the ln is averaged over prompts. `than` None stands for
+        a model that gives the reference's likeliest tokens no probability.
         """
         served = self.answers.served
         mine = self.candidates[hypothesis].squared(served)
@@ -143,13 +150,13 @@ class Contest:
         return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
 
     def farther(self, hypothesis: Hypothesis, honest: Hypothesis) -> bool:
-        """Whether `hypothesis` is farther from the reference than `honest`, on these prompts."""
+        """Returns whether `hypothesis` is farther from the reference than `honest` is."""
         mine, other = (self._from_reference(h) for h in (hypothesis, honest))
         return float(np.nanmean(mine - other)) > 0
 
     @property
     def answers_farther(self) -> bool:
-        """Whether the answers are farther from the reference than the best honest path."""
+        """Returns whether the answers are farther from the reference than `best` is."""
         mine = distance(self.answers.served, self.answers.reference)
         return float(np.mean(mine - self._from_reference(self.best))) > 0
 
@@ -159,7 +166,7 @@ class Contest:
 
     @cached_property
     def _usual(self) -> Values:
-        """[n]: mean ln(|x - m|²/S) of the repeats that the noise was fitted to."""
+        """[n]: mean ln(|x - m|²/S) over the repeats that the noise was fitted to."""
         found = [
             self._logs(candidate, served, number)
             for h in self.noise.fitted
@@ -170,7 +177,7 @@ class Contest:
 
     @cached_property
     def _heaviness(self) -> int:
-        """Of ln(|x - m|²/S) of the repeats, S being by the other hypotheses' alone."""
+        """The heaviness of the repeats' ln(|x - m|²/S), with S from the other scenarios only."""
         found = [
             self._logs(candidate, served, number)
             + np.log(self.noise.prompts / self.noise.others(h))
@@ -191,7 +198,7 @@ class Contest:
 
 
 def _margin(candidate: Candidate) -> float:
-    """Of ln |x - m|²: of twice as many roundings as were simulated."""
+    """Returns the margin in ln |x - m|²: that of twice as many roundings as were simulated."""
     one = 1 / candidate.repeats
     return math.log((2 + one) / (1 + one))
 

@@ -1,21 +1,22 @@
-"""Are some prompts farther off than chance allows, whatever the others are?
+"""Outlier test: some prompts are farther off than chance allows, however close the others are.
 
-A mean over prompts divided by its own standard error cannot tell: rubbish in a share q of n answers
-puts it at √(n·q/(1 - q)) at most, however far off they are, and so never above a quantile of 5 for
-a quarter of 64. So each prompt is held against what is known of an honest server's, the
-distribution of r = ln(|x - m|²/S), and counted.
+A mean over prompts divided by its own standard error cannot show this: garbage in a share q of n
+answers raises it to at most √(n·q/(1 - q)), however far off they are, and so never above a quantile
+of 5 for a quarter of 64. So each prompt is compared with the known distribution of a conforming
+server's r = ln(|x - m|²/S), and outliers are counted.
 
-Both of the squares in that ratio are estimates of one variance, so that r is that of an F(2a, 2a),
-whose upper tail falls as e^(-a·r). It exceeds r with I_y(a, a), y = 1/(1 + e^r) (Abramowitz and
-Stegun, 26.6.2): for an integer a the probability of a or more successes in 2a - 1 trials of y
-(26.5.24). `heaviness` is the largest a whose quantiles of 0.9, 0.95 and 0.99 the repeats do not
-exceed. Beyond those the tail is extrapolated.
+Both squares in that ratio estimate one variance, so e^r follows an F(2a, 2a) distribution, whose
+upper tail falls as e^(-a·r). The probability of exceeding r is I_y(a, a), y = 1/(1 + e^r)
+(Abramowitz and Stegun, 26.6.2): for an integer a, the probability of a or more successes in 2a - 1
+trials of probability y (26.5.24). `heaviness` returns the largest a whose quantiles of 0.9, 0.95
+and 0.99 the repeats do not exceed. Beyond those quantiles the tail is extrapolated.
 
-Of n independent prompts, k or more exceed the k-th largest r, which is exceeded with p, with the
-binomial P(B(n, p) >= k). The least of these over k, times n (Bonferroni), is the statistic of Berk
-and Jones (Z. Wahrsch. 47, 1979): it finds few that are far off, as well as many that are a little.
-It is taken of all prompts, and of each quarter of them by length, for what is wrong in a
-well-filled cache alone: five statistics, and Bonferroni over them.
+If a prompt exceeds the k-th largest r with probability p, then k or more of n independent prompts
+do with the binomial P(B(n, p) >= k). The smallest of these over k, times n (Bonferroni), is the
+statistic of Berk and Jones (Z. Wahrsch. 47, 1979): it detects a few prompts that are far off, and
+many that are slightly off. It is computed for all prompts and for each quarter of them by length,
+to detect faults that appear only with a well-filled cache: five statistics, and Bonferroni over
+them.
 """
 
 import math
@@ -29,12 +30,12 @@ from numpy.typing import NDArray
 __all__ = ["Tail", "exceeded", "heaviness", "tail"]
 
 _QUANTILES = (0.9, 0.95, 0.99)
-_PARTS = 4  # by length
-_LEAST, _MOST = 1, 7  # of a; F(14, 14) is the lightest tail that was ever seen of repeats
+_PARTS = 4  # quarters of the prompts, by length
+_LEAST, _MOST = 1, 7  # of a; F(14, 14) is the lightest tail ever observed in repeats
 
 
 def heaviness(repeats: NDArray[np.float64]) -> int:
-    """a, of the r that repeats have; the least where there are none."""
+    """Returns a, fitted to the r of repeats; the smallest a if there are none."""
     if not len(repeats):
         return _LEAST
     found = [(1 - x, float(np.quantile(repeats, x))) for x in _QUANTILES]
@@ -43,22 +44,25 @@ def heaviness(repeats: NDArray[np.float64]) -> int:
 
 
 def exceeded(r: float, a: int) -> float:
-    """The probability that ln F(2a, 2a) is above `r`."""
-    if r > 700:  # e^r is more than a float
+    """Returns the probability that ln F(2a, 2a) is above `r`."""
+    if r > 700:  # e^r overflows a float
         return 0.0
     return _or_more(2 * a - 1, a, 1 / (1 + math.exp(r)))
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The part of the prompts that is the least likely to be honest, and how likely it is."""
+    """The group of prompts least likely under a conforming server, and its probability."""
 
-    chance: float  # that honest answers have such a part
+    chance: float  # of such a group among conforming answers
     prompts: tuple[int, ...]  # indices, farthest first
 
 
 def tail(excess: NDArray[np.float64], lengths: Sequence[int], a: int) -> Tail:
-    """Of r [n], less a margin, of prompts of these lengths; a chance of 1 if there is none."""
+    """Returns the tail of `excess` [n]: r less a margin, for prompts of `lengths` tokens.
+
+    The chance is 1 if there are no prompts.
+    """
     order = np.argsort(np.asarray(lengths), kind="stable")
     groups = [order, *np.array_split(order, _PARTS)]
     found = [_worst(excess, group, a) for group in groups if len(group)]
@@ -83,6 +87,6 @@ def _ways(trials: int) -> tuple[int, ...]:
 
 
 def _or_more(trials: int, successes: int, p: float) -> float:
-    """P(B(trials, p) >= successes)."""
+    """Returns P(B(trials, p) >= successes)."""
     ways = _ways(trials)
     return math.fsum(ways[k] * p**k * (1 - p) ** (trials - k) for k in range(successes, trials + 1))

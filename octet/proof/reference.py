@@ -1,4 +1,4 @@
-"""What a directory proves with: its golden records, its hypotheses, and what it is."""
+"""Loads what a proof needs from an artifact: golden records, scenarios and manifest."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ __all__ = ["Proofs", "load_proofs"]
 
 @dataclass(frozen=True)
 class Proofs:
-    """Of an export or a calibration."""
+    """The proof data of an export or a calibration."""
 
     golden: GoldenSet
-    hypotheses: HypothesisSet | None  # None: nothing was simulated, and a bound holds instead
+    hypotheses: HypothesisSet | None  # None: nothing was simulated; a divergence bound applies
     manifest: Manifest
     recipe: Recipe
     kv_cache: KvCacheDtype
@@ -29,13 +29,15 @@ class Proofs:
 
     @property
     def weights(self) -> Literal["quantized", "original"]:
-        """What the artifact itself holds."""
+        """The kind of weights that the artifact itself holds."""
         return "quantized" if self.manifest.details.get("quantized", True) else "original"
 
 
 def load_proofs(directory: Path) -> Proofs:
-    """ArtifactError for what is damaged, or of another model than the manifest's; other files of
-    the artifact, such as its weights, are not read."""
+    """Loads the proof data in `directory`; reads no other file of it, such as its weights.
+
+    Raises ArtifactError for damaged files, or golden records of another model than the manifest's.
+    """
     manifest = Manifest.load(directory, verify=False)
     golden = _golden(directory, manifest)
     hypotheses = None
@@ -46,7 +48,7 @@ def load_proofs(directory: Path) -> Proofs:
             raise ArtifactError(f"{error}; {manifest.remedy}") from None
     recipe = manifest.recipe
     kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
-    if isinstance(kv_cache, dict):  # of an engine: with its shape
+    if isinstance(kv_cache, dict):  # an engine's manifest holds the cache's dtype and shape
         kv_cache = kv_cache["dtype"]
     return Proofs(golden, hypotheses, manifest, recipe, kv_cache, manifest.identity)
 
@@ -68,7 +70,10 @@ def _golden(directory: Path, manifest: Manifest) -> GoldenSet:
 
 
 def _listed(directory: Path, name: str, manifest: Manifest) -> bool:
-    """Whether the artifact has that file; ArtifactError if it is not as it was written."""
+    """Returns whether the manifest lists the file `name`.
+
+    Raises ArtifactError if a listed file is missing or altered.
+    """
     path, digest = directory / name, manifest.files.get(name)
     if digest is None:
         return False

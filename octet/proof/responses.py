@@ -1,8 +1,8 @@
-"""What a server answered to golden prompts, and how far that can be compared.
+"""Holds a server's answers to golden prompts, and finds the comparable positions.
 
-Position j of an answer follows the prompt and the first j tokens that the server generated. As long
-as those are the golden continuation's, it is at the golden record's own position: the first token
-that differs ends what can be compared, and its own distribution still can.
+Position j of an answer follows the prompt and the first j generated tokens. While those equal the
+golden continuation, position j is the golden record's position j. The first token that differs ends
+the comparison; the distribution that it was chosen from is still comparable.
 """
 
 import math
@@ -13,13 +13,13 @@ from octet.artifacts.golden import POSITIONS, GoldenRecord
 
 __all__ = ["Response", "agreement", "comparable", "complete", "improper"]
 
-# That a log-probability may be above 0 by, or probabilities together above 1: of rounding.
+# Rounding may put a log-probability above 0, or a sum of probabilities above 1, by this much.
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Response:
-    """One answer, generated greedily."""
+    """One answer, decoded greedily."""
 
     record: int  # index into GoldenSet.records
     tokens: tuple[int, ...]  # generated; -1 where unknown
@@ -28,21 +28,22 @@ class Response:
 
 
 def agreement(record: GoldenRecord, response: Response) -> int:
-    """How many tokens agree with the golden continuation before the first that does not."""
+    """Counts the tokens that agree with the golden continuation before the first difference."""
     pairs = list(zip(record.continuation_token_ids, response.tokens, strict=False))
     return next((n for n, (golden, told) in enumerate(pairs) if golden != told), len(pairs))
 
 
 def comparable(record: GoldenRecord, response: Response) -> list[int]:
-    """The positions at which both distributions are known and follow the same tokens."""
+    """Returns the positions where both distributions are known and follow the same tokens."""
     count = min(agreement(record, response) + 1, len(record.tops), len(response.tops))
     return [n for n in range(count) if response.tops[n] and _proper(response.tops[n])]
 
 
 def complete(record: GoldenRecord, response: Response) -> bool:
-    """Whether it tells the distribution of each position up to the first token that differs.
+    """Returns whether the response has a distribution at each position it should.
 
-    Not if it ends before, or leaves some out. A server need not tell of the end token.
+    Those are all positions up to the first token that differs. A response that ends before, or
+    leaves some out, is not complete. A server need not return the end token's distribution.
     """
     agree = agreement(record, response)
     wanted = min(agree + 1, len(record.tops))
@@ -52,14 +53,17 @@ def complete(record: GoldenRecord, response: Response) -> bool:
 
 
 def improper(response: Response) -> bool:
-    """Whether something in it is no log-probability, or too much for one distribution."""
+    """Returns whether some value is no log-probability, or some probabilities exceed 1 together."""
     prompt = (x for x in response.prompt_logprobs or () if x is not None)
     tops = (top for top in response.tops if top)
     return not (all(x <= _ROUNDING for x in prompt) and all(map(_proper, tops)))
 
 
 def _proper(top: Mapping[int, float]) -> bool:
-    """NaN is not at most anything; the likeliest tokens cannot all have nothing."""
+    """Returns whether `top` can be part of one distribution.
+
+    NaN fails the comparison. The likeliest tokens cannot all have probability 0.
+    """
     values = top.values()
     return all(x <= _ROUNDING for x in values) and (
         0 < math.fsum(map(math.exp, values)) <= 1 + _ROUNDING

@@ -1,4 +1,4 @@
-"""What was found out about a server, for people and for machines."""
+"""The verdict on a server, for people and for machines."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ Outcome = Literal["as_expected", "better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Range:
-    """What `Measure.kl_mean` is for an honest server, in nats, and its 95 % interval."""
+    """The expected `Measure.kl_mean` of a conforming server, in nats, and its 95 % interval."""
 
     mean: float
     low: float
@@ -24,11 +24,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one hypothesis explains the answers.
+    """How well one scenario explains the answers.
 
-    `log_likelihood` is a prompt's mean, per dimension of the noise, up to a constant; `z` the
-    standardized difference from the best honest path (Vuong's statistic): below zero, it explains
-    them worse. `separation` is the z that an honest server is expected to have against it.
+    `log_likelihood` is the mean over prompts, per dimension of the noise, up to a constant. `z` is
+    the standardized difference from the best conforming path (Vuong's statistic): below zero, the
+    scenario explains the answers worse. `separation` is the z that a conforming server is expected
+    to have against the scenario.
     """
 
     label: str
@@ -40,19 +41,23 @@ class Score:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`as_expected`; `better`: not quantized as declared; `worse`: corrupt; or `inconclusive`."""
+    """The judgement on a server.
+
+    `outcome` is `as_expected`, `better` (not quantized as declared), `worse` (corrupt) or
+    `inconclusive`.
+    """
 
     outcome: Outcome
     measure: Measure
-    expected: Range | None  # the same figure, from simulations of `path` on the same positions
-    path: ServingPath | None  # the honest path that explains the answers best
-    cause: Cause | None  # when they are not as expected
+    expected: Range | None  # `kl_mean` in simulations of `path`, on the same positions
+    path: ServingPath | None  # the conforming path that explains the answers best
+    cause: Cause | None  # if the answers are not as expected
     ranking: tuple[Score, ...]  # likeliest first
-    hidden: tuple[str, ...]  # hypotheses that these numbers cannot tell from honesty
-    reason: str  # one line: what was measured against what was expected, likely cause, remedy
+    hidden: tuple[str, ...]  # scenarios that this test cannot distinguish from a conforming server
+    reason: str  # one line: measured and expected divergence, likely cause, remedy
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, of JSON's types."""
+        """Returns all fields, in JSON's types."""
         path = None if self.path is None else self.path.label
         told: dict[str, Any] = _finite({**asdict(self), "path": path})
         return told
@@ -73,11 +78,11 @@ def sentence(
     cause: Cause | None,
     expected: Range | None = None,
 ) -> str:
-    """One line for people; `told` is what was `expected`, or against what it is held."""
+    """Returns one line for people; `told` names the expected range, or the bound."""
     kl = range_text(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
     word = _OUTCOMES[outcome]
     if outcome == "worse" and expected is not None and measured.kl_mean <= expected.high:
-        word = "other than expected"  # no farther from the reference, but elsewhere
+        word = "other than expected"  # no farther from the reference, but in another direction
     text = f"{word}: {kl} nats over {measured.prompts} prompts {told}"
     return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
 
@@ -87,7 +92,7 @@ def range_text(found: Range) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """None in the place of each NaN and infinity, which JSON does not have."""
+    """Replaces each NaN and infinity, which JSON lacks, with None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

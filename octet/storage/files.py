@@ -1,10 +1,8 @@
-"""Hashes of files: SHA-256, which identifies one, and XXH3-128, which shows an accident.
+"""Hashes files, and reads JSON documents as pydantic models.
 
-SHA-256 takes longer than all else that a streaming export does with what it reads. XXH3-128 takes
-next to nothing, and tells a damaged, truncated or exchanged file as surely; only of one that was
-forged on purpose it tells nothing. It is the `xxhash` package's, where that is installed.
-
-Reading a JSON file as a pydantic model, with one line for what is wrong with it.
+SHA-256 identifies a file, but takes longer than everything else that a streaming export does with
+the bytes it reads. XXH3-128 costs almost nothing and detects damaged, truncated or exchanged files
+as reliably; it does not detect deliberate forgery. It needs the optional `xxhash` package.
 """
 
 import hashlib
@@ -18,12 +16,12 @@ from octet.errors import ArtifactError
 
 __all__ = ["XXH3", "Digest", "file_digests", "read_document", "sha256_file", "xxh3"]
 
-XXH3 = "xxh3-128:"  # begins a checksum in hex; a SHA-256 is bare
+XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
 _PART = 1 << 20  # bytes read at a time
 
 
 class Digest(Protocol):
-    """What hashlib's objects are."""
+    """The interface of hashlib's hash objects."""
 
     def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
 
@@ -31,7 +29,7 @@ class Digest(Protocol):
 
 
 class _Xxh3:
-    """XXH3-128, whose hex says what it is."""
+    """XXH3-128, with a prefix in its hex digest."""
 
     def __init__(self, inner: Digest) -> None:
         self.update = inner.update
@@ -42,7 +40,7 @@ class _Xxh3:
 
 
 def xxh3() -> Digest | None:
-    """An XXH3-128 of nothing yet; None without the `xxhash` package."""
+    """Returns a new XXH3-128 object; None without the `xxhash` package."""
     try:
         import xxhash
     except ImportError:  # the extras `calibrate` and `export` have it
@@ -51,7 +49,7 @@ def xxh3() -> Digest | None:
 
 
 def file_digests(path: Path) -> tuple[str, str | None]:
-    """The SHA-256 and the XXH3-128 (None without `xxhash`) of a file, read once."""
+    """Reads a file once; returns its SHA-256 and its XXH3-128 (None without `xxhash`)."""
     sha256, fast = hashlib.sha256(), xxh3()
     buffer = memoryview(bytearray(_PART))
     with path.open("rb", buffering=0) as file:
@@ -63,7 +61,7 @@ def file_digests(path: Path) -> tuple[str, str | None]:
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
+    """Returns the SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -72,7 +70,7 @@ Document = TypeVar("Document", bound=BaseModel)
 
 
 def read_document(path: Path, kind: type[Document], what: str) -> Document:
-    """The content of `path`. ArtifactError if it cannot be read, or is not `what` it should be."""
+    """Reads JSON as a `kind`; ArtifactError, one line, if unreadable or not `what` it should be."""
     try:
         return kind.model_validate(json.loads(path.read_text()))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, what lies where: its length in 8 bytes, then JSON."""
+"""Reads and writes the header of a safetensors file: its length in 8 bytes, then JSON."""
 
 import json
 import struct
@@ -37,7 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its bytes are those from `start` to `stop` of the file."""
+    """One tensor; its data are the bytes from `start` to `stop` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,14 +46,14 @@ class Entry:
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes that a tensor takes in the file."""
+    """Returns the number of bytes that a tensor takes in the file."""
     return int(np.prod(shape, dtype=np.int64)) * CONTAINERS[dtype].itemsize
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str] | None]:
-    """The tensors of `file`, which is `path` just opened, and the texts that its writer added.
+    """Reads the tensors and the metadata (None if absent) of `file`, which is `path` just opened.
 
-    CheckpointError unless they are exactly what the rest of the file holds.
+    Raises CheckpointError unless the tensors describe the rest of the file exactly.
     """
     size = path.stat().st_size
     if size < 8:
@@ -100,7 +100,7 @@ def _check(path: Path, entries: Mapping[str, Entry], base: int, size: int) -> No
 def encode_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> bytes:
-    """The header of a file with `tensors`, dtype and shape of each, one behind the other."""
+    """Encodes the header of a file with contiguous `tensors`, given as dtype and shape."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,7 +1,7 @@
 """Safetensors files without a framework: read by memory map, written in one pass.
 
-The `safetensors` package's numpy binding has no float8 and needs one more package for bfloat16, so
-tensors travel here as a dtype tag and an array of codes: uint16 for BF16, uint8 for FP8.
+The `safetensors` package's numpy binding has no float8 and needs another package for bfloat16, so a
+tensor here is a dtype tag and an array of codes: uint16 for BF16, uint8 for FP8.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ __all__ = [
     "write_tensors",
 ]
 
-_PART = 8 << 20  # bytes written and hashed together
+_PART = 8 << 20  # bytes per write and hash update
 _WAITING_PARTS = 8
 _RELEASE_EVERY = 64 << 20
 
@@ -47,7 +47,7 @@ class Tensor:
         return self.codes.shape
 
     def float32(self) -> npt.NDArray[np.float32]:
-        """The values, exactly (every floating tag but F64 fits in float32)."""
+        """Returns the values, exactly (every floating tag except F64 fits in float32)."""
         match self.dtype:
             case "BF16":
                 return bf16_to_float32(self.codes)
@@ -62,7 +62,7 @@ class Tensor:
 
     @classmethod
     def of(cls, array: npt.NDArray[Any]) -> Self:
-        """A tensor of a dtype that numpy itself has."""
+        """Wraps an array of a dtype that numpy itself has."""
         for tag, container in CONTAINERS.items():
             if container == array.dtype and not tag.startswith(("BF", "F8")):
                 return cls(tag, array)
@@ -71,9 +71,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor to be written, whose codes are made when its turn comes.
+    """A tensor to be written, whose codes are computed only when it is written.
 
-    `parts` makes them a number of whole rows at a time, `read` at once.
+    `parts` yields them a number of whole rows at a time; `read` returns all at once.
     """
 
     dtype: str
@@ -97,13 +97,13 @@ class TensorFile:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
-        self.metadata = metadata or {}  # texts that its writer put into the header
+        self.metadata = metadata or {}  # texts that the writer put into the header
         self._entries = entries
         self._buffer = buffer
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises CheckpointError for a file that is truncated or whose header is not valid."""
+        """Maps a file; CheckpointError if it is truncated or its header is not valid."""
         try:
             with path.open("rb") as file:
                 entries, metadata = read_header(path, file)
@@ -123,16 +123,16 @@ class TensorFile:
         return self._entries[name].dtype
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where the tensor's bytes start and stop in the file."""
+        """Returns the offsets in the file at which the tensor's bytes start and stop."""
         return self._entries[name].start, self._entries[name].stop
 
     @property
     def contents(self) -> memoryview:
-        """The whole file, as it is mapped."""
+        """The whole mapped file."""
         return memoryview(self._buffer)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, as a read-only view of the mapped file."""
+        """Returns the tensor, as a read-only view of the mapped file."""
         entry = self._entries[name]
         container = CONTAINERS[entry.dtype]
         count = (entry.stop - entry.start) // container.itemsize
@@ -140,11 +140,11 @@ class TensorFile:
         return Tensor(entry.dtype, codes.reshape(entry.shape))
 
     def release(self) -> None:
-        """Drops the mapped pages from memory; views stay valid and bring them back when read."""
+        """Drops the mapped pages from memory; views stay valid and reload them when read."""
         self.advise("MADV_DONTNEED", 0, len(self._buffer))
 
     def advise(self, advice: str | int, start: int, stop: int) -> None:
-        """madvise(2) on the whole pages from byte `start` to `stop`, where the system has it."""
+        """Calls madvise(2), if available, on the pages from byte `start` to `stop`."""
         code = getattr(mmap, advice, None) if isinstance(advice, str) else advice
         start -= start % mmap.PAGESIZE
         if isinstance(self._buffer, mmap.mmap) and code is not None and start < stop:
@@ -161,19 +161,19 @@ def write_tensors(
     """Writes one safetensors file, tensors in the order given; returns its SHA-256 in hex.
 
     A `PendingTensor`, or a part of it, is in memory only while it is written. `release` is called
-    every 64 MB, for a source that is mapped to let go of its pages. The hash is of the bytes as
-    they are handed to the file, computed beside the writing: nothing is read again.
+    every 64 MiB, so that a mapped source can drop its pages. A second thread hashes the bytes while
+    they are written, so the file is not read again.
     """
     planned = {name: pending(tensor) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
-    waiting: deque[Future[None]] = deque()  # parts to be hashed: they stay in memory until then
+    waiting: deque[Future[None]] = deque()  # parts to be hashed, in memory until then
     since_release = 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         for codes in _contents(planned, metadata):
             data = np.ascontiguousarray(codes).reshape(-1).view(np.uint8).data
             for start in range(0, len(data), _PART):
                 part = data[start : start + _PART]
-                # Neither hashing nor writing holds the interpreter's lock.
+                # Neither hashing nor writing holds the GIL.
                 waiting.append(hashing.submit(digest.update, part))
                 file.write(part)
                 if len(waiting) > _WAITING_PARTS:
@@ -196,7 +196,7 @@ def tensors_nbytes(
     *,
     header: bool = True,
 ) -> int:
-    """The size of the file that `write_tensors` would write, or of its data alone."""
+    """Returns the bytes that `write_tensors` would write; without `header`, of the data alone."""
     planned = {name: pending(tensor) for name, tensor in tensors.items()}
     nbytes = sum(tensor.nbytes for tensor in planned.values())
     return nbytes + (len(_header(planned, metadata)) if header else 0)
@@ -209,7 +209,7 @@ def _header(planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | 
 def _contents(
     planned: Mapping[str, PendingTensor], metadata: Mapping[str, str] | None
 ) -> Iterator[npt.NDArray[Any]]:
-    """What a file holds, in order: its header, and the codes of each tensor."""
+    """Yields the contents of a file in order: its header, and the codes of each tensor."""
     yield np.frombuffer(_header(planned, metadata), np.uint8)
     for name, tensor in planned.items():
         rows = 0
@@ -223,7 +223,7 @@ def _contents(
 
 
 def pending(tensor: Tensor | PendingTensor) -> PendingTensor:
-    """The tensor as one to be written."""
+    """Returns `tensor` as a PendingTensor."""
     if isinstance(tensor, PendingTensor):
         return tensor
     return PendingTensor(tensor.dtype, tensor.shape, lambda: tensor.codes)

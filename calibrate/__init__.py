@@ -1,4 +1,4 @@
-"""Checkpoint and samples in, calibration out: exact histograms, scales and golden records."""
+"""Calibrates a checkpoint on samples: exact histograms, scales and golden records."""
 
 from calibrate.pipeline import progress_directory, run
 

@@ -1,10 +1,10 @@
 """Golden records: the unquantized model's answers to prompts of mixed lengths.
 
 Everything is computed layer by layer in float32 arithmetic on the checkpoint's weights. Each prompt
-runs by itself, so that its log-probabilities depend on it alone: they are those of the whole model
-in memory, to the bit where the output head is applied in one piece (up to 256 MiB of it). The
-continuations run together, a few at a time: matrix products of other shapes differ in the last
-bits, which changes a greedy token only where two are equally likely but for such bits.
+runs by itself, so that its log-probabilities depend on no other prompt. They equal those of the
+whole model in memory, and are bit-identical if the output head is applied in one piece (up to 256
+MiB of it). The continuations run in batches of a few prompts. GEMMs of other shapes differ in the
+last bits; that changes a greedy token only if two tokens are equally likely up to those bits.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ __all__ = ["golden_set"]
 
 TOP = 20
 
-_TOGETHER = 8  # prompts, of similar lengths, that are continued in one batch
+_TOGETHER = 8  # prompts of similar lengths that are continued in one batch
 _CACHE_BYTES = 1 << 30  # keys and values held at a time
-_KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a token
+_KEPT_BYTES = 1 << 30  # layers are read once, not once a token, if all fit in this
 _LOGITS_BYTES = 128 << 20  # of float64 logits of prompts in memory at a time
 
 
@@ -41,10 +41,11 @@ def golden_set(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> GoldenSet:
-    """A record for each of `prompts` (text, token ids), computed layer by layer in float32.
+    """Returns a record for each of `prompts` (text, token ids), computed in float32.
 
-    Of equally likely tokens the one with the lower id comes first. An end token ends a continuation
-    and is its last. `advance` is told tokens as work is done, which add up to those of `prompts`.
+    Among equally likely tokens the one with the lower id comes first. An end token ends a
+    continuation and is its last token. `advance` receives token counts as work progresses; they
+    add up to the tokens of `prompts`.
     """
     spec = checkpoint.spec
     model = LayeredModel(checkpoint, "float32", device, keep_bytes=_KEPT_BYTES)
@@ -69,9 +70,10 @@ def golden_set(
 
 
 class _Group:
-    """Prompts that are continued together; their keys and values, of every layer.
+    """Prompts that are continued together, with their keys and values in every layer.
 
-    `keys[layer]` and `values[layer]` are float32 [prompts, kv heads, room, D].
+    `keys[layer]` and `values[layer]` are float32 [prompts, kv heads, room, D], where `room` is the
+    capacity in tokens: the longest prompt and its continuation.
     """
 
     def __init__(self, model: LayeredModel, prompts: Sequence[list[int]]) -> None:
@@ -85,7 +87,7 @@ class _Group:
 
     @property
     def nbytes(self) -> int:
-        """Of the keys and values of one layer."""
+        """Size of the keys and values of one layer."""
         return 2 * 4 * int(np.prod(self.shape))
 
     def allocate(self, model: LayeredModel) -> None:
@@ -97,10 +99,11 @@ class _Group:
 
 
 class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """What transformers asks to keep the keys and values of some `rows` of a group.
+    """KV cache that transformers writes to, for some `rows` of a group.
 
-    `start` int64 [rows] is the position of the first new token of each. `prompt` is for one row
-    that begins: attention sees the new tokens alone. Else it sees the whole room, masked.
+    `start` int64 [rows] is the position of each row's first new token. With `prompt`, during
+    prefill of one row, attention sees only the new tokens. Otherwise it sees the whole cache,
+    masked.
     """
 
     def __init__(
@@ -126,8 +129,10 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
 
 
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
-    """Groups of prompts, in order; each round's keys and values fit in `_CACHE_BYTES`, or are of
-    one group."""
+    """Divides prompts, in order, into groups and groups into rounds.
+
+    The keys and values of a round fit in `_CACHE_BYTES`, unless it has only one group.
+    """
     rounds: list[list[_Group]] = []
     free = 0
     for start in range(0, len(prompts), _TOGETHER):
@@ -144,10 +149,11 @@ def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Gro
 def _answers(
     model: LayeredModel, groups: Sequence[_Group], progress: Spread
 ) -> list[tuple[list[float], list[list[Top]], list[list[int]]]]:
-    """For each group, for each prompt: its negative log-likelihood in nats, the likeliest tokens at
-    the first POSITIONS positions, and CONTINUATION greedy tokens.
+    """Computes the reference answers to the prompts of each group.
 
-    Prompts run one by one; their continuations run together, a token each at a time.
+    Returns, for each group, three lists with one item a prompt: its negative log-likelihood in
+    nats, the likeliest tokens at the first POSITIONS positions, and up to CONTINUATION greedy
+    tokens. Prefill runs prompt by prompt; decode runs one token at a time for a whole group.
     """
     for group in groups:
         group.allocate(model)
@@ -182,7 +188,10 @@ def _answers(
 def _nlls(
     model: LayeredModel, prompts: Sequence[Sequence[int]], states: Sequence[torch.Tensor]
 ) -> list[float]:
-    """-Σ ln p of each prompt's tokens but the first, of its last hidden states [1, T, H]."""
+    """Returns -Σ ln p over each prompt's tokens but the first, from its last hidden states.
+
+    `states` are [1, T, H], one for each prompt.
+    """
     hidden = torch.cat([x[:, :-1] for x in states], 1)
     following = torch.tensor([token for ids in prompts for token in ids[1:]], dtype=torch.int64)
     step = max(1, _LOGITS_BYTES // (8 * model.spec.vocab_size))
@@ -201,7 +210,7 @@ def _next(
     chosen: Sequence[Sequence[Sequence[int]]],
     progress: Spread,
 ) -> list[NDArray[np.float32]]:
-    """The logits [prompts, V] of each group after the last of its `chosen` tokens."""
+    """Returns the logits [prompts, V] of each group after the last of its `chosen` tokens."""
     states = [model.embed(torch.tensor([x[-1:] for x in tokens])) for tokens in chosen]
     position = [group.lengths + len(chosen[0][0]) - 1 for group in groups]
     for _ in model.sweep():
@@ -219,7 +228,7 @@ def _next(
 
 
 def _top(logits: NDArray[np.float32]) -> Top:
-    """Of equally likely tokens the one with the lower id comes first."""
+    """Returns the TOP likeliest tokens; among equally likely ones, the lower id comes first."""
     logprobs = logits.astype(np.float64)
     logprobs -= logprobs.max()
     logprobs -= np.log(np.exp(logprobs).sum())

@@ -1,4 +1,4 @@
-"""`run`: a checkpoint and samples become a calibration."""
+"""Runs a calibration, from a checkpoint and samples to the artifact."""
 
 import time
 from pathlib import Path
@@ -68,16 +68,16 @@ def run(
     """Calibrates the checkpoint `model` on the first `count` of `samples`, and writes `out`.
 
     Golden records, and the divergence that `sensitivity`, `budget` and `gate` measure, come from
-    `held_out`, or from the samples after the first `count`. `name` is what the model will be served
-    as (default: its directory's name). `max_length` is in tokens; `dtype` is that of the forward
-    pass. `predict` is whether to predict what each way of serving costs on the golden prompts.
-    Without a console nothing is printed. What is done is kept in `<out>.progress` until
-    `out` is written: a run that was killed continues there, and gives the same bytes.
+    `held_out`, or from the samples after the first `count`. `name` is the model's name when served
+    (default: its directory's name). `max_length` is in tokens; `dtype` is that of the forward pass.
+    `predict` also predicts the cost of each serving path on the golden prompts. Without a console
+    nothing is printed. Finished work is kept in `<out>.progress` until `out` is written: a run
+    that was killed continues from there and writes the same bytes.
 
-    Raises a subclass of OctetError for anything the user can mend; then `out` is as it was. Where
-    the recipe costs more than `gate` allows, that is GateError: `<out>.refused` says what did, and
-    the next call continues from `<out>.progress`. Of the processes that torchrun starts, the first
-    writes `out`; the others return None.
+    Raises a subclass of OctetError for anything that the user can correct, and leaves `out`
+    unchanged. One of them is GateError, if the recipe costs more than `gate` allows: the evidence
+    is then in `<out>.refused`, and the next call continues from `<out>.progress`. Of the processes
+    that torchrun starts, the first writes `out`; the others return None.
     """
     check_destination(out, force=force, inputs=[model, samples], kind="calibration")
     checkpoint = Checkpoint.open(model)
@@ -140,7 +140,7 @@ def run(
             restart=restart,
             console=console,
         )
-        make_counter(place, 1).close()  # compiled now, so that the rate is of counting alone
+        make_counter(place, 1).close()  # compiles now: the timing below is of counting alone
         with progress_bar(console, "Calibrating", inputs.plan.tokens) as advance:
             started = time.perf_counter()
             observed = observe_checkpoint(
@@ -244,7 +244,7 @@ def run(
 
 
 def progress_directory(out: Path) -> Path:
-    """Where a run that will write `out` keeps what it has done."""
+    """Returns the directory that keeps the finished work of a run that writes `out`."""
     return out.absolute().with_name(f"{out.name}.progress")
 
 

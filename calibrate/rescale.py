@@ -1,10 +1,10 @@
-"""`rescale`: another recipe's calibration from one that there is, without observing again.
+"""Derives the calibration of another recipe from an existing one, without running the samples.
 
-Histograms, golden records and observations are the same; the model runs on the golden prompts
-alone, to predict what the recipe costs. Weights are read from the checkpoint, or as the calibration
-changed them. What a histogram cannot give, the error of scales made at run time
-and what all of it does to the output, is unknown in the report, with the reason; what had been
-measured (sensitivity, a budget) was measured of the other recipe and stays behind with it.
+Histograms, golden records and observations stay the same. The model runs only on the golden
+prompts, to predict the cost of the recipe. Weights are read from the checkpoint, or as the
+calibration changed them. A histogram cannot give the error of scales computed at run time, nor the
+effect of all errors on the output: the report lists both as unknown, with the reason. Earlier
+measurements (sensitivity, a budget) belong to the other recipe and are not carried over.
 """
 
 import json
@@ -38,7 +38,7 @@ from octet.recipe import Recipe
 
 __all__ = ["rescale"]
 
-_MEASURED = ("sensitivity", "budget")  # parts of report.json that are of one recipe alone
+_MEASURED = ("sensitivity", "budget")  # parts of report.json that hold for one recipe only
 
 
 def rescale(
@@ -54,10 +54,10 @@ def rescale(
 ) -> Calibration:
     """Writes to `out` what `calibrate` would have written for `recipe`, from `calibration`.
 
-    `model` overrides where the calibration says that the checkpoint was. With the recipe that it
-    has already, the scales are the same to the bit. Raises ArtifactError if the calibration or the
-    checkpoint was altered, ConfigError for a recipe that does not fit the model, GateError for one
-    that costs more on the golden prompts than `gate` allows; then `out` is as it was.
+    `model` overrides the checkpoint path that the calibration recorded. For the calibration's own
+    recipe the scales are bit-identical. Raises ArtifactError if the calibration or the checkpoint
+    was altered, ConfigError for a recipe that does not fit the model, and GateError for one that
+    costs more on the golden prompts than `gate` allows; each leaves `out` unchanged.
     """
     reads = [calibration, *([model] if model else [])]
     check_destination(out, force=force, inputs=reads, kind="calibration")
@@ -141,7 +141,7 @@ def rescale(
 
 
 def _checkpoint(origin: Calibration, model: Path | None) -> Checkpoint:
-    """The checkpoint that was calibrated, verified, with what the calibration changed in it."""
+    """Opens and verifies the calibrated checkpoint, with the calibration's changed weights."""
     where = model or Path(origin.manifest.details.get("source", "(not recorded)"))
     if model is None and not where.is_dir():
         raise ArtifactError(
@@ -154,11 +154,11 @@ def _checkpoint(origin: Calibration, model: Path | None) -> Checkpoint:
 
 
 def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """The weight scales that GPTQ put weights on the grid of: no other scales fit those.
+    """Returns the weight scales that GPTQ fitted the weights to; no other scales fit them.
 
-    AWQ looked for weights that one recipe rounds well, whose scales are found from them again;
-    SmoothQuant's compute the same function as before and start any recipe. ConfigError for another
-    recipe than that of GPTQ or AWQ.
+    Returns {} for the other algorithms. AWQ chose weights that one recipe rounds well, and their
+    scales can be derived again. SmoothQuant's weights compute the same function as before and suit
+    any recipe. Raises ConfigError if GPTQ or AWQ fitted the weights to another recipe.
     """
     algorithm = (origin.manifest.details.get("algorithm") or {}).get("name")
     if algorithm in (None, "smoothquant"):
@@ -179,7 +179,10 @@ def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32
 def _convergence(
     origin: Calibration, recipe: Recipe, checkpoint: Checkpoint, least: int
 ) -> Convergence | None:
-    """Recomputed for `recipe`; None if the calibration did not keep its samples' spans apart."""
+    """Recomputes convergence for `recipe`.
+
+    Returns None if the calibration did not keep the counts of its sample spans separately.
+    """
     path = origin.path / "convergence.json"
     if not path.exists():
         return None
@@ -197,7 +200,7 @@ def _report_of(origin: Calibration) -> dict[str, Any]:
 
 
 def _facts(told: Mapping[str, Any], judged: Outcome | None) -> dict[str, Any]:
-    """Those of the origin, but for a gate, which was for its recipe."""
+    """Returns the origin's facts, with its gate, which was for its recipe, replaced by `judged`."""
     facts = {key: value for key, value in (told.get("facts") or {}).items() if key != "gate"}
     return facts | (judged.facts if judged else {})
 
@@ -210,7 +213,7 @@ def _manifest(
     judged: Outcome | None,
     predicted: dict[str, Any],
 ) -> Manifest:
-    """As the origin's, with the recipe, where it came from, and what it was predicted with."""
+    """Returns the origin's manifest, updated with the recipe, its origin and the prediction."""
     before = origin.manifest
     details = {
         **before.details,

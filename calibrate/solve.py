@@ -1,4 +1,4 @@
-"""From histograms to the scales of a recipe, and to the recipe itself where there is a budget."""
+"""Derives the scales of a recipe from histograms and, with a budget, the recipe itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,9 +29,12 @@ __all__ = ["Solution", "fitted_scales", "solve"]
 
 @dataclass(frozen=True)
 class Solution:
-    """What a calibration found. `histograms` are those that scales come from: experts that saw too
-    few tokens have their layer's. `sensitivity`, `budget` and `experts` are JSON for the report,
-    `gate` is what became of its limits."""
+    """Result of a calibration.
+
+    Scales are derived from `histograms`, in which experts that saw too few tokens have their
+    layer's. `sensitivity`, `budget` and `experts` are JSON for the report; `gate` is the outcome of
+    the accuracy gate.
+    """
 
     recipe: Recipe
     histograms: Mapping[str, Histogram]
@@ -58,10 +61,10 @@ def solve(
     device: torch.device,
     console: Console | None,
 ) -> Solution:
-    """The scales of `recipe`; with a `limit`, of the recipe that stays within it.
+    """Derives the scales of `recipe` or, with a `limit`, of the recipe chosen to meet it.
 
-    What that costs is held against `gate`. `fitted` are scales that weights were fitted to by an
-    algorithm, and that must stay.
+    Judges the cost of that recipe by `gate`. `fitted` are scales that an algorithm fitted the
+    weights to; they are not derived again.
     """
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
     histograms = Histograms(counts, observed.observations)
@@ -81,7 +84,7 @@ def solve(
     known = found.sensitivity
     if bench is not None and gate is not None:
         outcome, own = measure_gate(bench, gate, recipe, scales, histograms, found)
-        known = own if known is None else known  # what a budget changed is told of the first recipe
+        known = own if known is None else known  # with a budget, that of the first recipe
     return Solution(
         recipe=recipe,
         histograms=histograms,
@@ -101,10 +104,10 @@ def fitted_scales(
     histograms: Mapping[str, Histogram],
     fitted: Mapping[str, NDArray[np.float32]],
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, WeightScale]]:
-    """`derive_scales`, with `fitted` in place of what it finds.
+    """Calls `derive_scales`, and replaces its scales with `fitted` where given.
 
-    Weights that were fitted have the SQNR of what they become against what they were at first:
-    against themselves, already on the grid of their scales, they would have no error.
+    The SQNR of fitted weights compares the quantized weights with the unchanged checkpoint:
+    compared with the fitted weights, already on the grid of their scales, there would be no error.
     """
     scales, weights = derive_scales(checkpoint, recipe, histograms)
     scales |= {name: scale for name, scale in fitted.items() if name in scales}

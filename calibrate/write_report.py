@@ -1,4 +1,4 @@
-"""The report of a calibration and the files that it becomes."""
+"""Builds the report of a calibration, and the files that hold it."""
 
 import json
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def report_on(
     observed: Observed,
     compute_dtype: str,
 ) -> Report:
-    """What the run of `inputs` through `checkpoint`, served as `name`, has found."""
+    """Builds the report on a run of `inputs` through `checkpoint`, served as `name`."""
     experts, gate = solution.experts, solution.gate
     return build_report(
         solution.recipe,
@@ -71,7 +71,7 @@ def report_on(
 def report_files(
     report: Report, course: Convergence | None, prediction: Prediction | None
 ) -> dict[str, Content]:
-    """Name to content: the report as data, as a page, its convergence, what serving costs."""
+    """Returns files by name: the report as JSON and as a page, convergence, expected divergence."""
     data = report.as_json()
     files: dict[str, Content] = {
         "report.json": json.dumps(data, indent=1) + "\n",
@@ -93,7 +93,7 @@ def keep_evidence(
     golden: GoldenSet,
     gate: Outcome,
 ) -> Path:
-    """Writes to `refused` what speaks against a calibration; the page of it."""
+    """Writes to `refused` why a calibration failed its gate; returns the report page's path."""
     with keep_refused(refused) as directory:
         for name, text in report_files(report, course, None).items():
             (directory / name).write_text(str(text))

@@ -1,4 +1,4 @@
-"""The weights that SmoothQuant, AWQ or GPTQ changed: made once, and kept while a run is resumed."""
+"""Applies SmoothQuant, AWQ or GPTQ once; keeps the changed weights for a resumed run."""
 
 import hashlib
 import json
@@ -30,8 +30,11 @@ _SCALES, _FACTS = "scales.safetensors", "algorithm.json"
 
 @dataclass(frozen=True)
 class ChangedModel:
-    """`checkpoint` with the changed weights, if any; `scales` that they were fitted to, and must
-    stay. `details` and `files` go into the artifact."""
+    """A checkpoint with the weights that an algorithm changed, if any.
+
+    `scales` are those that the weights were fitted to; they must stay. `details` and `files` go
+    into the artifact.
+    """
 
     checkpoint: Checkpoint
     scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -51,12 +54,11 @@ def changed_model(
     restart: bool = False,
     console: Console | None = None,
 ) -> ChangedModel:
-    """What `algorithm` makes of `checkpoint`, kept in `directory`: read back if it is there.
+    """Returns `checkpoint` with the weights that `algorithm` changed, or as it is without one.
 
-    Without an algorithm, the checkpoint as it is.
-
-    The directory appears whole or not at all. ArtifactError if it is of another model, recipe,
-    algorithm or set of samples, or was altered, unless `restart`, which discards it.
+    The result is kept in `directory`, and read back if it is there. The directory appears
+    atomically. Raises ArtifactError if it belongs to another model, recipe, algorithm or set of
+    samples, or was altered, unless `restart`, which discards it.
     """
     if algorithm is None:
         return ChangedModel(checkpoint)

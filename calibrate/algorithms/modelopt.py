@@ -1,4 +1,4 @@
-"""ModelOpt's algorithms on our samples: what they would change, as tensors of the checkpoint.
+"""Runs ModelOpt's algorithms on our samples and returns the tensors of the checkpoint that change.
 
 | algorithm   | in ModelOpt | what it changes              | for                            |
 |-------------|-------------|------------------------------|--------------------------------|
@@ -7,12 +7,12 @@
 | gptq        | gptq        | weights, moved onto the grid | any recipe                     |
 
 The channel scales that smoothquant and awq find are folded into the layers before (see
-`calibrate.algorithms.smoothing`): the changed checkpoint computes what the original does, and needs
+`calibrate.algorithms.smoothing`). The changed checkpoint computes what the original does, and needs
 nothing special to be served. Our observers then run on it, and the recipe's scales come from them.
 
-ModelOpt's own rounding to FP4 and MX formats needs CUDA, and smoothquant takes INT8 alone. So
-ModelOpt runs with a backend of ours, `calibrate.decoder.rounding`, which is what will be served;
-and smoothquant, whose result depends on no format, is told INT8. The whole model is in memory.
+ModelOpt's own rounding to FP4 and MX formats needs CUDA. So ModelOpt runs with a backend of ours,
+`calibrate.decoder.rounding`, which rounds as serving will. Its smoothquant accepts only INT8 and is
+configured for INT8; the result depends on no format. The whole model is in memory.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ from octet.storage.tensors import Tensor
 __all__ = ["Algorithm", "Changed", "apply_algorithm"]
 
 Algorithm = Literal["smoothquant", "awq", "gptq"]
-Schemes: TypeAlias = dict[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by linear
+Schemes: TypeAlias = dict[str, tuple[TensorScheme, TensorScheme]]  # weights, activations; by linear
 Float32Array = NDArray[np.float32]
 
-# smoothquant's alpha: how much of the difficulty moves from the inputs to the weights. 0.5 is the
+# smoothquant's alpha: how much of the difficulty moves from activations to weights. 0.5 is the
 # paper's (arXiv 2211.10438). ModelOpt's own default, 1, moves all of it: on the example model with
 # outliers in every norm, fp8-static then costs 0.9 % of perplexity, and 0.3 % with 0.5.
 _SETTINGS: dict[Algorithm, dict[str, Any]] = {
@@ -58,11 +58,11 @@ _SETTINGS: dict[Algorithm, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Changed:
-    """What an algorithm changed.
+    """The result of an algorithm.
 
-    `tensors` stand in for those of the checkpoint of the same names. `scales` are the grid that
-    gptq has put the weights on, under the calibration's names (`<linear>.weight_scale`, ...): any
-    other scale would round them a second time. `details` are for the manifest.
+    `tensors` replace those of the same names in the checkpoint. `scales` are the grid that gptq has
+    put the weights on, under the calibration's names (`<linear>.weight_scale`, ...): any other
+    scale would round them a second time. `details` are for the manifest.
     """
 
     tensors: dict[str, Tensor]
@@ -82,8 +82,8 @@ def apply_algorithm(
 ) -> Changed:
     """Runs ModelOpt's `algorithm` for `recipe` on `batches`, the model in `dtype` on `device`.
 
-    UnsupportedError without ModelOpt, for a model with experts, and for a recipe that the algorithm
-    has nothing to do for; NumericsError if what it finds is not finite.
+    Raises UnsupportedError if ModelOpt is missing, if the model has experts, or if the recipe has
+    nothing for the algorithm to work on. Raises NumericsError if the result is not finite.
     """
     list(sites(checkpoint.spec))  # refuses experts
     schemes = _schemes(checkpoint, recipe, algorithm)
@@ -97,7 +97,7 @@ def apply_algorithm(
     if algorithm != "smoothquant":
         attach_rounding(model, schemes, scales)
 
-    # gptq comes back for the samples once a layer, awq twice.
+    # gptq runs the samples once per layer, awq twice.
     passes = {"smoothquant": 1, "awq": 2, "gptq": checkpoint.spec.layers}[algorithm]
     tokens = passes * sum(batch.tokens for batch in batches)
     with progress_bar(console, f"ModelOpt {algorithm}", tokens) as advance, _quiet():
@@ -112,7 +112,7 @@ def apply_algorithm(
 
 
 def _schemes(checkpoint: Checkpoint, recipe: Recipe, algorithm: Algorithm) -> Schemes:
-    """The schemes of the linears that the algorithm is to work on; at least one."""
+    """Returns the schemes of the linears that the algorithm works on; at least one."""
     schemes = {}
     for linear in checkpoint.spec.linears():
         scheme = recipe.scheme_of(linear.name)
@@ -128,7 +128,7 @@ def _schemes(checkpoint: Checkpoint, recipe: Recipe, algorithm: Algorithm) -> Sc
 
 
 def _config(algorithm: Algorithm, schemes: Schemes) -> list[dict[str, Any]]:
-    """ModelOpt's quant_cfg: a list in which later entries override earlier ones."""
+    """Builds ModelOpt's quant_cfg: a list in which later entries override earlier ones."""
     config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, (weights, _) in schemes.items():
         weight: dict[str, Any] = {"num_bits": 8, "axis": 0}
@@ -136,18 +136,18 @@ def _config(algorithm: Algorithm, schemes: Schemes) -> list[dict[str, Any]]:
         if algorithm != "smoothquant":
             weight = {"num_bits": weights.format, "axis": None, "backend": BACKEND}
             inputs = {"num_bits": "input", "axis": None, "backend": BACKEND}
-        if algorithm == "awq" and weights.group_size is not None:  # it looks at groups' maxima
-            # "dynamic": our backend gets the weight as it is, not cut into groups.
+        if algorithm == "awq" and weights.group_size is not None:  # it uses groups' maxima
+            # "dynamic": our backend receives the weight whole, not cut into groups.
             blocks = {-1: weights.group_size, "type": "dynamic"}
             weight = {"num_bits": weights.format, "block_sizes": blocks, "backend": BACKEND}
         config.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": weight})
-        if algorithm != "awq":  # which searches with the inputs as they are
+        if algorithm != "awq":  # awq searches with unquantized activations
             config.append({"quantizer_name": f"{name}.input_quantizer", "cfg": inputs})
     return config
 
 
 def _grid(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Float32Array]:
-    """The scales of the weights as they are, which gptq keeps."""
+    """Returns the scales of the unchanged weights, which gptq keeps."""
     scales = {}
     for name, weight in weight_scales(checkpoint, recipe):
         scales[f"{name}.weight_scale"] = np.asarray(weight.scale)
@@ -157,7 +157,7 @@ def _grid(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Float32Array]:
 
 
 def _vectors(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Float32Array]:
-    """Powers of two [K] to multiply inputs by, from ModelOpt's pre-quantization scales."""
+    """Returns powers of two [K] to multiply inputs by, from ModelOpt's pre-quantization scales."""
     vectors = {}
     for site in sites(checkpoint.spec):
         found = []
@@ -178,7 +178,7 @@ def _vectors(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, 
 
 
 def _moved(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Tensor]:
-    """The weights that gptq moved, in the checkpoint's dtype.
+    """Returns the weights that gptq moved, in the checkpoint's dtype.
 
     A 16-bit dtype rounds a value of the grid by far less than half the grid's step, so quantizing
     it with the grid's own scale gives the code that gptq chose.
@@ -200,7 +200,7 @@ def _moved(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Te
 def _forward_loop(
     batches: Sequence[Batch], advance: Callable[[int], None]
 ) -> Callable[[Any], None]:
-    """Runs the samples through a model without padding, which ModelOpt would take for tokens."""
+    """Returns a loop over the samples without padding, which ModelOpt would count as tokens."""
 
     @torch.no_grad()
     def run(model: Any) -> None:
@@ -213,10 +213,10 @@ def _forward_loop(
 
 
 def unpadded(batch: Batch) -> Iterator[torch.Tensor]:
-    """The batch's rows, int64 [b, t] each time, as many at once as can be without padding.
+    """Yields the batch's rows as int64 [b, t], as many at once as possible without padding.
 
-    Rows are cut to the shortest that goes with them, and lose less than a tenth of their tokens by
-    it: awq rounds every weight eleven times a forward pass, so that a pass a row would take long.
+    Rows are cut to the shortest of their group and lose less than a tenth of their tokens. One pass
+    per row would take too long, because awq rounds every weight eleven times per forward pass.
     """
     order = sorted(range(len(batch.lengths)), key=lambda row: -batch.lengths[row])
     while order:
@@ -240,10 +240,10 @@ def _import_modelopt(algorithm: Algorithm) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """ModelOpt prints and draws bars as it goes; our own report says what matters."""
+    """Silences ModelOpt's output and progress bars; our own report shows what matters."""
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
-        with contextlib.suppress(ModuleNotFoundError):  # said better by `_import_modelopt`
+        with contextlib.suppress(ModuleNotFoundError):  # `_import_modelopt` reports it better
             from modelopt.torch.utils.logging import no_stdout
 
             stack.enter_context(no_stdout())

@@ -1,7 +1,7 @@
-"""Our rounding inside ModelOpt's quantizers, so that its algorithms search on the grid we serve.
+"""Rounds inside ModelOpt's quantizers, so that its algorithms search on the grid we serve.
 
-ModelOpt calls a registered backend with a tensor and its quantizer. What to round to hangs on the
-quantizer: a scheme of the recipe and, where they are static, its scales.
+ModelOpt calls a registered backend with a tensor and its quantizer. The quantizer carries a
+`Rounding`: a scheme of the recipe and, where they are static, its scales.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,11 @@ BACKEND = "octet"
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a quantizer rounds to.
+    """How a quantizer rounds: its scheme, and fixed scales if it has them.
 
-    `scale` and `global_scale` are those of weights on a fixed grid. Where None, they follow from
-    the tensor itself, the static ones of inputs from the largest magnitude that ModelOpt saw.
+    `scale` and `global_scale` are those of weights on a fixed grid. If they are None, they are
+    computed from the tensor itself. Static scales of activations are computed from the largest
+    magnitude that ModelOpt saw.
     """
 
     scheme: TensorScheme
@@ -40,9 +41,9 @@ def attach_rounding(
     schemes: Mapping[str, tuple[TensorScheme, TensorScheme]],
     scales: Mapping[str, NDArray[np.float32]],
 ) -> None:
-    """Tells the quantizers of each linear in `schemes` what to round to.
+    """Sets how the quantizers of each linear in `schemes` round.
 
-    Weights take `<linear>.weight_scale` and `.weight_global_scale` of `scales`, if they are there.
+    Weights take `<linear>.weight_scale` and `.weight_global_scale` from `scales`, if present.
     """
     for name, (weights, inputs) in schemes.items():
         module = model.get_submodule(name)
@@ -61,15 +62,15 @@ def attach_rounding(
 
 
 def register_backend() -> None:
-    """Makes the backend known to ModelOpt; again is harmless."""
+    """Registers the backend with ModelOpt; a second call is harmless."""
     from modelopt.torch.quantization.nn import is_registered_quant_backend, register_quant_backend
     from modelopt.torch.quantization.utils.calib_utils import GPTQHelper, register_gptq_helper
 
     class ColumnwiseHelper(GPTQHelper):  # type: ignore[misc]
-        """ModelOpt's gptq, except that a column's rounding does not round the whole matrix.
+        """ModelOpt's GPTQ helper, changed to round one column instead of the whole matrix.
 
-        ModelOpt asks the quantizer for all of [N, K] and takes one column of it, K times. On a grid
-        that is fixed, the column alone gives the same bits.
+        ModelOpt quantizes all of [N, K] and uses one column of the result, K times. On a fixed
+        grid, rounding the column alone gives the same bits.
         """
 
         def _blockwise_update(self, block_size: int) -> None:
@@ -84,10 +85,11 @@ def register_backend() -> None:
 def update_blockwise(
     weight: torch.Tensor, h_inv: torch.Tensor, block_size: int, rounding: Rounding
 ) -> None:
-    """GPTQ's update of float32 `weight` [N, K], in place, as ModelOpt's `gptq_blockwise_update`.
+    """Applies GPTQ's update to float32 `weight` [N, K] in place.
 
-    `h_inv` [K, K] is the upper Cholesky factor of the inverse Hessian. Each column is rounded, and
-    its error, as the inverse Hessian spreads it, is taken off the columns to its right.
+    Does what ModelOpt's `gptq_blockwise_update` does. `h_inv` [K, K] is the upper Cholesky factor
+    of the inverse Hessian. Each column is rounded. Its error, spread as the inverse Hessian says,
+    is subtracted from the columns to its right.
     """
     fmt = FORMATS[rounding.scheme.format]
     scale = _expanded(rounding, weight)
@@ -106,7 +108,7 @@ def update_blockwise(
 
 
 def _expanded(rounding: Rounding, weight: torch.Tensor) -> torch.Tensor:
-    """The scale of each element of `weight` [N, K], float32."""
+    """Returns the scale of each element of `weight` [N, K], float32."""
     scheme, scale = rounding.scheme, rounding.scale
     assert scale is not None
     if scheme.group_size is not None:
@@ -120,7 +122,7 @@ def _expanded(rounding: Rounding, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _round(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """What ModelOpt calls: `x` [N, K] of a weight, or [..., K] of an input, rounded."""
+    """Rounds a weight `x` [N, K] or activations [..., K]; ModelOpt calls it as the backend."""
     rounding: Rounding = quantizer.octet_rounding
     scheme, scale, global_scale = rounding.scheme, rounding.scale, rounding.global_scale
     fmt = FORMATS[scheme.format]

@@ -1,8 +1,8 @@
-"""Scaling the channels of linears' inputs without changing what a model computes.
+"""Scales the input channels of linear layers without changing what the model computes.
 
 A linear's input x [.., K] is multiplied by a vector s [K] and its weight's columns are divided by
-it: `(x * s) @ (W / s).T` is `x @ W.T`. The product x * s is folded into what makes x, so that
-nothing is left to do when the model is served:
+it: `(x * s) @ (W / s).T` is `x @ W.T`. The product x * s is folded into the tensor that produces x,
+so that serving needs no extra step:
 
 | input of          | made by                         | s is folded into                           |
 |-------------------|---------------------------------|--------------------------------------------|
@@ -14,12 +14,13 @@ nothing is left to do when the model is served:
 Linears that share an input share one vector. Query heads that share a value head share its part of
 the vector, since each mixes the same rows of v_proj.
 
-The factors are powers of two. Multiplying a float by one is exact (short of overflow and
-underflow), so the changed model's every sum and product is the original's, to the bit; any other
-factor rounds the norm's weight and W to the checkpoint's dtype. The relative grid of a float format
-does not care for the half octave that such a factor can be off: on the example model with outliers
-in every norm, fp8-static after smoothquant costs 0.30 % of perplexity with powers of two and 0.41 %
-with the factors as found, rounded to BF16 (32 samples, 48 held out).
+The factors are powers of two. Multiplying a float by a power of two is exact (short of overflow and
+underflow), so every sum and product of the changed model is the original's, to the bit. Any other
+factor would round the norm's weight and W to the checkpoint's dtype. Rounding a factor to a power
+of two moves it by up to half an octave, which does not matter to the relative grid of a float
+format. On the example model with outliers in every norm, fp8-static after smoothquant costs 0.30 %
+of perplexity with powers of two and 0.41 % with the factors as found, rounded to BF16 (32 samples,
+48 held out).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,10 +42,10 @@ Float32Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Site:
-    """An input whose channels can be scaled: who reads it, and what makes it.
+    """An input whose channels can be scaled: the linears that read it and the tensor that makes it.
 
-    `producer` is a norm's weight [K] or the weight of a linear [K / repeats, ...], each run of
-    `block` rows of which makes `repeats` runs of `block` channels of the input, one after another.
+    `producer` is a norm's weight [K] or a linear's weight [K / repeats, ...]. Each run of `block`
+    rows of a linear's weight produces `repeats` consecutive runs of `block` channels of the input.
     """
 
     input: str
@@ -55,11 +56,12 @@ class Site:
 
 
 def sites(spec: ModelSpec) -> Iterator[Site]:
-    """Every input of a dense decoder's linears, in execution order.
+    """Yields every input of a dense decoder's linears, in execution order.
 
-    UnsupportedError for experts: a router reads the norm too, and each expert would want its own;
-    for fused projections, of whose rows only some make an input; for a norm that adds to its
-    weight, which no factor of the sum can be folded into exactly; and for what is not known.
+    Raises UnsupportedError for experts (a router reads the norm too, and each expert would need its
+    own vector), for fused projections (only some of their rows produce an input), for a norm that
+    adds to its weight (no factor of the sum can be folded into it exactly), and for unknown
+    architectures.
     """
     reasons = {
         "experts": bool(spec.sparse_layers),
@@ -92,9 +94,9 @@ def sites(spec: ModelSpec) -> Iterator[Site]:
 
 
 def shared_vector(site: Site, vectors: Sequence[Float32Array]) -> Float32Array:
-    """One vector [K] from those [K] of the site's linears: their mean, as ModelOpt's export does.
+    """Returns one vector [K], the mean of those of the site's linears, as ModelOpt's export does.
 
-    The channels that repeat one row of the producer get the mean of theirs, too.
+    Channels that repeat one row of the producer also get their mean.
     """
     mean = np.mean(np.stack(vectors), axis=0, dtype=np.float64)
     runs = mean.reshape(-1, site.repeats, site.block)
@@ -103,17 +105,17 @@ def shared_vector(site: Site, vectors: Sequence[Float32Array]) -> Float32Array:
 
 
 def power_of_two(vector: Float32Array) -> Float32Array:
-    """`vector` over its median, each factor rounded to a power of two on a log scale.
+    """Divides `vector` by its median and rounds each factor to a power of two on a log scale.
 
-    What all factors have in common smooths nothing; without it an ordinary channel stays as it is,
-    and so do values on their way to a cache whose scale is 1.
+    A factor that all channels have in common smooths nothing. Without it, an ordinary channel stays
+    unchanged, and so do values on their way to a cache whose scale is 1.
     """
     relative = vector / np.median(vector)
     return np.asarray(np.exp2(np.rint(np.log2(relative))), np.float32)
 
 
 def fold(checkpoint: Checkpoint, vectors: Mapping[str, Float32Array]) -> dict[str, Tensor]:
-    """The tensors that change when each input in `vectors` [K] is multiplied by its vector.
+    """Returns the tensors that change when each input in `vectors` [K] is multiplied by its vector.
 
     They are in the checkpoint's dtype, or in float32 where that dtype would round one of them.
     """
@@ -145,7 +147,7 @@ def fold(checkpoint: Checkpoint, vectors: Mapping[str, Float32Array]) -> dict[st
 
 
 def _stored(values: Float32Array, dtype: str) -> Tensor:
-    """`values` in `dtype` if it holds them exactly, or else in float32."""
+    """Converts `values` to `dtype` if it holds them exactly, or else keeps float32."""
     values = np.ascontiguousarray(values)
     if dtype == "BF16":
         codes = float32_to_bf16(values)

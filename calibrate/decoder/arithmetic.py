@@ -54,7 +54,7 @@ _FASTER = 0.9  # fewer threads are chosen if they take less than this share of t
 
 @cache
 def bf16_matmuls() -> Bf16:
-    """Returns how to multiply bfloat16 on this CPU: OCTET_BF16 if it is set, else what is faster.
+    """Returns how to multiply bfloat16 on this CPU: OCTET_BF16 if it is set, else the faster way.
 
     Raises ConfigError for a setting that is neither "hardware" nor "float32".
     """
@@ -64,7 +64,7 @@ def bf16_matmuls() -> Bf16:
     if chosen:
         raise ConfigError(f"{BF16_SETTING}={chosen}: give 'hardware' or 'float32', or leave it out")
     instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    # oneDNN may have been told not to use them (ONEDNN_MAX_CPU_ISA).
+    # ONEDNN_MAX_CPU_ISA may forbid oneDNN to use them.
     if instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "hardware"
     return "float32"
@@ -87,7 +87,7 @@ def fast_matmuls(model: Any) -> Any:
 
 
 def stock_linears(model: Any) -> Any:
-    """Returns `model` with torch's own linears again, for a library that looks for their class."""
+    """Returns `model` with torch's own linears again, for a library that checks for their class."""
     fast: list[Any] = [module for module in model.modules() if type(module) is _Linear]
     for module in fast:
         module.__class__ = nn.Linear

@@ -1,7 +1,7 @@
-"""Attention of one module at a time, seen or replaced; and attention as FP8 kernels compute it.
+"""Observes or replaces the attention of one module, and computes attention as FP8 kernels do.
 
-transformers 5 looks its attention functions up in one mapping by name; each may be overridden in
-this process. The override is there only while a context is.
+transformers 5 looks up its attention functions by name in one mapping, whose entries can be
+overridden in this process. An override lasts only while its context is active.
 """
 
 import sys
@@ -18,13 +18,13 @@ from octet.numerics.formats import E4M3
 __all__ = ["Attention", "e4m3_attention", "replace_attention", "tap_queries"]
 
 # attention(inner, module, query [B, H, T, D], key [B, H', S, D], value, mask, **options) ->
-# ([B, T, H, D], None), as transformers has it; `inner` is what would have been called.
+# ([B, T, H, D], None), as in transformers; `inner` is the replaced function.
 Attention: TypeAlias = Callable[..., Any]
 
 
 @contextmanager
 def replace_attention(module: nn.Module, attention: Attention) -> Iterator[None]:
-    """While active, `module` attends by `attention`; other modules as before."""
+    """While active, `module` computes `attention`; other modules are unchanged."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     config: Any = module.config
@@ -48,16 +48,16 @@ def replace_attention(module: nn.Module, attention: Attention) -> Iterator[None]
 
 
 def _eager(caller: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attention in separate steps, of which each architecture has one of its own."""
+    """Computes attention in separate steps, with the function of the caller's architecture."""
     source = sys.modules[type(caller).__module__]
     return source.eager_attention_forward(caller, *args, **kwargs)
 
 
 @contextmanager
 def tap_queries(module: nn.Module, tap: Callable[[Tensor], None]) -> Iterator[None]:
-    """While active, `tap` is shown each query [B, H, T, D], after RoPE, that `module` attends with.
+    """While active, calls `tap` with each query [B, H, T, D] of `module`, after RoPE.
 
-    Where taps of one module are nested, all are called.
+    If taps of one module are nested, all are called.
     """
 
     def attention(inner: Any, caller: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,11 +69,11 @@ def tap_queries(module: nn.Module, tap: Callable[[Tensor], None]) -> Iterator[No
 
 
 def e4m3_attention(scale: Tensor) -> Attention:
-    """Attention whose queries, with `scale` [], and probabilities are rounded to E4M3.
+    """Returns attention that rounds queries, with `scale` [], and probabilities to E4M3.
 
-    As FlashAttention 3 does it with an E4M3 cache: probabilities are 2^8 times those relative to
-    the largest of a row, so that the small ones keep their bits (`Max_offset` in its softmax.h);
-    their sum is taken before they are rounded.
+    This is what FlashAttention 3 does with an E4M3 cache. Probabilities are relative to the largest
+    of their row, times 2^8 so that small ones keep their bits (`Max_offset` in its softmax.h). They
+    are summed before they are rounded.
     """
 
     def attention(
@@ -93,7 +93,7 @@ def e4m3_attention(scale: Tensor) -> Attention:
         keys, values = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         queries = round_cache(query.float(), "e4m3", scale.to(query.device))
         scores = queries @ keys.transpose(-1, -2) * scaling  # [B, H, T, S]
-        if softcap is not None:  # Gemma 2's
+        if softcap is not None:  # Gemma 2 has one
             scores = torch.tanh(scores / softcap) * softcap
         if mask is None:
             seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device)

@@ -1,11 +1,12 @@
-"""Mixtures of experts: what each expert reads, its weights by name, and experts hardly used.
+"""Observes mixtures of experts: the activations of each expert, and its weights by name.
 
 transformers 5 keeps the experts of a layer in two fused parameters, `gate_up_proj` [E, 2I, H] (gate
-above up) and `down_proj` [E, H, I], and runs them in one module; a checkpoint holds them one by
+above up) and `down_proj` [E, H, I], and runs them in one module. A checkpoint stores them one by
 one, and so do our histograms and scales. Everything here uses the checkpoint's names.
 
-Where input scales are static, each expert has its own, which a kernel can take that runs experts
-apart. The fused FP8 kernels of vLLM and SGLang take one for all experts of a layer, the largest.
+With static input scales, each expert has its own. A kernel that runs experts separately can use
+them. The fused FP8 kernels of vLLM and SGLang take one scale for all experts of a layer, the
+largest.
 """
 
 import re
@@ -23,12 +24,12 @@ __all__ = ["Tap", "assemble", "expert_weights", "tap_experts"]
 
 # tap(name, rows, token_index) -> rows
 #   name         the observation: `<expert's gate projection>.input` or `<...down projection>.input`
-#   rows         [n, K], n > 0, what this expert's projection reads, one row a token sent to it
-#   token_index  int64 [n], on the device of `rows`: which row of the flattened [B*T, H] input each
-#                is, so token_index // T is the sample and token_index % T the position. No token
-#                occurs twice. Padding is there too: drop what is not real before counting.
-# and what the projection shall read instead, of the same shape and dtype; to observe, just `rows`.
-# It is not called for an expert that no token of the batch is sent to.
+#   rows         [n, K], n > 0, what this expert's projection reads, one row per token routed to it
+#   token_index  int64 [n], on the device of `rows`: the row of the flattened [B*T, H] input that
+#                each is, so token_index // T is the sample and token_index % T the position. No
+#                token occurs twice. Padding is included: drop it before counting.
+# It returns what the projection reads instead, of the same shape and dtype; to observe, `rows`.
+# It is not called for an expert that receives no token of the batch.
 Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -41,12 +42,12 @@ _ROUTER = re.compile(r"(?P<layer>|.*\.)block_sparse_moe\.gate\.weight")
 
 @contextmanager
 def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) -> Iterator[None]:
-    """While active, the decoder layer `prefix` (`spec.layer(index)`) runs its experts one by one.
+    """While active, runs the experts of decoder layer `prefix` (`spec.layer(index)`) one by one.
 
-    `tap` is called with what each reads, see `Tap`. With a tap that returns its rows the output is
-    that of transformers' own loop (`experts_implementation="eager"`) to the bit; its grouped matrix
-    products, the default, round and add in another order. Does nothing in a layer without experts.
-    Where two are nested, the inner tap alone is called. Raises UnsupportedError for a transformers
+    `tap` is called with what each expert reads; see `Tap`. If the tap returns its rows, the output
+    is that of transformers' own loop (`experts_implementation="eager"`) to the bit; its default,
+    grouped GEMMs, rounds and adds in another order. Does nothing in a layer without experts. If two
+    taps are nested, only the inner one is called. Raises UnsupportedError for a transformers
     release before 5.0, whose experts are not fused.
     """
     experts = _experts_module(layer)
@@ -67,8 +68,8 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
     ) -> torch.Tensor:
         # hidden [B*T, H]; top_k_index int64 and top_k_weights, both [B*T, k]
         out, tokens = torch.zeros_like(hidden), len(hidden)
-        # Sorting once asks the device for sizes once. Within an expert, the order is that of the
-        # loop we replace: by rank among a token's choices, then by token.
+        # One sort needs one transfer of sizes from the device. Within an expert, the order is that
+        # of the loop we replace: by rank among a token's choices, then by token.
         chosen = top_k_index.t().reshape(-1)
         sizes = torch.bincount(chosen, minlength=len(names)).tolist()
         sent = torch.split(torch.argsort(chosen, stable=True), sizes)
@@ -97,9 +98,9 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
 
 
 def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Each expert's linears [N, K] of the decoder layer `prefix`, by name: views, not copies.
+    """Returns each expert's linears [N, K] of decoder layer `prefix`, by name: views, not copies.
 
-    {} for a layer without experts. Writing to one changes the model.
+    Returns {} for a layer without experts. Writing to a view changes the model.
     """
     experts = _experts_module(layer)
     if experts is None:
@@ -114,12 +115,12 @@ def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict
 
 
 def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A decoder layer's tensors under the checkpoint's names, under those of transformers' module.
+    """Renames a decoder layer's tensors from the checkpoint's names to those of transformers.
 
-    Names may be whole (`model.layers.0.mlp...`) or relative to the layer (`mlp...`). Experts are
-    copied into fused tensors; everything else is passed on as it is. Each item of `tensors` is
-    asked for once and not kept, so a mapping that reads when asked needs little more memory than
-    the result.
+    Names may be complete (`model.layers.0.mlp...`) or relative to the layer (`mlp...`). Experts are
+    copied into fused tensors; everything else is passed on unchanged. Each item of `tensors` is
+    read once and not kept, so a mapping that loads on access needs little more memory than the
+    result.
     """
     matches = {name: _EXPERT.fullmatch(name) for name in tensors}
     experts = 1 + max((int(m["index"]) for m in matches.values() if m), default=-1)
@@ -141,7 +142,7 @@ def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _experts_module(layer: torch.nn.Module) -> Any:
-    """The fused experts of a decoder layer, None if it has none."""
+    """Returns the fused experts of a decoder layer, or None if it has none."""
     block: Any = getattr(layer, "mlp", None) or getattr(layer, "block_sparse_moe", None)
     experts = getattr(block, "experts", None)
     if isinstance(experts, torch.nn.ModuleList):
@@ -156,7 +157,10 @@ def _experts_module(layer: torch.nn.Module) -> Any:
 
 @contextmanager
 def experts_one_by_one(model: Any, spec: ModelSpec) -> Iterator[None]:
-    """As `calibrate.simulate.model` runs them, so that only quantization tells the two apart."""
+    """While active, runs the experts of `model` one by one, as `calibrate.simulate.model` does.
+
+    Only quantization then distinguishes the two.
+    """
     with ExitStack() as stack:
         for prefix in map(spec.layer, spec.sparse_layers):
             layer: nn.Module = model.get_submodule(prefix)

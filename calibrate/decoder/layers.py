@@ -1,13 +1,13 @@
 """A decoder that holds the weights of one layer at a time, computed by transformers' own modules.
 
 The model is built on the meta device, where tensors have shapes and no memory. A layer's weights
-are copied from the mapped shards when its turn comes and dropped after it; what runs is the
-model's own `forward`, in which the other layers do nothing and there is no final norm. So RoPE,
-masks and kernels are those of the resident model, and results are equal to the last bit. Embeddings
-are gathered row by row, and the output head is applied to a slice of the vocabulary at a time.
+are copied from the mapped shards when its turn comes and dropped afterwards. The model's own
+`forward` runs, in which the other layers do nothing and there is no final norm. So RoPE, masks and
+kernels are those of the resident model, and results are equal to the last bit. Embeddings are
+gathered row by row, and the output head is applied to a slice of the vocabulary at a time.
 
-What the decoder's `forward` does to embeddings before the first layer (some scale them) is done to
-layer 0's input alone; what the model's does to logits (some scale or cap them), to each slice.
+Some decoders scale embeddings in `forward` before the first layer; this applies to layer 0's input
+alone. Some models scale or cap logits; this applies to each slice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +33,9 @@ _HEAD_BYTES = 256 << 20  # of the output head in memory at a time
 
 
 class LayeredModel:
-    """`checkpoint` in `dtype` on `device`, swept layer by layer; everything runs without gradients.
+    """`checkpoint` in `dtype` on `device`, run layer by layer and without gradients.
 
-    Decoder layers that all together fit in `keep_bytes` stay in memory between sweeps.
+    Decoder layers stay in memory between sweeps if all of them together fit in `keep_bytes`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LayeredModel:
         name = self._names[self._norm]
         self._fill(self._norm, name, Stored(checkpoint, f"{name}.", self.dtype))
         setattr(self._decoder, norm, nn.Identity())
-        self._input.padding_idx = None  # it would have to be a row of a table of some rows
+        self._input.padding_idx = None  # may not be a row of `embed`'s partial table
         for module in self._decoder.modules():
             if module not in self._layers:
                 self._compute_buffers(module)
@@ -70,12 +70,15 @@ class LayeredModel:
 
     @property
     def parameters(self) -> int:
-        """How many the decoder layers have."""
+        """Number of parameters of the decoder layers."""
         return sum(x.numel() for layer in self._layers for x in layer.parameters())
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[..., H] in the model's dtype, on its device, of int64 token ids [...] on the CPU."""
+        """Embeds int64 token ids [...], which are on the CPU.
+
+        Returns [..., H] in the model's dtype, on its device.
+        """
         table = self.checkpoint.read(f"{self._names[self._input]}.weight")
         ids, places = torch.unique(token_ids, return_inverse=True)  # each row is read once
         rows = Tensor(table.dtype, table.codes[ids.numpy()])
@@ -89,9 +92,9 @@ class LayeredModel:
             self._input.weight = whole
 
     def sweep(self, first: int = 0) -> Iterator[tuple[int, Any]]:
-        """Each layer from `first` on, as (index, module), with its weights while it is yielded.
+        """Yields each layer from `first` on as (index, module), with its weights while yielded.
 
-        With a GPU, the next layer is read from disk meanwhile.
+        With a GPU, the next layer is read from disk in the meantime.
         """
         indices = range(first, self.spec.layers)
         ahead = ThreadPoolExecutor(1, "octet-read") if self.device.type != "cpu" else None
@@ -116,9 +119,9 @@ class LayeredModel:
 
     @torch.inference_mode()
     def forward(self, hidden: torch.Tensor, cache: Any, **kwargs: Any) -> torch.Tensor:
-        """[B, T, H] to [B, T, H] through the layer that is in memory; to be called in a sweep.
+        """Runs [B, T, H] through the layer in memory and returns [B, T, H]; call it during a sweep.
 
-        `cache` is a transformers cache, None for one that is dropped; `kwargs` go to the model
+        `cache` is a transformers cache, or None for one that is dropped; `kwargs` go to the model
         (`position_ids`, ...).
         """
         with self._turn.given(hidden):
@@ -132,10 +135,10 @@ class LayeredModel:
         return result
 
     def mask(self, visible: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The attention mask [B, 1, 1, S] of the layer that is in memory, for one new token a row.
+        """Returns the mask [B, 1, 1, S] of the layer in memory, for one new token per row.
 
-        `visible` bool [B, S] is what the token may see of the cache, apart from the layer's
-        window; `position` int64 [B], that of the token. Both on the CPU.
+        `visible` bool [B, S] marks what the token may see of the cache, apart from the layer's
+        window. `position` int64 [B] is the token's position. Both are on the CPU.
         """
         window = window_of(self._model, self.checkpoint, self._turn.index)
         if window is not None:
@@ -143,14 +146,14 @@ class LayeredModel:
         mask = visible[:, None, None].to(self.device)
         if self._decoder.config._attn_implementation != "eager":
             return mask
-        least = torch.finfo(self.dtype).min  # which it adds
+        least = torch.finfo(self.dtype).min  # eager attention adds the mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
             ~mask, least
         )
 
     @torch.inference_mode()
     def logits(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each [1, n, V] of [1, n, H] after the last layer: final norm, then the output head.
+        """Computes [1, n, V] from each [1, n, H] after the last layer: final norm and output head.
 
         The head is read once for all of them, a slice of the vocabulary at a time.
         """
@@ -178,17 +181,17 @@ class LayeredModel:
         return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
 
     def _read(self, index: int) -> dict[str, torch.Tensor]:
-        """The weights of a layer, on the CPU, by the names of its module's parameters."""
+        """Reads a layer's weights to the CPU, under the names of its module's parameters."""
         if self._kept is not None:
             return self._kept[index]
         return assemble(Stored(self.checkpoint, f"{self.spec.layer(index)}.", self.dtype))
 
     def _fill(self, module: Any, name: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Gives `module` its weights, in place of tensors on the meta device."""
+        """Replaces `module`'s tensors on the meta device with its weights."""
         for key in module.state_dict():
             if key in weights:
                 continue
-            if self.spec.generic:  # whose tensors' names and shapes nobody has checked
+            if self.spec.generic:  # its tensors' names and shapes are unchecked
                 raise UnsupportedError(
                     f"{self.checkpoint.path}: {self.spec.architecture} has a tensor {name}.{key} in"
                     " transformers, but not in the checkpoint: an architecture whose tensors are"
@@ -199,8 +202,10 @@ class LayeredModel:
         module.load_state_dict(state, assign=True)
 
     def _compute_buffers(self, module: nn.Module) -> None:
-        """Gives `module` the tensors that are not weights, such as RoPE's frequencies, which
-        transformers computes from the configuration; on the CPU, as it does."""
+        """Computes `module`'s tensors that are not weights, such as RoPE's frequencies.
+
+        transformers derives them from the configuration, on the CPU; so does this.
+        """
         missing = {
             name: torch.empty_like(buffer, device="cpu")
             for name, buffer in module.named_buffers(recurse=False)
@@ -214,7 +219,7 @@ class LayeredModel:
 
 
 class _Decoded(nn.Module):
-    """In the decoder's place: gives what is to be its output, which a dense model reads alike."""
+    """Replaces the decoder and returns `output`, in a type that dense models read as well."""
 
     output: torch.Tensor
 

@@ -1,6 +1,6 @@
-"""A checkpoint as a transformers model, from the local directory and in silence.
+"""Loads a checkpoint as a transformers model, from the local directory and without log output.
 
-A checkpoint's tensors as torch has them, copied when they are asked for.
+`Stored` gives a checkpoint's tensors as torch tensors, each copied on access.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,8 +32,10 @@ ComputeDtype = Literal["bfloat16", "float32"]
 def resolve_dtype(
     requested: Literal["auto", "bfloat16", "float32"], checkpoint: Checkpoint
 ) -> ComputeDtype:
-    """What "auto" means, decided once: bfloat16, which is how it is served, for a BF16 checkpoint;
-    float32 for any other."""
+    """Resolves "auto" once: bfloat16 for a BF16 checkpoint, float32 for any other.
+
+    A BF16 checkpoint is also served in bfloat16.
+    """
     if requested != "auto":
         return requested
     stored = checkpoint.read(f"{next(checkpoint.spec.linears()).name}.weight").dtype
@@ -41,9 +43,9 @@ def resolve_dtype(
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's transformers configuration.
+    """Returns the checkpoint's transformers configuration.
 
-    UnsupportedError for an architecture that the transformers release that is installed lacks.
+    Raises UnsupportedError for an architecture that the installed transformers release lacks.
     """
     import transformers
 
@@ -63,7 +65,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
 
 
 def load_skeleton(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
-    """The transformers model in evaluation mode on the meta device: shapes, and no weights."""
+    """Builds the transformers model in evaluation mode on the meta device: shapes, no weights."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(checkpoint)
@@ -77,16 +79,19 @@ def load_skeleton(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
 
 
 def _attention(config: Any) -> str:
-    """PyTorch's fused attention where the architecture allows it: Gemma 2's soft cap does not."""
+    """Chooses PyTorch's fused attention where the architecture allows it, else eager attention.
+
+    Gemma 2's soft cap does not allow it.
+    """
     from transformers import AutoModelForCausalLM
 
     return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
 def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
-    """The transformers model in evaluation mode, weights cast to `dtype`.
+    """Loads the transformers model in evaluation mode, weights cast to `dtype`.
 
-    CheckpointError for a checkpoint that lacks a tensor, which transformers would initialise at
+    Raises CheckpointError if the checkpoint lacks a tensor, which transformers would initialise at
     random.
     """
     from transformers import AutoModelForCausalLM
@@ -109,7 +114,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
 
 
 def apply_changes(model: Any, checkpoint: Checkpoint) -> None:
-    """Copies the tensors that `checkpoint` has changed into the loaded `model`."""
+    """Copies the changed tensors of `checkpoint` into the loaded `model`."""
     if checkpoint.changes is None:
         return
     with torch.no_grad():
@@ -128,9 +133,10 @@ _DTYPES = {
 
 
 class Stored(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint below `prefix`, each copied in `dtype` whenever it is asked for.
+    """The tensors of a checkpoint below `prefix`, each copied in `dtype` on every access.
 
-    The pages that were read are released at once: those of a mapped file count as our memory.
+    The pages that were read are released at once, because those of a mapped file count as our
+    memory.
     """
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, dtype: torch.dtype) -> None:
@@ -156,7 +162,7 @@ class Stored(Mapping[str, torch.Tensor]):
 
 
 def to_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a stored floating tensor in `dtype`, on the CPU, in memory of its own."""
+    """Copies a stored floating-point tensor to the CPU in `dtype`, into memory of its own."""
     stored, integer = _DTYPES[tensor.dtype]
     copy = torch.empty(tensor.shape, dtype=stored)
     raw = copy.view(integer).numpy()

@@ -1,9 +1,9 @@
-"""A transformers decoder that runs some of its layers alone, each at its own place in the stack.
+"""Runs some layers of a transformers decoder alone, each at its own place in the stack.
 
-The decoder's own `forward` numbers the layers it runs, and looks masks and position embeddings up
-by that number: so a layer that shall not run leaves something in its place that does nothing.
+The decoder's own `forward` numbers the layers it runs, and looks up masks and position embeddings
+by that number. A layer that must not run is therefore replaced by one that does nothing.
 
-The rest of a decoder, from one layer on, for what was computed once up to there.
+`Tail` runs the rest of a decoder, from one layer on, on activations computed once up to there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ __all__ = ["Tail", "Turn", "find_norm", "run_layers", "some_layers"]
 
 
 class _Skipped(nn.Module):
-    """In a layer's place: gives back what it is given, and has the layer's plain attributes."""
+    """Replaces a layer: returns its input unchanged, and has the layer's plain attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -33,18 +33,18 @@ class _Skipped(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
-    __call__ = forward  # there are no hooks; a deep model calls this more often than anything
+    __call__ = forward  # no hooks to run, and a deep model calls this most often
 
 
 class _Places(nn.ModuleList):
-    """A slice is a plain list: every forward pass takes one."""
+    """A ModuleList whose slices are plain lists, because every forward pass takes one."""
 
     def __getitem__(self, index: Any) -> Any:
         return list(self._modules.values())[index]
 
 
 def some_layers(layers: Sequence[nn.Module], kept: range) -> nn.ModuleList:
-    """`layers` of which those of `kept` alone do something."""
+    """Returns `layers` with those outside `kept` replaced by layers that do nothing."""
     return _Places(
         layer if index in kept else _Skipped(layer) for index, layer in enumerate(layers)
     )
@@ -52,8 +52,10 @@ def some_layers(layers: Sequence[nn.Module], kept: range) -> nn.ModuleList:
 
 @contextmanager
 def run_layers(decoder: Any, kept: range) -> Iterator[None]:
-    """While active, `decoder` runs the layers of `kept` alone; without its last norm unless they
-    go to the end."""
+    """While active, `decoder` runs only the layers of `kept`.
+
+    Its last norm is left out unless they go to the end.
+    """
     layers, name = decoder.layers, find_norm(decoder)
     norm = getattr(decoder, name)
     decoder.layers = some_layers(layers, kept)
@@ -67,10 +69,10 @@ def run_layers(decoder: Any, kept: range) -> Iterator[None]:
 
 
 def find_norm(decoder: nn.Module) -> str:
-    """The name of the norm after the last layer: what has weights besides layers and embeddings, or
-    else a norm without any.
+    """Returns the name of the norm after the last layer.
 
-    ValueError names what else has, or says that there is no norm.
+    It is the only child with weights besides layers and embeddings, or else the only norm without
+    weights. Raises ValueError that names what else has weights, or says that there is no norm.
     """
     others = {
         name: next(child.parameters(), None) is not None
@@ -85,7 +87,7 @@ def find_norm(decoder: nn.Module) -> str:
 
 
 class Turn:
-    """Whose turn it is: puts in what enters that layer, and takes what leaves it."""
+    """Feeds the layer whose turn it is with given hidden states, and captures its output."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -114,8 +116,11 @@ class Turn:
             self._given = None
 
     def _enter(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layer 0 reads what the decoder made of the embeddings, the others just what they are
-        given: it would be scaled again."""
+        """Replaces the layer's input with the given hidden states, except at layer 0.
+
+        Layer 0 reads what the decoder made of the embeddings. The input of any other layer is
+        replaced, because the decoder may have scaled it again.
+        """
         if self._given is None or self.index == 0:
             return None
         if args:
@@ -127,14 +132,15 @@ class Turn:
 
 
 class Tail:
-    """What each batch is before decoder layer `layer`, and what the layers from there make of it.
+    """Hidden states entering `layer`, and the forward pass through the remaining layers.
 
-    It holds one set of activations [B, T, H], in the model's dtype and on its device.
+    It holds one set of activations, [B, T, H] for each batch, in the model's dtype and on its
+    device.
     """
 
     @torch.inference_mode()
     def __init__(self, model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> None:
-        """Before layer 0: the embeddings."""
+        """Starts before layer 0, with the embeddings."""
         self.layer = 0
         self._model, self._spec, self._batches = model, spec, batches
         embed, device = model.get_input_embeddings(), model.device
@@ -142,7 +148,10 @@ class Tail:
 
     @torch.inference_mode()
     def move_to(self, layer: int) -> None:
-        """Runs the model as it computes now up to before `layer`; it only goes forward."""
+        """Runs the model, as it computes now, up to the input of `layer`.
+
+        Raises ValueError for a `layer` before the current one.
+        """
         if layer < self.layer:
             raise ValueError(f"before layer {self.layer} already, cannot go back to {layer}")
         with experts_one_by_one(self._model, self._spec):
@@ -153,9 +162,9 @@ class Tail:
         self.layer = layer
 
     def states(self, index: int, inputs: Tensor | None = None) -> Tensor:
-        """The last hidden states [tokens, H] of batch `index`, as the model computes now.
+        """Returns the last hidden states [tokens, H] of batch `index`, as the model computes now.
 
-        `inputs` [B, T, H] stand in for what the batch is before `layer`.
+        `inputs` [B, T, H] replace the batch's hidden states entering `layer`.
         """
         x = self._inputs[index] if inputs is None else inputs
         with run_layers(self._model.base_model, range(self.layer, self._spec.layers)):

@@ -1,8 +1,8 @@
-"""Quantize and dequantize in torch, on any device, at memory speed.
+"""Quantizes and dequantizes in torch, on any device, at memory speed.
 
-`octet.numerics.scaling` and `octet.numerics.microscaling` to the bit, with their conventions: `real
-= stored * scale [* global_scale]`, everything in float32, the input divided by its scale, rounded
-to nearest even and saturated. A NaN stays one, even where the format has none.
+Equals `octet.numerics.scaling` and `octet.numerics.microscaling` to the bit and shares their
+conventions: `real = stored * scale [* global_scale]`, everything in float32, the input divided by
+its scale, rounded to nearest even and saturated. A NaN stays a NaN, even if the format has none.
 """
 
 import torch
@@ -27,11 +27,12 @@ def fake_quantize(
     scale: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """`x` [..., K] as `scheme` stores it and a kernel reads it back; its shape and dtype, a copy.
+    """Returns `x` [..., K] as `scheme` stores it and a kernel reads it back.
 
-    `scale` float32: [], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]; None computes it from `x`, as a
-    dynamic scheme does. `global_scale` [] is that of two-level schemes. In bfloat16 the product of
-    code and scale is rounded to bfloat16 once more.
+    The result is a copy of the same shape and dtype. `scale` is float32: [], [N, 1], [⌈N/128⌉,
+    ⌈K/128⌉] or [N, ⌈K/g⌉]; None computes it from `x`, as a dynamic scheme does. `global_scale` []
+    is that of two-level schemes. In bfloat16 the product of code and scale is rounded to bfloat16
+    once more.
     """
     fmt, size = FORMATS[scheme.format], scheme.group_size
     real = x.float()
@@ -40,13 +41,13 @@ def fake_quantize(
             scale = _absmax_scale(real.abs().amax(-1, keepdim=True), fmt)
         return round_to(real / scale, fmt).mul_(scale).to(x.dtype)
     columns = x.shape[-1]
-    short = -columns % size  # of a whole group, filled with zeros
+    short = -columns % size  # missing from a whole group, filled with zeros
     tiles = (pad(real, (0, short)) if short else real).reshape(*x.shape[:-1], -1, size)
     if scale is None:
         scale = _group_scales(tiles.abs().amax(-1), scheme, fmt, global_scale)
-    elif scheme.granularity == "block":  # a row of scales a row of blocks: one a row of weights
+    elif scheme.granularity == "block":  # from one row of scales per row of blocks
         scale = scale.repeat_interleave(size, 0)[: x.shape[-2]]
-    if global_scale is not None:  # a group of scale 0 becomes 0: so it does when divided by this
+    if global_scale is not None:  # dividing by this makes a group of scale 0 zero
         scale = torch.where(scale == 0, _LARGEST, scale * global_scale)
     scale = scale.unsqueeze(-1)
     rounded = round_to(tiles / scale, fmt).mul_(scale).flatten(-2)
@@ -61,10 +62,11 @@ def round_cache(
     toward_zero: bool = False,
     reread: bool = False,
 ) -> Tensor:
-    """Keys or values `x`, of any shape, as they come back from a cache with that scale [].
+    """Returns keys or values `x`, of any shape, as read back from a cache with `scale` [].
 
     `toward_zero` is how vLLM's CPU build writes an FP8 cache; everything else rounds to nearest.
-    `reread` takes the bytes for those of the other FP8 format: E4M3 of 384 and more are no number.
+    `reread` interprets the bytes as the other FP8 format: E4M3 values of 384 and more become Inf or
+    NaN.
     """
     if kv_cache == "float16":
         limit = torch.finfo(torch.float16).max
@@ -77,14 +79,14 @@ def round_cache(
 
 
 def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
-    """float32 `x` to the nearest values of `fmt`, ties to even, saturating; overwrites `x`.
+    """Rounds float32 `x` to the nearest values of `fmt`, ties to even, saturating; overwrites `x`.
 
-    Or to the nearest that are no larger in magnitude, `toward_zero`.
+    `toward_zero` rounds to the nearest values that are no larger in magnitude instead.
 
     The step between values around x is 2^(floor(log2|x|) - mantissa bits), at least that of the
-    subnormals; dividing by a power of two and multiplying by it are exact, so that one rounding to
-    an integer is all there is. On a CPU that is 7 times as fast as torch's own cast to E4M3; a GPU
-    casts in one kernel.
+    subnormals. Dividing by a power of two and multiplying by it are exact, so the only rounding is
+    that to an integer. On a CPU this is 7 times as fast as torch's own cast to E4M3; a GPU casts in
+    one kernel.
     """
     x = x.clamp_(-fmt.max, fmt.max)
     if x.is_cuda and not toward_zero and fmt.torch_name in ("float8_e4m3fn", "float8_e5m2"):
@@ -96,8 +98,9 @@ def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
 
 
 def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
-    """`octet.numerics.scaling.scale_from_absmax`."""
-    # By a tensor: a GPU divides by a number as by its reciprocal, which rounds differently.
+    """Computes `octet.numerics.scaling.scale_from_absmax`."""
+    # A tensor, since a GPU divides by a number by multiplying by its reciprocal, which rounds
+    # differently.
     scale = (amax / amax.new_tensor(fmt.max)).clamp_(min=_TINY)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -105,7 +108,7 @@ def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
 def _group_scales(
     amax: Tensor, scheme: TensorScheme, fmt: Format, global_scale: Tensor | None
 ) -> Tensor:
-    """`octet.numerics.microscaling.dynamic_scales`, from the largest magnitudes of the groups."""
+    """Computes `octet.numerics.microscaling.dynamic_scales` from the groups' largest magnitudes."""
     if scheme.scale_format == "e8m0":
         # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
         bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)

@@ -1,4 +1,4 @@
-"""What a decoder must be made of to be run layer by layer, and what each layer sees."""
+"""Checks that a decoder can be run layer by layer, and finds how far each layer sees."""
 
 import sys
 from typing import Any
@@ -13,8 +13,11 @@ __all__ = ["check_make", "window_of"]
 
 
 def check_make(model: Any, checkpoint: Checkpoint) -> str:
-    """The name of the decoder's last norm; UnsupportedError if it is not a stack of layers between
-    embeddings and a norm, with the linears of the checkpoint."""
+    """Returns the name of the decoder's last norm.
+
+    Raises UnsupportedError unless the decoder is a stack of layers between embeddings and a norm,
+    with the linears of the checkpoint.
+    """
     spec, path, decoder = checkpoint.spec, checkpoint.path, model.base_model
     whole = f"{path}: {spec.architecture} cannot be run layer by layer: "
     prefix = f"{model.base_model_prefix}.layers"
@@ -51,7 +54,7 @@ def _check_linear(model: Any, name: str, shape: tuple[int, int], whole: str) -> 
 
 
 def _check_experts(layer: Any, index: int, checkpoint: Checkpoint, whole: str) -> None:
-    """Raises UnsupportedError unless `calibrate.decoder.experts` computes these experts."""
+    """Raises UnsupportedError unless `calibrate.decoder.experts` can compute these experts."""
     spec = checkpoint.spec
     experts = getattr(getattr(layer, "mlp", None), "experts", None)
     if experts is None and index not in spec.sparse_layers:
@@ -72,14 +75,14 @@ def _check_experts(layer: Any, index: int, checkpoint: Checkpoint, whole: str) -
 
 
 def window_of(model: Any, checkpoint: Checkpoint, index: int) -> int | None:
-    """How many tokens a token sees in layer `index`, itself among them; None for all before it."""
+    """Returns how many tokens a token sees in layer `index`, itself included; None for no limit."""
     spec, decoder = checkpoint.spec, model.base_model
     if not spec.generic:
         return spec.sliding_window if index in spec.sliding_layers else None
     config = decoder.config
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # then all or none, and only a file that can make the mask means it
+    if kinds is None:  # all layers or none; used only if the module can make the mask
         source = sys.modules[type(decoder).__module__]
         return window if hasattr(source, "create_sliding_window_causal_mask") else None
     if kinds[index] not in ("full_attention", "sliding_attention"):

@@ -1,4 +1,4 @@
-"""What flows between two decoder layers, of every batch: in memory, or in files.
+"""Activations between two decoder layers, for every batch: in memory, or in files.
 
 Memory is the fast way. Files are for sets larger than memory, and for a journal to resume from.
 """
@@ -33,25 +33,25 @@ __all__ = [
     "temporary",
 ]
 
-_ON_DEVICE = 0.4  # of a GPU's free memory that activations may take
+_ON_DEVICE = 0.4  # share of a GPU's free memory that activations may take
 
 
 class Entering(Protocol):
-    """What enters a layer: hidden states [B, T, H] by the number of their batch."""
+    """Reads the hidden states [B, T, H] that enter a layer, by batch number."""
 
     def read(self, index: int) -> torch.Tensor:
-        """On the device that computes."""
+        """Returns them on the device that computes."""
 
 
 class Activations(Entering, Protocol):
-    """Hidden states that are kept between layers; writing replaces."""
+    """Hidden states that are kept between layers; writing replaces them."""
 
     def write(self, index: int, hidden: torch.Tensor) -> None:
-        """OctetError if they cannot be kept."""
+        """Raises OctetError if they cannot be kept."""
 
 
 class Embedded:
-    """What enters the first layer: computed whenever it is read, so there is nothing to keep."""
+    """The embeddings that enter the first layer, computed on every read and never stored."""
 
     def __init__(self, model: LayeredModel, batches: Sequence[Batch]) -> None:
         self._model, self._batches = model, batches
@@ -61,7 +61,10 @@ class Embedded:
 
 
 class ActivationMemory:
-    """On the device as long as they fit into 0.4 of a GPU's free memory, the rest on the host."""
+    """Keeps activations in memory, on the device as long as they fit.
+
+    They may take 0.4 of a GPU's free memory; the rest is kept on the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +77,7 @@ class ActivationMemory:
         return self._held[index].to(self._device)
 
     def write(self, index: int, hidden: torch.Tensor) -> None:
-        if index in self._held:  # of the same size: what fitted once fits again
+        if index in self._held:  # of the same size as before, so it fits
             self._held[index] = hidden.to(self._held[index].device)
         elif hidden.is_cuda and hidden.nbytes > self._free:
             self._held[index] = hidden.cpu()
@@ -84,10 +87,10 @@ class ActivationMemory:
 
 
 class ActivationFiles:
-    """Files of raw values in `directory`, one a batch.
+    """Keeps activations as files of raw values in `directory`, one per batch.
 
     With `hashed`, `hashes` collects the SHA-256 of what is written. `expected` are the hashes that
-    reading must find, if files of an earlier process are read.
+    must match if files of an earlier process are read.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ActivationFiles:
         self._hashed, self._expected = hashed, expected
 
     def read(self, index: int) -> torch.Tensor:
-        """ArtifactError for a file that is missing or is not as it was written."""
+        """Raises ArtifactError for a file that is missing or was altered since it was written."""
         path = self.path(self.directory, index)
         shape = (*self._batches[index].token_ids.shape, self._model.spec.hidden_size)
         hidden = torch.empty(shape, dtype=self._model.dtype)
@@ -125,7 +128,7 @@ class ActivationFiles:
         return hidden.to(self._model.device)
 
     def write(self, index: int, hidden: torch.Tensor) -> None:
-        """ArtifactError if the disk is full or fails."""
+        """Raises ArtifactError if the disk is full or fails."""
         path, hidden = self.path(self.directory, index), hidden.cpu().contiguous()
         raw = _bytes(hidden)
         try:
@@ -142,12 +145,12 @@ class ActivationFiles:
 
     @staticmethod
     def path(directory: Path, index: int) -> Path:
-        """The file of batch `index`."""
+        """Returns the file of batch `index`."""
         return directory / f"{index:06d}.bin"
 
 
 def disk_error(path: Path, error: OSError, remedy: str = "free some") -> OctetError:
-    """What to say when `path` could not be written."""
+    """Returns the error to raise when `path` could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(
             f"{path.parent}: no space left on the disk; {remedy} and run the same command again"
@@ -157,9 +160,10 @@ def disk_error(path: Path, error: OSError, remedy: str = "free some") -> OctetEr
 
 
 def require_space(directory: Path, needed_bytes: int, what: str, remedy: str) -> None:
-    """ArtifactError unless the disk of `directory`, which need not exist, has so much free.
+    """Raises ArtifactError unless the disk of `directory` has `needed_bytes` free.
 
-    `what` needs it, and `remedy` is what else than to free some can be done.
+    `directory` need not exist. For the message, `what` names what needs the space, and `remedy` the
+    alternative to freeing some.
     """
     place = next(x for x in (directory.absolute(), *directory.absolute().parents) if x.exists())
     free = shutil.disk_usage(place).free
@@ -171,7 +175,7 @@ def require_space(directory: Path, needed_bytes: int, what: str, remedy: str) ->
 
 
 def flush(path: Path) -> None:
-    """Returns when the file or directory `path` is on the disk, not only in memory; OSError."""
+    """Flushes the file or directory `path` from memory to the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -180,7 +184,7 @@ def flush(path: Path) -> None:
 
 
 def temporary(spill: Path, stack: ExitStack) -> Path:
-    """A directory below `spill` that lasts as long as `stack`."""
+    """Creates a directory below `spill` that lasts as long as `stack`."""
     try:
         spill.mkdir(parents=True, exist_ok=True)
         directory = tempfile.TemporaryDirectory(prefix="octet-", dir=spill)

@@ -1,8 +1,8 @@
-"""Histograms by name that take little memory while they are kept.
+"""Keeps histograms by name in little memory.
 
 A tensor's magnitudes span 20 octaves or so and leave most of the 32,768 bins empty, but a model
-with experts has more than ten thousand tensors: their counts are kept as the bins that occur, in
-the smallest integers that hold them, and become arrays again one at a time, when asked for.
+with experts has more than ten thousand tensors. Their counts are therefore kept as the bins that
+occur, in the smallest integers that hold them, and become arrays again one at a time, on access.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -24,14 +24,17 @@ class _Kept:
 
 
 class CompactCounts(MutableMapping[str, NDArray[np.int64]]):
-    """A dict of counts, int64 [32768] or [chunks, 32768]; each is copied in and out, exactly."""
+    """A dict of counts, int64 [32768] or [chunks, 32768].
+
+    Each is copied on writing and on reading, without loss.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
-        """The memory that the counts take."""
+        """Memory that the counts take, in bytes."""
         return sum(kept.bins.nbytes + kept.counts.nbytes for kept in self._kept.values())
 
     def __setitem__(self, name: str, counts: NDArray[np.int64]) -> None:

@@ -1,8 +1,9 @@
-"""The directory of a journal: who has it, what in it is the journal's, and how that is removed.
+"""Manages the directory of a journal: locks it, recognises the journal's files and removes them.
 
-Stopped at any moment, what is left of a journal can be opened, or is nobody's.
+If the process stops at any moment, the directory holds either a journal that can be opened, or
+remains without a head, which the next journal there removes.
 
-Small JSON files that are there whole or not at all, and that show when they were altered.
+Its records are small JSON files. They appear atomically and carry a hash that reveals changes.
 """
 
 import fcntl
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` with its own hash, and moves it into place behind all that is there."""
+    """Writes `content` with its own hash, and moves it into place after the files already there."""
     temporary = path.with_name(f"{path.name}.partial")
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -54,7 +55,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` was given; ArtifactError if it is not as it was written."""
+    """Returns what `write_json` wrote; raises ArtifactError if it was altered."""
     try:
         data = json.loads(path.read_text())
         content: dict[str, Any] = data["content"]
@@ -67,12 +68,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: OSError) -> ArtifactError:
-    """What to say when `path` is there and the disk does not give it."""
+    """Returns the error to raise when `path` exists but cannot be read from the disk."""
     return ArtifactError(f"{path}: {error.strerror}; --restart begins anew")
 
 
 def altered(path: Path) -> ArtifactError:
-    """What to say when `path` is not what was written there."""
+    """Returns the error to raise when `path` is not what was written there."""
     return ArtifactError(
         f"{path}: altered since it was written (SHA-256 differs); --restart begins anew"
     )
@@ -80,14 +81,14 @@ def altered(path: Path) -> ArtifactError:
 
 HEAD, KEPT = "journal.json", "kept.json"
 
-# What may be found where a journal was to begin, or was being discarded, when the process died.
+# Files that may remain if the process dies while a journal is begun or discarded.
 _OWN = re.compile(
     r"lock|((journal|kept|layer-\d+)\.json|layer-\d+\.safetensors)(\.partial)?|activations-\d+"
 )
 
 
 def lock_directory(path: Path) -> IO[str]:
-    """The directory, made if need be, for this process alone until the file is closed."""
+    """Locks the directory, made if need be, for this process until the file is closed."""
     begun = path.is_dir() and (
         (path / HEAD).exists() or all(_OWN.fullmatch(x.name) for x in path.iterdir())
     )
@@ -107,7 +108,7 @@ def lock_directory(path: Path) -> IO[str]:
 
 
 def make_directory(path: Path) -> None:
-    """ArtifactError if it cannot be made."""
+    """Creates the directory `path`; raises ArtifactError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -115,7 +116,7 @@ def make_directory(path: Path) -> None:
 
 
 def flush_activations(directory: Path, batches: Iterable[int]) -> None:
-    """Has the activations of `batches` on the disk, by name too."""
+    """Flushes the activations of `batches`, and their names, to the disk."""
     try:
         for batch in batches:
             flush(ActivationFiles.path(directory, batch))
@@ -126,9 +127,9 @@ def flush_activations(directory: Path, batches: Iterable[int]) -> None:
 
 
 def discard_contents(path: Path) -> None:
-    """Discards the journal in `path`, but for its lock."""
+    """Discards the journal in `path`, but keeps its lock."""
     forget_activations(path)
-    (path / HEAD).unlink(missing_ok=True)  # what is left without it is nobody's
+    (path / HEAD).unlink(missing_ok=True)  # without it, the rest is no journal
     remove_remains(path)
 
 
@@ -143,13 +144,13 @@ def forget_activations(path: Path) -> None:
         places = read_json(path / HEAD)["activations"]
     except (OctetError, KeyError):
         places = ["."]
-    (path / KEPT).unlink(missing_ok=True)  # first: it names what goes next
+    (path / KEPT).unlink(missing_ok=True)  # first: it names what is removed next
     for place in places:
         clear_activations(path / place)
 
 
 def clear_activations(place: Path, kept: Path | None = None) -> None:
-    """Removes the activations in `place` but those in `kept`, and itself if it is empty."""
+    """Removes the activations in `place` except `kept`, and `place` itself if it is empty."""
     for directory in sorted(place.glob("activations-*")):
         if directory != kept:
             shutil.rmtree(directory, ignore_errors=True)
@@ -158,7 +159,7 @@ def clear_activations(place: Path, kept: Path | None = None) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files and directories, but the lock."""
+    """Removes files and directories, except the lock."""
     for path in list(paths):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

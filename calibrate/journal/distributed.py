@@ -1,7 +1,7 @@
 """Data parallel calibration: N processes started by torchrun share the batches and sum the counts.
 
-Adding integers gives the same sum in any order, so N processes find the histograms of one, to the
-last count. Objects travel through gloo on the CPU; counts too, or through NCCL between GPUs.
+Adding integers gives the same sum in any order, so N processes produce exactly the histograms of
+one process. Objects are sent through gloo on the CPU; counts too, or through NCCL between GPUs.
 """
 
 import gc
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 
 class Group:
-    """The processes that share a calibration: this one alone."""
+    """The processes that share a calibration; this class is a group of this process alone."""
 
     rank = 0
     world = 1
 
     def gather(self, item: Any) -> list[Any]:
-        """`item` of every rank, by rank, on every rank; also a barrier."""
+        """Returns `item` of every rank, by rank, on every rank; also a barrier."""
         return [item]
 
     def sum(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sum of every rank's `counts`, on every rank."""
+        """Returns the sum of every rank's `counts`, on every rank."""
         return counts
 
     def agree(self, error: OctetError | None) -> None:
-        """Raises the first error that any rank brings, on every rank; also a barrier."""
+        """Raises the first error of any rank on every rank; also a barrier."""
         for found in self.gather(error):
             if found is not None:
                 raise found
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """What `work` gives this rank; the first error of any rank is raised on every one.
+        """Runs `work` and returns its result; raises the first error of any rank on every rank.
 
-        Errors are OctetErrors, and those of the system, as ArtifactErrors.
+        OctetErrors are caught as they are, and OSErrors as ArtifactErrors.
         """
         error: OctetError | None = None
         try:
@@ -57,7 +57,7 @@ class Group:
         return result
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives rank 0, which alone does it, on every rank; its error likewise."""
+        """Runs `work` on rank 0 alone; returns its result, or raises its error, on every rank."""
         result: T = self.gather(self.attempt(work if self.rank == 0 else lambda: None))[0]
         return result
 
@@ -84,10 +84,10 @@ class TorchGroup(Group):
 
 @contextmanager
 def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
-    """The group that torchrun's variables describe, or this process alone; and this rank's device.
+    """Yields the group that torchrun's variables describe, or this process alone; and its device.
 
-    `device` is "cpu" or "cuda": each rank of a machine takes the GPU of its number. ConfigError
-    where there are fewer.
+    `device` is "cpu" or "cuda". With "cuda", each rank of a machine takes the GPU of its number.
+    Raises ConfigError if there are fewer GPUs.
     """
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(device)
@@ -106,16 +106,17 @@ def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
     torch.distributed.init_process_group(backend)
     try:
         yield TorchGroup(chosen), chosen
-        torch.distributed.barrier()  # else gloo's threads find the other side gone
+        torch.distributed.barrier()  # otherwise gloo's threads lose their peers
     finally:
         torch.distributed.destroy_process_group()
-        # A group that a reference cycle keeps has threads, and those that come for the interpreter
-        # while it ends bring the process down ("terminate called without an active exception").
+        # A reference cycle may keep the group and its threads alive. A thread that needs the
+        # interpreter while it shuts down crashes the process ("terminate called without an active
+        # exception").
         gc.collect()
 
 
 def require_agreement(group: Group, facts: Mapping[str, str]) -> None:
-    """ConfigError naming the first rank whose `facts` are not those of rank 0, and which."""
+    """Raises ConfigError naming the first rank whose `facts` differ from rank 0's, and the fact."""
     first, *others = group.gather(dict(facts))
     for rank, other in enumerate(others, start=1):
         for what, value in first.items():

@@ -1,4 +1,4 @@
-"""What the counts of a run depend on, to the last bit: the same here, the same there."""
+"""Identifies what the counts of a run depend on: equal identities mean equal counts, to the bit."""
 
 import hashlib
 import json
@@ -24,9 +24,10 @@ def run_identity(
     *,
     queries: bool = False,
 ) -> dict[str, str]:
-    """What the counts depend on, by name: not the recipe, nor how many processes count.
+    """Returns what the counts depend on, by name.
 
-    Of the recipe, only whether `queries` are counted.
+    The recipe is not included, except whether `queries` are counted, nor is the number of
+    processes.
     """
     import transformers
 
@@ -65,7 +66,7 @@ def arithmetic_of(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What arithmetic depends on: the GPU's name, or the CPU's instructions that torch uses."""
+    """Returns what arithmetic depends on: the GPU's name, or the CPU instructions torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.backends.cpu.get_cpu_capability()})"

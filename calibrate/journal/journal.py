@@ -1,19 +1,19 @@
-"""What a killed run continues from: every finished layer's counts, and now and then activations.
+"""The journal from which a killed run continues: each finished layer's counts, some activations.
 
     journal.json             what the counts depend on (`journal.identity`), but not the recipe;
                              and the directories that activations were written to
     layer-003.safetensors    the counts of layer 3: the bins that occur (`artifacts.calibration`)
-    layer-003.json           the hash of that file; its arrival ends the layer
-    activations-003/         what layer 3 gave, one file a batch; below `--spill`, if that is given
-    kept.json                which layer's activations are whole, where, and their hashes
+    layer-003.json           the hash of that file; its arrival finishes the layer
+    activations-003/         the output of layer 3, one file per batch; below `--spill`, if given
+    kept.json                which layer's activations are complete, where, and their hashes
 
-Counts are small and are kept of every layer. Activations in memory are written only when `due`:
-those of a layer can take longer to write than to compute. What the next layer needs is computed
-again, from the newest that were kept, or from the embeddings.
+Counts are small and are kept for every layer. Activations in memory are written only when `due`,
+because those of a layer can take longer to write than to compute. A continued run recomputes the
+input of the next layer from the newest activations that were kept, or from the embeddings.
 
-Records (.json) are moved into place after all that they name is on the disk. What is found of an
-unfinished layer is removed. Several processes share one journal: rank 0 writes it, and each its
-own batches' activations.
+Records (.json) are moved into place after everything they name is on the disk. Files of an
+unfinished layer are removed. Several processes share one journal: rank 0 writes it, and each rank
+writes the activations of its own batches.
 """
 
 import hashlib
@@ -58,11 +58,11 @@ from octet.storage.tensors import TensorFile, write_tensors
 __all__ = ["Journal", "discard", "recorded_threads"]
 
 SCHEMA_VERSION = 2
-KEEP_EVERY_S = 30.0  # so much work may have to be done again
+KEEP_EVERY_S = 30.0  # of work that a continued run may have to repeat
 
 
 class Journal:
-    """The journal in `path`; `finished` layers are in it."""
+    """The journal in `path`, which holds `finished` layers."""
 
     def __init__(self, path: Path, place: Path, group: Group, lock: IO[str] | None) -> None:
         self.path = path
@@ -85,8 +85,8 @@ class Journal:
     ) -> "Journal":
         """Begins a journal, or continues that of the same run. `spill` is for its activations.
 
-        ArtifactError for one of another run unless `restart`, which discards it, for one that was
-        altered, and for one that another process has open.
+        Raises ArtifactError for a journal of another run unless `restart`, which discards it, for
+        one that was altered, and for one that another process has open.
         """
         path = path.absolute()
         place = path if spill is None else spill.absolute() / _name(path)
@@ -100,13 +100,13 @@ class Journal:
         return journal
 
     def close(self) -> None:
-        """Lets another process have the journal."""
+        """Releases the journal for other processes."""
         if self._lock is not None:
             self._lock.close()
 
     @property
     def finished(self) -> int:
-        """How many layers are finished."""
+        """Number of finished layers."""
         return len(self._records)
 
     @property
@@ -115,11 +115,11 @@ class Journal:
         return 0 if self._kept is None else int(self._kept["layer"]) + 1
 
     def histograms(self, index: int, names: Sequence[str]) -> CompactCounts:
-        """int64 [chunks, 32768] of each of a finished layer's tensors, on every rank."""
+        """Returns int64 [chunks, 32768] for each of a finished layer's tensors, on every rank."""
         return self._group.on_first(partial(self._read, index, names))
 
     def kept(self, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles | None:
-        """What enters layer `reached`, if it was kept."""
+        """Returns the activations that enter layer `reached`, or None if none were kept."""
         if self._kept is None:
             return None
         expected = {int(batch): digest for batch, digest in self._kept["given"].items()}
@@ -128,25 +128,28 @@ class Journal:
         )
 
     def commit(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> None:
-        """Ends layer `index`: `histograms` are the sums of all ranks.
+        """Finishes layer `index`; `histograms` are the sums of all ranks.
 
-        ArtifactError if it cannot be written; the layers before stay finished.
+        Raises ArtifactError if it cannot be written; earlier layers stay finished.
         """
         self._records.append(self._group.on_first(partial(self._write, index, histograms)))
 
     def due(self) -> bool:
-        """Whether so much was done since activations were last kept that they should be again."""
+        """Decides whether enough time has passed since activations were kept to do so again."""
         late = time.monotonic() - self._since >= KEEP_EVERY_S
         return bool(self._group.gather(late)[0])
 
     def begin(self, index: int, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles:
-        """Where to write what layer `index` gives, for `keep`."""
+        """Returns the files to write the output of layer `index` to, for `keep`."""
         directory = self._directory(index)
         self._group.attempt(partial(make_directory, directory))
         return ActivationFiles(directory, model, batches, hashed=True)
 
     def keep(self, index: int, files: ActivationFiles) -> None:
-        """Continuing begins behind layer `index`, of which `files`, from `begin`, are whole."""
+        """Records that a continued run starts after layer `index`.
+
+        `files`, from `begin`, hold the complete output of that layer.
+        """
         self._group.attempt(partial(flush_activations, files.directory, files.hashes))
         hashes: dict[str, str] = {}
         for part in self._group.gather(files.hashes):
@@ -161,14 +164,14 @@ class Journal:
         self._since = time.monotonic()
 
     def forget(self) -> None:
-        """Removes the activations: every layer is finished."""
+        """Removes the activations, because every layer is finished."""
         self._kept = None
         self._group.on_first(partial(forget_activations, self.path))
 
     def _open(
         self, identity: Mapping[str, str], restart: bool
     ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """The records of the finished layers, and that of the activations."""
+        """Returns the records of the finished layers, and that of the activations."""
         self._lock = lock_directory(self.path)
         head = self.path / HEAD
         if restart:
@@ -254,15 +257,18 @@ def discard(progress: Path) -> None:
 
 
 def recorded_threads(progress: Path) -> int | None:
-    """How many threads computed what the directory `progress` keeps; None if nothing tells."""
+    """Returns the number of threads that computed what the directory `progress` keeps.
+
+    Returns None if it is not recorded.
+    """
     for head in progress.glob(f"*/{HEAD}"):
         try:
             return int(read_json(head)["identity"][THREADS])
         except (ArtifactError, KeyError, ValueError):
-            return None  # what is wrong with it is said by who opens it
+            return None  # opening the journal reports what is wrong
     return None
 
 
 def _name(path: Path) -> str:
-    """The directory that the journal in `path` has below the one for spilling."""
+    """Returns the name of the spill directory's subdirectory for the journal in `path`."""
     return f"octet-{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Running layers that were counted before, as they ran then."""
+"""A counter for layers that were counted before, which run as they ran then."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ __all__ = ["Uncounted"]
 
 
 class Uncounted:
-    """A counter of what was counted before: the layer runs as it did then, to the last bit."""
+    """Counts nothing, so that a layer counted before runs as it did then, to the last bit."""
 
     def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
         pass

@@ -1,14 +1,16 @@
-"""Counts of the 32,768 magnitude codes of 16-bit floats, exact, at memory speed on a CPU.
+"""Counts the 32,768 magnitude codes of 16-bit floats exactly, at memory speed on a CPU.
 
 The magnitude code of a BF16 or FP16 number is the 15 bits below its sign, so counting codes keeps
-the whole distribution of |x|. A float32 is rounded to BF16 first, to nearest even; a NaN stays one.
+the whole distribution of |x|. A float32 is rounded to BF16 first, to nearest even; a NaN stays a
+NaN.
 
-How it is fast: four counters a bin, side by side, so that equal neighbours (zeros, say) do not wait
-for each other's store; uint32 counters, flushed into int64 after each call; float32 rounded in
-blocks that stay in the L1 cache; one set of counters a thread, with the interpreter lock released;
-the tensor's own memory is read, and padding is skipped by reading runs of whole rows.
+Several techniques make it fast. Each bin has four counters side by side, so that equal neighbours
+(zeros, say) do not wait for each other's store. Counters are uint32, flushed into int64 after each
+call. Float32 is rounded in blocks that stay in the L1 cache. Each thread has its own counters and
+runs with the interpreter lock released. The tensor's own memory is read, and padding is skipped by
+reading runs of whole rows.
 
-Machine code for loops that numpy has no function for.
+numba compiles the loops that numpy has no function for.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """`function` in machine code, kept on disk between runs where a directory can be written.
+    """Compiles `function` to machine code, cached on disk if a directory can be written.
 
     It runs without the interpreter's lock, so that threads may share a tensor's rows.
     """
@@ -43,48 +45,51 @@ def compiled(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """`function` for use in `compiled` ones, as if it were written where it is called."""
+    """Prepares `function` for use in `compiled` ones, as if it were written where it is called."""
     return cast(F, numba.njit(inline="always")(function))
 
 
 _LANES = 4
 _BLOCK = 2048  # float32 rounded at a time: 4 KB of codes
 _LONGEST = 1 << 31  # elements counted between flushes by one thread; a counter holds 2^32 - 1
-_WORTHWHILE = 1 << 15  # elements a thread must have for a second one to pay
+_WORTHWHILE = 1 << 15  # elements per thread below which more threads do not pay off
 _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # code of Inf; NaN above
 
 
 class Counter(Protocol):
-    """int64 histograms of magnitude codes, one a slot, to which tensors are added."""
+    """int64 histograms of magnitude codes, one per slot, to which tensors are added."""
 
     def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
         """Counts the first `lengths[b]` rows of each `x[b]`, `x` [B, T, ...]; all of x for None.
 
         `x` is bfloat16, float16 or float32 (rounded to bfloat16) and need not be contiguous. The
-        work may still be under way when this returns.
+        work may still be running when this returns.
         """
 
     def beside(self) -> AbstractContextManager[None]:
-        """A model that runs within this context is counted while it computes, if that is faster.
+        """Counts while a model within this context computes, if that is faster.
 
-        What is added there must not be changed in place before the context ends.
+        Tensors added within the context must not be changed in place before it ends.
         """
 
     def bad(self) -> list[int]:
-        """The slots that hold a NaN or an Inf by now, in order."""
+        """Returns the slots that hold a NaN or an Inf by now, in order."""
 
     def counts(self) -> NDArray[np.int64]:
-        """int64 [slots, 32768], on the host, of everything added so far."""
+        """Returns int64 [slots, 32768], on the host, of everything added so far."""
 
     def clear(self) -> None:
         """Zeros every slot."""
 
     def close(self) -> None:
-        """Releases what the counter holds; it counts no more."""
+        """Releases what the counter holds; it cannot count afterwards."""
 
 
 def make_counter(device: torch.device, slots: int, *, threads: int | None = None) -> Counter:
-    """The counter for tensors on `device`; on a CPU, `threads` count (torch's, if not given)."""
+    """Returns the counter for tensors on `device`.
+
+    On a CPU it counts with `threads` threads (torch's number, if not given).
+    """
     if device.type == "cuda":
         from calibrate.observe.counting_cuda import CudaCounter
 
@@ -151,14 +156,14 @@ class CpuCounter:
 
 
 def count_reference(x: torch.Tensor) -> NDArray[np.int64]:
-    """int64[32768]: the same counts of all of `x`, by numpy alone. Slow, obviously right."""
+    """Returns int64[32768]: the same counts of all of `x`, by numpy. Slow, obviously right."""
     bits = _bits(x.contiguous())
     codes = float32_to_bf16(bits.view(np.float32)) if x.dtype == torch.float32 else bits
     return np.bincount(codes & 0x7FFF, minlength=BINS)
 
 
 def _bits(x: torch.Tensor) -> NDArray[Any]:
-    """The memory of a contiguous tensor as flat uint16, or uint32 for float32."""
+    """Returns the memory of a contiguous tensor as flat uint16, or uint32 for float32."""
     flat = x.detach().reshape(-1)
     if x.dtype == torch.float32:
         return flat.numpy().view(np.uint32)
@@ -170,7 +175,7 @@ def _bits(x: torch.Tensor) -> NDArray[Any]:
 def _split(
     starts: NDArray[np.int64], stops: NDArray[np.int64], threads: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The runs [start, stop) cut into equal pieces, one a thread and none over the limit."""
+    """Cuts the runs [start, stop) into equal pieces, one per thread and none over the limit."""
     sizes = stops - starts
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
@@ -192,7 +197,7 @@ def _split(
 
 @compiled
 def _increment(codes: NDArray[np.uint16], table: NDArray[np.uint32]) -> None:
-    """Counts `codes`, the sign bit ignored, into `table` [32768 x 4 lanes]."""
+    """Counts `codes`, ignoring the sign bit, into `table` [32768 x 4 lanes]."""
     mask, one = np.uint16(0x7FFF), np.uint32(1)
     body = len(codes) // 4 * 4
     for i in range(np.uint64(0), np.uint64(body), np.uint64(4)):
@@ -206,7 +211,7 @@ def _increment(codes: NDArray[np.uint16], table: NDArray[np.uint32]) -> None:
 
 @compiled
 def _round(bits: NDArray[np.uint32], codes: NDArray[np.uint16]) -> None:
-    """BF16 magnitude codes of the float32 `bits`, to nearest even, without branch or table."""
+    """Rounds float32 `bits` to BF16 magnitude codes, to nearest even, without branch or table."""
     for i in range(len(bits)):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         upper = magnitude >> np.uint32(16)

@@ -1,4 +1,4 @@
-"""Counts of magnitude codes on an NVIDIA GPU: one kernel a tensor, each element read once.
+"""Counts magnitude codes on an NVIDIA GPU: one kernel per tensor, each element read once.
 
 `CudaCounter` implements `calibrate.observe.counting_cpu.Counter` and equals `CpuCounter` bin for
 bin. The kernel, histogram.cu, is compiled for the GPU at hand by `calibrate.observe.cuda_kernels`.
@@ -19,7 +19,7 @@ from octet.errors import UnsupportedError
 
 __all__ = ["CudaCounter"]
 
-_WORTHWHILE = 2 * THREADS * VECTOR  # bytes of a tensor for which one more block pays
+_WORTHWHILE = 2 * THREADS * VECTOR  # bytes of a tensor for which one more block pays off
 _HELD = 6  # tensors that wait to be counted beside a model: those of one decoder layer
 _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
 
@@ -27,9 +27,9 @@ _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 
 class CudaCounter:
     """Counts tensors on one GPU, on torch's current stream; `add` returns at once.
 
-    Within `beside` it counts on a stream of its own, of a lower priority than the model's: the
-    matrix products leave no room for its counters on a multiprocessor, but their last wave of
-    blocks rarely fills the GPU, and counting fills it.
+    Within `beside` it counts on a stream of its own, of lower priority than the model's. GEMMs
+    leave no space for its counters on a multiprocessor, but their last wave of blocks rarely fills
+    the GPU, and counting uses the rest.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class CudaCounter:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """See `Counter`; the current stream is another one within the block."""
+        """See `Counter`; within the block, another stream is the current one."""
         caller = torch.cuda.current_stream(self.device)
         self._front.wait_stream(caller)
         self._behind.wait_stream(caller)
@@ -66,7 +66,7 @@ class CudaCounter:
             self._aside = False
             caller.wait_stream(self._front)
             caller.wait_stream(self._behind)
-            # Only now: the caller's stream, on which the next block's work waits, has waited.
+            # Safe only now: the next block's work waits for the caller's stream, which has waited.
             self._held.clear()
 
     def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
@@ -82,7 +82,7 @@ class CudaCounter:
 
     @contextmanager
     def _stream(self, x: torch.Tensor) -> Iterator[None]:
-        """The stream to count `x` on, behind all that computed it."""
+        """Selects the stream to count `x` on, ordered after all work that computed it."""
         if not self._aside:
             yield
             return
@@ -91,7 +91,7 @@ class CudaCounter:
         with torch.cuda.stream(self._behind):
             yield
         # The memory of x must not be given to another tensor while it is read. record_stream would
-        # see to it too, but the host runs far ahead of the GPU and would take new memory all along.
+        # ensure that too, but the host runs far ahead of the GPU and would keep allocating memory.
         self._held.append((x, self._behind.record_event()))
         if len(self._held) > _HELD:
             _, counted = self._held[0]

@@ -1,8 +1,8 @@
-"""The counting kernel of one GPU: compiled for it at run time, kept in a cache, loaded, launched.
+"""Compiles the counting kernel for one GPU at run time, caches it, loads it and launches it.
 
 NVRTC compiles histogram.cu without nvcc or a build step. The machine code is kept in the user's
-cache directory, each file with the SHA-256 of its code before it: one that is empty or damaged is
-not loaded but compiled again.
+cache directory; each file starts with the SHA-256 of its code. An empty or damaged file is not
+loaded but compiled again.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ from octet.hardware.nvrtc import (
 
 __all__ = ["THREADS", "Arguments", "Kernels", "compile_kernels", "kernels_of", "parts_for"]
 
-THREADS = 1024  # of a block; also in histogram.cu
+THREADS = 1024  # per block; also in histogram.cu
 _NEEDS = ("counting on a GPU", "'octet[gpu]'")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Arguments(ctypes.Structure):
-    """`struct Arguments` of histogram.cu."""
+    """Mirrors `struct Arguments` of histogram.cu."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -105,13 +105,13 @@ class Kernels:
 
 @cache
 def kernels_of(index: int) -> Kernels:
-    """Those of GPU `index`, loaded once a process."""
+    """Returns the kernels of GPU `index`, loaded once per process."""
     load_nvrtc(*_NEEDS)
     return Kernels(index)
 
 
 def parts_for(shared_bytes: int, gpu: str) -> int:
-    """Between how many blocks the 128 KB of counters are split, given one block's shared memory."""
+    """Returns how many blocks share the 128 KB of counters, given one block's shared memory."""
     for parts in (1, 2, 4):
         if 4 * BINS // parts <= shared_bytes:
             return parts
@@ -122,7 +122,7 @@ def parts_for(shared_bytes: int, gpu: str) -> int:
 
 
 def load_module(driver: Any, capability: tuple[int, int], parts: int) -> Any:
-    """The kernels as a module of the current context, compiled anew if the kept code fails."""
+    """Loads the kernels into the current context; compiles them anew if the cached code fails."""
     with suppress(CudaError):
         return checked(driver.cuModuleLoadData(compile_kernels(capability, parts)))
     try:
@@ -142,10 +142,10 @@ def load_module(driver: Any, capability: tuple[int, int], parts: int) -> Any:
 
 
 def compile_kernels(capability: tuple[int, int], parts: int, *, fresh: bool = False) -> bytes:
-    """Machine code of histogram.cu for a compute capability; PTX if NVRTC is older than the GPU.
+    """Compiles histogram.cu for a compute capability; to PTX if NVRTC is older than the GPU.
 
-    Kept in the user's cache directory, under the hash of all that it depends on; `fresh` compiles
-    whatever is kept.
+    The code is kept in the user's cache directory, under the hash of all that it depends on;
+    `fresh` compiles even if it is there.
     """
     nvrtc = load_nvrtc(*_NEEDS)
     source = (resources.files("calibrate.observe") / "histogram.cu").read_bytes()
@@ -164,7 +164,7 @@ def compile_kernels(capability: tuple[int, int], parts: int, *, fresh: bool = Fa
     if not fresh and (kept := _read_kept(path)) is not None:
         return kept
     code = compile_source(nvrtc, "histogram.cu", source, target, options)
-    with suppress(OSError):  # a cache that cannot be written costs half a second a process
+    with suppress(OSError):  # a cache that cannot be written costs half a second per process
         _keep(path, code)
     return code
 
@@ -178,7 +178,7 @@ def _cache_directory() -> Path:
 
 
 def _read_kept(path: Path) -> bytes | None:
-    """The code in `path`; None if there is none, or it is not what was written."""
+    """Returns the code in `path`; None if there is none, or it is not what was written."""
     with suppress(OSError):
         data = path.read_bytes()
         digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -188,7 +188,7 @@ def _read_kept(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, code: bytes) -> None:
-    """Writes `code` behind its SHA-256 to `path`; no reader, or crash, sees a part of it."""
+    """Writes the SHA-256 of `code`, then `code`, to `path`, atomically even in a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:

@@ -1,4 +1,4 @@
-"""How a tensor on a GPU is walked: cut to what one launch takes, then described to histogram.cu."""
+"""Cuts a tensor on a GPU to what one launch takes, and describes its layout to histogram.cu."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ __all__ = ["MAX_BATCHES", "VECTOR", "Layout", "batched", "layout_of", "pieces"]
 MAX_BATCHES = 256
 VECTOR = 16  # bytes of a load
 
-_LONGEST = 1 << 31  # elements of one launch: a 32-bit counter in shared memory cannot overflow
+_LONGEST = 1 << 31  # elements per launch: a 32-bit counter in shared memory cannot overflow
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the kernel finds the elements of `x`; strides in elements, see histogram.cu."""
+    """Describes where the kernel finds `x`'s elements; strides in elements, see histogram.cu."""
 
     x: torch.Tensor
     lengths: Sequence[int]
@@ -28,12 +28,12 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """What of `x` is read."""
+        """Bytes of `x` that are read."""
         return sum(self.lengths) * self.unit * self.runs * self.x.element_size()
 
 
 def batched(x: torch.Tensor, lengths: Sequence[int] | None) -> tuple[torch.Tensor, Sequence[int]]:
-    """`x` as [B, T, ...] with a length for each of B, all of it for None."""
+    """Returns `x` as [B, T, ...] with a length for each of B; None takes all of it."""
     if lengths is None:
         if x.is_contiguous() and x.numel():
             x = x.reshape(1, -1, 1)
@@ -46,7 +46,7 @@ def batched(x: torch.Tensor, lengths: Sequence[int] | None) -> tuple[torch.Tenso
 
 
 def pieces(x: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-    """`x` [B, T, ...] cut along B, and along T where it must be, to what one launch takes."""
+    """Cuts `x` [B, T, ...] along B, and along T if it must, to what one launch takes."""
     if not x.numel():
         return
     row = x[0, 0].numel()
@@ -63,7 +63,7 @@ def pieces(x: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[torch.Tens
 
 
 def layout_of(x: torch.Tensor, lengths: Sequence[int]) -> Layout | None:
-    """How the kernel reads `x` [B, T, ...]; None if it cannot without a copy."""
+    """Returns how the kernel reads `x` [B, T, ...]; None if that needs a copy."""
     width = VECTOR // x.element_size()
     batch_stride, time_stride = x.stride(0), x.stride(1)
     unit = 1  # consecutive elements at one time
@@ -90,7 +90,7 @@ def layout_of(x: torch.Tensor, lengths: Sequence[int]) -> Layout | None:
         layout = replace(layout, runs=outer[0][1], run_stride=outer[0][0])
     else:
         return None
-    # With more than one run, each must start, and end, at a whole vector.
+    # With more than one run, each must start and end at a whole vector.
     steps = [x.data_ptr() // x.element_size(), unit, layout.run_stride]
     if x.shape[0] > 1:
         steps.append(batch_stride)

@@ -13,14 +13,17 @@ from octet.numerics.bits import bf16_to_float32
 
 __all__ = ["SMALL", "CodeDtype", "Histogram", "Histograms", "bin_widths", "magnitudes"]
 
-SMALL = 0.9  # the fraction of the values that are not zero, smallest first, that are small
+SMALL = 0.9  # the fraction of the non-zero values, smallest first, that count as small
 
 CodeDtype = Literal["bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts[c]`, int64[32768], elements whose magnitude code is c (see `magnitudes`)."""
+    """Counts by magnitude code (see `magnitudes`).
+
+    `counts` is int64[32768]; `counts[c]` elements have magnitude code c.
+    """
 
     counts: NDArray[np.int64]
     code_dtype: CodeDtype
@@ -30,7 +33,7 @@ class Histogram:
         return cls(np.zeros(BINS, np.int64), code_dtype)
 
     def __add__(self, other: "Histogram") -> "Histogram":
-        """The histogram of both sets of elements; ValueError if their codes differ."""
+        """Returns the histogram of both sets of elements; ValueError if their codes differ."""
         if self.code_dtype != other.code_dtype:
             raise ValueError(f"cannot add {self.code_dtype} and {other.code_dtype} histograms")
         return Histogram(self.counts + other.counts, self.code_dtype)
@@ -52,7 +55,7 @@ class Histogram:
         return int(self.counts[_inf_code(self.code_dtype) + 1 :].sum())
 
     def finite(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The finite magnitudes that occur, ascending, float32[n], and their counts, int64[n]."""
+        """Returns the finite magnitudes that occur, ascending float32[n], and counts int64[n]."""
         counts = self.counts[: _inf_code(self.code_dtype)]
         present = np.flatnonzero(counts)
         return magnitudes(self.code_dtype)[present], counts[present]
@@ -64,10 +67,10 @@ class Histogram:
         return float(values[-1]) if len(values) else 0.0
 
     def quantile(self, fraction: float) -> float:
-        """The smallest magnitude that at least `fraction` of the finite elements do not exceed.
+        """Returns the least magnitude that at least `fraction` of finite elements do not exceed.
 
-        The inverse of the empirical distribution function ("inverted_cdf" in numpy): always a
-        magnitude that occurs. 0.0 for an empty histogram.
+        This is the inverse of the empirical distribution function ("inverted_cdf" in numpy), so it
+        is always a magnitude that occurs. It is 0.0 for an empty histogram.
         """
         values, counts = self.finite()
         if not len(values):
@@ -77,10 +80,10 @@ class Histogram:
         return float(values[np.searchsorted(reached, rank)])
 
     def small_limit(self) -> float:
-        """The largest magnitude that is small: the 90 % quantile of those that are not zero.
+        """Returns the largest magnitude that is small: the 90 % quantile of the non-zero ones.
 
-        Zeros have no error to hide. Counted, they would be all that is small in an input that is
-        mostly zero, and what happens to the others would not show.
+        Zeros have no error that could be hidden. If they were counted, they alone would be small in
+        an input that is mostly zero, and errors of the other values would not show.
         """
         counts = self.counts.copy()
         counts[0] = 0
@@ -88,7 +91,7 @@ class Histogram:
 
 
 class Histograms(Mapping[str, Histogram]):
-    """The histogram of each of `observations`, over all samples, made when it is asked for.
+    """The histogram of each of `observations`, over all samples, made on access.
 
     `counts` are int64 [32768] or [chunks, 32768]. A model with experts has ten thousand histograms,
     which are not in memory at once.
@@ -112,7 +115,7 @@ class Histograms(Mapping[str, Histogram]):
 
 @cache
 def magnitudes(code_dtype: CodeDtype) -> NDArray[np.float32]:
-    """float32[32768]: the value of each magnitude code, Inf and NaN included; read-only."""
+    """Returns float32[32768]: the value of each magnitude code, Inf and NaN included; read-only."""
     codes = np.arange(BINS, dtype=np.uint16)
     if code_dtype == "bfloat16":
         values = bf16_to_float32(codes)
@@ -124,7 +127,10 @@ def magnitudes(code_dtype: CodeDtype) -> NDArray[np.float32]:
 
 @cache
 def bin_widths(code_dtype: CodeDtype) -> NDArray[np.float64]:
-    """float64[n]: for each finite code, the distance to the next magnitude, or to the previous."""
+    """Returns float64[n]: for each finite code, the distance to the next magnitude.
+
+    For the last code, it is the distance to the previous one.
+    """
     finite = magnitudes(code_dtype)[: _inf_code(code_dtype)].astype(np.float64)
     gaps = np.diff(finite)
     return np.append(gaps, gaps[-1])

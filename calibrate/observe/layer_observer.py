@@ -1,8 +1,7 @@
-"""Hooks on decoder layers, which count what flows while a batch passes through them.
+"""Counts the activations of decoder layers, by hooks, while a batch passes through them.
 
-Where a tensor holds NaN or Inf: channel and sample, among the values as they are counted.
-
-Linears that are taken by their names to read one tensor, held to it.
+Locates NaN and Inf by channel and sample, among the values as they are counted. Checks that linears
+whose names say that they read one tensor do so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,10 @@ __all__ = ["LayerObserver", "require_finite", "require_shared_inputs"]
 
 @contextmanager
 def require_shared_inputs(layer: Any, prefix: str, linears: Iterable[Linear]) -> Iterator[None]:
-    """While active, a linear of the decoder layer `prefix` that reads another tensor than the first
-    with its `input` raises UnsupportedError: it would be served with scales of what it never reads.
+    """While active, requires that linears of one `input` in decoder layer `prefix` read one tensor.
+
+    Raises UnsupportedError if a linear reads another tensor than the first of them. It would be
+    served with scales of a tensor that it never reads.
     """
     last: dict[str, torch.Tensor] = {}
 
@@ -50,7 +51,7 @@ def require_shared_inputs(layer: Any, prefix: str, linears: Iterable[Linear]) ->
 
 
 def require_finite(name: str, rows: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf as it is counted."""
+    """Raises NumericsError if any of `rows`, (origin, [n, ...]), holds NaN or Inf as counted."""
     parts = [(origin, _as_counted(row.flatten(1))) for origin, row in rows]
     broken = [(origin, part) for origin, part in parts if not part.isfinite().all()]
     if not broken:
@@ -75,10 +76,10 @@ def _as_counted(x: torch.Tensor) -> torch.Tensor:
 
 
 class LayerObserver:
-    """Counts what flows in decoder layers while `run` computes a batch.
+    """Counts the activations of decoder layers while `run` computes a batch.
 
     `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`. NaN
-    and Inf are looked for after each `patience` passes, since a GPU runs dry while it is asked.
+    and Inf are checked for after every `patience` passes, since a GPU idles during the check.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class LayerObserver:
         self._spec = spec
         self._slots = slots
         self._batch: Batch | None = None
-        self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once an expert asks
+        self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once needed
         self._locating = False
 
     @contextmanager
     def watching(self, layer: Any, index: int) -> Iterator[None]:
-        """While active, `layer`, the module of decoder layer `index`, is watched."""
+        """While active, observes `layer`, the module of decoder layer `index`."""
         prefix = self._spec.layer(index)
         with ExitStack() as stack:
             for name in self._slots:
@@ -115,9 +116,10 @@ class LayerObserver:
             yield
 
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
-        """What `compute(cache)` gives, which passes `batch` through layers and must do it again.
+        """Returns the result of `compute(cache)`, which passes `batch` through layers.
 
-        NumericsError is that of `require_finite`; ConfigError, that the GPU has no room for it.
+        `compute` must be repeatable, since it runs again to locate a NaN or Inf. Raises the
+        NumericsError of `require_finite`, and ConfigError if the GPU runs out of memory.
         """
         result = self._watched(batch, compute)
         self._unchecked.append((batch, compute))
@@ -127,14 +129,14 @@ class LayerObserver:
 
     @torch.inference_mode()
     def require_finite(self) -> None:
-        """NumericsError names the first tensor in which NaN or Inf was counted, if any was."""
+        """Raises NumericsError naming the first tensor in which NaN or Inf was counted, if any."""
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
             return
         bad = self.counter.bad()
         if not bad:
             return
-        self._locating = True  # the same passes again, looking at each tensor
+        self._locating = True  # the same passes again, checking each tensor
         try:
             for batch, compute in unchecked:
                 self._watched(batch, compute)
@@ -167,7 +169,7 @@ class LayerObserver:
 
     def count(self, name: str, x: torch.Tensor) -> None:
         """Counts `x` [B, T, ...] of the batch that is running."""
-        if self._batch is None:  # someone else runs the model: not ours to count
+        if self._batch is None:  # the model runs outside `run`: not counted
             return
         if self._locating:
             rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
@@ -176,7 +178,7 @@ class LayerObserver:
             self.counter.add(self._slots[name], x, self._batch.lengths)
 
     def count_rows(self, name: str, rows: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
-        """Counts those of `rows` [n, K] that are no padding, and returns `rows`; see `Tap`."""
+        """Counts the `rows` [n, K] that are not padding, and returns `rows`; see `Tap`."""
         batch = self._batch
         if batch is None:
             return rows
@@ -215,7 +217,7 @@ class LayerObserver:
     def _hook(self, name: str) -> Any:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = inputs[0]
-            if x.dim() == 2 and self._batch is not None:  # an expert of all tokens, in some models
+            if x.dim() == 2 and self._batch is not None:  # a shared expert, in some models
                 x = x.reshape(*self._batch.token_ids.shape, -1)
             self.count(name, x)
 

@@ -1,8 +1,8 @@
-"""Watching a model run: one exact histogram per distinct linear input, key and value.
+"""Observes a model as it runs: one exact histogram per distinct linear input, key and value.
 
 q/k/v read one tensor and so do gate/up: it is counted once. Each expert of a mixture has inputs of
-its own. Keys (after RoPE) and values are counted where they enter the cache, and queries (after
-RoPE), if asked for, where they enter attention. What the model computes at padding is not counted.
+its own. Keys (after RoPE) and values are counted where they enter the cache. Queries (after RoPE),
+if requested, are counted where they enter attention. Activations at padding are not counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ __all__ = ["Observer", "check_totals", "observations_of", "observe"]
 
 
 class Observer:
-    """Runs batches through a whole decoder, without its logits, and counts what flows.
+    """Runs batches through a whole decoder, without its logits, and counts activations.
 
     `histograms` and `observations` have the keys that `octet.artifacts.calibration.Calibration`
     lists.
@@ -54,13 +54,13 @@ class Observer:
         self.layers.counter = counter
 
     def close(self) -> None:
-        """Ends the counting; `histograms` stay."""
+        """Ends the counting; `histograms` stay available."""
         self._counts = self.counter.counts()
         self.counter.close()
 
     @property
     def histograms(self) -> dict[str, Histogram]:
-        """The histogram of each observed tensor, of everything that ran so far."""
+        """The histogram of each observed tensor, over everything that ran so far."""
         counts = self.counter.counts() if self._counts is None else self._counts
         return {
             name: Histogram(counts[slot], self._code_dtype)
@@ -69,7 +69,10 @@ class Observer:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> None:
-        """One forward pass; NumericsError, on a GPU up to 15 passes later, names a NaN or Inf."""
+        """Runs one forward pass.
+
+        Raises NumericsError for a NaN or Inf, on a GPU up to 15 passes later.
+        """
         token_ids = batch.token_ids.to(self._decoder.device)
 
         def compute(cache: DynamicCache) -> torch.Tensor:
@@ -88,9 +91,10 @@ class Observer:
 def observe(
     model: Any, spec: ModelSpec, *, threads: int | None = None, queries: bool = False
 ) -> Iterator[Observer]:
-    """An `Observer` of `model`, whose hooks are gone when the block ends.
+    """Yields an `Observer` of `model`, whose hooks are removed when the block ends.
 
-    `threads` count on a CPU; `make_counter` chooses if not given. `queries` are observed if asked.
+    `threads` threads count on a CPU; by default `make_counter` chooses. `queries` are observed if
+    set.
     """
     observer = Observer(model, spec, threads, queries=queries)
     with ExitStack() as stack:
@@ -104,9 +108,10 @@ def observe(
 def observations_of(
     spec: ModelSpec, dtype: torch.dtype, layer: int | None = None, *, queries: bool = False
 ) -> dict[str, Observation]:
-    """What is observed of `layer`, or of all, in the order in which the model computes it.
+    """Returns the observations of `layer`, or of all layers, in the order the model computes them.
 
-    `queries` too, if an engine may round them: a linear's width more to count in every layer.
+    `queries` are included for an engine that may round them; they add a linear's width to count in
+    every layer.
     """
     observed_dtype = str(dtype).removeprefix("torch.")
     code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
@@ -133,10 +138,10 @@ def observations_of(
 
 
 def check_totals(spec: ModelSpec, counts: Mapping[str, NDArray[np.int64]], tokens: int) -> None:
-    """RuntimeError unless every tensor was counted once for each of `tokens`.
+    """Raises RuntimeError unless every tensor was counted once for each of `tokens`.
 
-    The experts of a layer share its tokens, `experts_per_token` for each. It guards against a
-    transformers release that routes its tensors differently.
+    The experts of a layer share its tokens, `experts_per_token` for each. The check guards against
+    a transformers release that routes its tensors differently.
     """
     kv = spec.kv_heads * spec.head_dim
     widths = {linear.input: linear.in_features for linear in spec.linears()}

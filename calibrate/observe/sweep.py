@@ -1,13 +1,13 @@
-"""Calibrating layer by layer: all batches through one decoder layer, then through the next.
+"""Calibrates layer by layer: all batches through one decoder layer, then through the next.
 
     embeddings ─▶ layer 0 ─▶ activations ─▶ layer 1 ─▶ activations ─▶ ...
                      │ counts                  │ counts
                      ▼                         ▼
                 histograms, journal       histograms, journal
 
-In memory are the weights of one layer and one set of activations (or, spilled, those of one batch).
-A run that continues computes again, without counting, the finished layers behind the activations
-that the journal has kept. The histograms are, bin for bin, those of the whole model in memory: see
+Memory holds the weights of one layer and one set of activations (or, spilled, those of one batch).
+A continued run recomputes, without counting, the finished layers after the activations that the
+journal has kept. The histograms equal, bin for bin, those of the whole model in memory: see
 `calibrate.decoder.layers`.
 """
 
@@ -48,14 +48,17 @@ from octet.progress import Spread
 
 __all__ = ["Observed", "observe_checkpoint"]
 
-_AT_ONCE = 32  # tensors whose counts the ranks sum at once; experts make hundreds of a layer
+_AT_ONCE = 32  # tensors whose counts the ranks sum at once; a layer with experts has hundreds
 _USUAL_BINS = 4096  # that occur in a tensor: 32 octaves of BF16
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a run counted: int64 [chunks, 32768], the counts of each chunk of batches, for each of
-    `observations`; `facts` of the run are for the manifest."""
+    """The counts of a run.
+
+    `histograms` hold int64 [chunks, 32768], the counts of each chunk of batches, for each of
+    `observations`. `facts` of the run are for the manifest.
+    """
 
     histograms: Mapping[str, NDArray[np.int64]]
     observations: dict[str, Observation]
@@ -77,17 +80,18 @@ def observe_checkpoint(
     threads: int | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Observed:
-    """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts what flows.
+    """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts activations.
 
     There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
-    asked for. Activations wait in memory, or in files in a directory of the run's own below
+    requested. Activations are kept in memory, or in files in a directory of the run's own below
     `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
-    run that was killed continues; the caller discards it (`calibrate.journal.journal.discard`) when
-    its own work is safe. One of another run raises ArtifactError, unless `restart` discards it.
-    Each rank of `group` runs its share of the batches, and has the sums of all. `threads` count on
-    a CPU. `advance` is told tokens as work is done, which add up to those of `batches`.
+    run that was killed continues. The caller discards it (`calibrate.journal.journal.discard`) when
+    its own work is safe. A journal of another run raises ArtifactError, unless `restart` discards
+    it. Each rank of `group` runs its share of the batches, and has the sums of all. `threads`
+    threads count on a CPU. `advance` is called with numbers of tokens as work is done, which add up
+    to those of `batches`.
 
-    NumericsError names tensor, channel and sample of the first NaN or Inf.
+    Raises NumericsError naming tensor, channel and sample of the first NaN or Inf.
     """
     device, group = torch.device(device), group or Group()
     observations = observations_of(checkpoint.spec, getattr(torch, dtype), queries=queries)
@@ -145,7 +149,7 @@ class _Sweep:
         self._names = names  # of what is observed, layer by layer
 
     def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
-        """int64 [chunks, 32768] of every observed tensor in order, the sums of all ranks."""
+        """Returns int64 [chunks, 32768] of every observed tensor in order, summed over ranks."""
         histograms = CompactCounts()
         journal, reached = self._journal, 0
         if journal is not None:
@@ -182,7 +186,7 @@ class _Sweep:
         return histograms
 
     def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
-        """Where activations wait, None for in files of the journal's alone."""
+        """Returns where activations are kept, or None if only in the journal's files."""
         if self._spill is None:
             return ActivationMemory(self._device)
         if self._journal is not None:
@@ -193,7 +197,7 @@ class _Sweep:
     def _leaving(
         self, index: int, model: LayeredModel, memory: Activations | None
     ) -> Activations | None:
-        """Where what layer `index` gives goes."""
+        """Returns where the output of layer `index` is written, or None after the last layer."""
         if index + 1 == self._spec.layers:  # nobody reads it
             return None
         if memory is None:
@@ -202,7 +206,7 @@ class _Sweep:
         return memory
 
     def _keep(self, index: int, model: LayeredModel, leaving: Activations) -> None:
-        """Lets the journal have what layer `index` gave, if it is in files or it is time."""
+        """Keeps the output of layer `index` in the journal, if it is in files or `due`."""
         journal = self._journal
         if journal is None:
             return
@@ -227,7 +231,10 @@ class _Sweep:
         entering: Entering,
         leaving: Activations | None,
     ) -> CompactCounts:
-        """The counts of one layer over the batches of all ranks; an error of any stops all."""
+        """Returns the counts of one layer over the batches of all ranks.
+
+        An error of any rank stops all.
+        """
         slots = {name: slot for slot, name in enumerate(self._names[index])}
         observer = LayerObserver(self._spec, counter, slots)
 
@@ -256,7 +263,10 @@ class _Sweep:
         leaving: Activations | None,
         names: Sequence[str],
     ) -> list[CompactCounts]:
-        """One layer over the batches of this rank: for each chunk, the counts by name, or none."""
+        """Runs one layer over the batches of this rank.
+
+        Returns the counts by name for each chunk, empty if they are not counted.
+        """
         found = [CompactCounts() for _ in range(self._chunks)]
         counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
@@ -274,7 +284,7 @@ class _Sweep:
         return found
 
     def _check_space(self, reached: int) -> None:
-        """ArtifactError, on every rank, if rank 0's disk cannot hold what will be written."""
+        """Raises ArtifactError, on every rank, if rank 0's disk lacks space for the run."""
         self._group.on_first(partial(self._require_space, reached))
 
     def _require_space(self, reached: int) -> None:
@@ -285,7 +295,7 @@ class _Sweep:
             if self._spill is not None:
                 require_space(self._spill, activations, "one set of activations", remedy)
             return
-        # What enters a layer and what leaves it; of the first one nothing enters.
+        # A layer's input and its output; the first layer's input is not stored.
         sets = min(2, self._spec.layers - 1) - (reached > 0)
         require_space(self._journal.place, sets * activations, "keeping activations", remedy)
         tensors = sum(map(len, self._names[self._finished :]))

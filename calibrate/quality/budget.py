@@ -1,14 +1,14 @@
-"""Which parts of a model to keep in a better format so that quantization costs no more than said.
+"""Chooses the parts of a model to keep in higher precision, so that its cost stays in a budget.
 
-It starts with the recipe everywhere. While that is over budget, one unit goes up a format, or to
-BF16: the one with the most divergence to gain per byte, by what each costs alone; then the whole is
-measured again. What it costs, in forward passes over the batches: one at each step, and one more
-where a format between the recipe's and BF16 is considered for a unit.
+The search starts with the recipe everywhere. While that is over budget, it promotes one unit by a
+format, or to BF16: the unit with the largest reduction of divergence per byte, judged by its cost
+alone. Then it measures the whole model again. Each step takes one forward pass over the batches,
+and one more for each unit considered at a format between the recipe's and BF16.
 
-A limit is held against the upper end of a one-sided 95 % confidence interval, not against the
-estimate. The interval is that of a recipe fixed beforehand; here, which units are promoted and when
-to stop is decided on the same text, so what is reached at the end is somewhat optimistic, the more
-so the fewer samples there are. `LEAST_SAMPLES` are required.
+A limit is compared with the upper end of a one-sided 95 % confidence interval, not with the
+estimate. The interval assumes a recipe fixed beforehand. Here the same text decides which units are
+promoted and when to stop, so the final figure is somewhat optimistic, the more so the fewer samples
+there are. `LEAST_SAMPLES` are required.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ __all__ = ["Budget", "Limit", "Step", "check_reachable", "check_samples", "choos
 
 @dataclass(frozen=True)
 class Step:
-    """The whole model after `promoted` went `to` a format; None in the first, the recipe itself."""
+    """The whole model after `promoted` moved to format `to`; both None for the recipe itself."""
 
     promoted: str | None
     to: str | None
@@ -45,10 +45,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Budget:
-    """A recipe that costs no more than `limit`, and how it was found.
+    """The recipe chosen for `limit`, and the steps of the search.
 
-    `reached` and `bound` are of the limited metric at the end; `chosen` are the units that are not
-    as the first recipe said, with their formats, in the order of the model.
+    `reached` and `bound` are the final values of the limited metric. `chosen` are the promoted
+    units with their formats, in the order of the model.
     """
 
     limit: Limit
@@ -62,7 +62,7 @@ class Budget:
     evaluated_on: str
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for report.json."""
+        """Returns plain data for report.json."""
         return {
             "metric": self.limit.metric,
             "limit": self.limit.value,
@@ -77,7 +77,7 @@ class Budget:
 
 
 def check_samples(limit: Limit, batches: Sequence[Batch]) -> None:
-    """ConfigError if there are too few samples to bound what a recipe costs."""
+    """Raises ConfigError if there are too few samples to bound the cost of a recipe."""
     samples = sum(len(batch.lengths) for batch in batches)
     if samples < LEAST_SAMPLES:
         raise ConfigError(
@@ -94,10 +94,11 @@ def check_reachable(
     limit: Limit,
     reference: Reference,
 ) -> None:
-    """ConfigError if the cache alone is over the limit, so that no choice of weights can meet it,
-    and if there are too few samples to tell.
+    """Raises ConfigError if no choice of weights can meet the limit.
 
-    One forward pass, and one more to say what an E4M3 cache would cost instead.
+    That is so if the cache alone is over it. Also raises ConfigError if there are too few samples
+    to decide. Takes one forward pass, and another to report the cost of an E4M3 cache instead of
+    E5M2.
     """
     check_samples(limit, reference.batches)
     if recipe.kv_cache == "float16":
@@ -132,11 +133,11 @@ def choose(
     evaluated_on: str,
     advance: Advance = lambda tokens: None,
 ) -> Budget:
-    """The recipe of fewest bytes, by greedy promotion, within `limit` on the reference's batches.
+    """Promotes units greedily, to meet `limit` on the reference's batches with few bytes.
 
-    `scales` and `sensitivity` are those of `recipe`. `evaluated_on` says whose tokens they are
-    ("held-out samples"). `advance` is told the tokens of each pass; how many there will be is not
-    known beforehand. The scales of the result are `derive_scales` of its recipe.
+    `scales` and `sensitivity` are those of `recipe`. `evaluated_on` names the text ("held-out
+    samples"). `advance` receives the tokens of each pass; the number of passes is not known
+    beforehand. The scales of the result are `derive_scales` of its recipe.
     """
     search = Promotion(
         model, checkpoint, recipe, scales, histograms, sensitivity, reference, advance
@@ -145,7 +146,7 @@ def choose(
     curve = [_step(search, None, None, cost, limit)]
     while not limit.met(cost):
         best = search.best()
-        if best is None:  # all in BF16: what is left is the cache's
+        if best is None:  # all in BF16: the remaining cost is that of the cache
             break
         unit, level = best
         search.levels[unit.name] = level

@@ -1,12 +1,12 @@
-"""How far a model's next-token distributions move: KL divergence and perplexity, on held-out text.
+"""Measures KL divergence and perplexity of next-token distributions on held-out text.
 
-The reference's answers are not kept, its last hidden states are: [tokens, H] in the model's dtype,
-where logits would be V/H times as large. The head is applied to a few rows at a time, in float32
-whatever the model computes in: bfloat16 logits would add some 1e-4 nats of their own.
+Keeps the reference's last hidden states, [tokens, H] in the model's dtype, instead of its logits,
+which would be V/H times as large. The head is applied to a few rows at a time, always in float32:
+bfloat16 logits would add about 1e-4 nats of their own.
 
-Tokens of one sample are not independent, samples are: standard errors are those of a mean over
-clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens, and upper bounds
-those of `octet.statistics`, which says how often the truth is beyond one.
+Samples are independent, tokens of one sample are not. So standard errors are those of a mean over
+clusters, sqrt(S/(S-1) · Σ (sum of sample - tokens of sample · mean)²) / tokens. Upper bounds come
+from `octet.statistics`, which documents how often the true value exceeds one.
 """
 
 import math
@@ -36,24 +36,24 @@ __all__ = [
     "evaluation_batches",
 ]
 
-LEAST_SAMPLES = 8  # that a bound is worth looking at: with fewer it is two standard errors or more
-_ELEMENTS = 1 << 22  # logits computed at a time: 16 MB in float32, and thrice that for a moment
+LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
+_ELEMENTS = 1 << 22  # logits at a time: 16 MB in float32, and briefly three times that
 
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A model compared with its reference on the same tokens.
+    """Comparison of a model with its reference on the same tokens.
 
     `kl` is KL(reference ‖ model) in nats, the mean over `tokens` positions with its standard error;
     `kl_p90` and `kl_max` are of single positions. Perplexities are over the tokens that follow
-    another in their sample; `log_ratio` is the mean difference of their log-likelihoods, so that
-    the model's perplexity is exp(log_ratio) times the reference's. `samples_predicted` are those of
-    two tokens or more, which alone have a perplexity.
+    another in their sample. `log_ratio` is the mean difference of their log-likelihoods: the
+    model's perplexity is exp(log_ratio) times the reference's. `samples_predicted` counts samples
+    of two tokens or more; only those have a perplexity.
 
-    With 95 % confidence, figures of such text are at most their bounds, of a model that was not
-    chosen by it.
+    The bounds are one-sided, with 95 % confidence, for text like this. They hold only for a model
+    that was not chosen on the same text.
     """
 
     kl: float
@@ -77,14 +77,17 @@ class Divergence:
 
     @property
     def change_bound(self) -> float:
-        """That of the relative change."""
+        """Upper bound of the relative change of the perplexity."""
         return math.expm1(self.log_ratio_bound)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the tokens of each sample, float64 [samples]: KL, how many tokens, and of those that
-    follow another the differences of -log likelihoods, and how many."""
+    """Sums over the tokens of each sample, float64 [samples].
+
+    `kl` is over all tokens, of which there are `tokens`. `change` is the model's -log likelihood
+    minus the reference's, over the `predicted` tokens that follow another.
+    """
 
     kl: NDArray[np.float64]
     tokens: NDArray[np.float64]
@@ -92,7 +95,7 @@ class Sums:
     predicted: NDArray[np.float64]
 
     def figures(self) -> dict[str, float]:
-        """Means with their errors and bounds, as fields of a `Divergence`."""
+        """Returns means with their standard errors and bounds, as fields of a `Divergence`."""
         found: dict[str, float] = {}
         for name, sums, sizes in (
             ("kl", self.kl, self.tokens),
@@ -105,7 +108,7 @@ class Sums:
 
 
 class Reference:
-    """What a model says of some batches as it is now; `compare` asks it again later.
+    """A model's present output on some batches; `compare` measures later changes against it.
 
     `hidden` are the last hidden states [tokens, H] of each batch, padding left out.
     """
@@ -119,7 +122,7 @@ class Reference:
         *,
         advance: Advance = lambda tokens: None,
     ) -> None:
-        """One forward pass over `batches`."""
+        """Runs one forward pass over `batches`."""
         self.batches = tuple(batches)
         self._model, self._spec = model, spec
         self.head: Tensor = model.get_output_embeddings().weight.float()  # [V, H]
@@ -131,7 +134,7 @@ class Reference:
                 advance(batch.tokens)
 
     def states(self, batch: Batch) -> Tensor:
-        """The last hidden states [B, T, H], computed now."""
+        """Computes the last hidden states [B, T, H]."""
         decoder = self._model.base_model
         ids = batch.token_ids.to(self._model.device)
         states: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -145,11 +148,11 @@ class Reference:
         states: Callable[[int], Tensor] | None = None,
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> Divergence:
-        """One forward pass of the model as it computes now, against what it said before.
+        """Runs one forward pass and compares it with the reference's output.
 
-        `states(i)` gives the last hidden states [tokens, H] of batch i in another way, `head` the
-        float32 logits [n, V] of some of them, [n, H] in float32.
-        NumericsError if a logit is NaN or Inf.
+        If given, `states(i)` supplies the last hidden states [tokens, H] of batch i instead, and
+        `head` maps hidden states [n, H] to logits [n, V], both in float32.
+        Raises NumericsError if a logit is NaN or Inf.
         """
         found = Tally()
         for index, batch in enumerate(self.batches):
@@ -171,7 +174,7 @@ class Reference:
 
 
 class Tally:
-    """The costs of tokens, batch by batch, until all are known."""
+    """Accumulates KL divergences and likelihoods of tokens, batch by batch."""
 
     def __init__(self) -> None:
         self._divergences: list[Tensor] = []  # float64 on the CPU, as all are
@@ -179,8 +182,11 @@ class Tally:
         self._samples: list[int] = []
 
     def add(self, batch: Batch, logits: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """`logits` float32 [n, V] of the reference and of the model, for the batch's real tokens
-        in their order, some at a time."""
+        """Adds a batch.
+
+        `logits` yields float32 [n, V] of the reference and of the model, in chunks, for the
+        batch's real tokens in order.
+        """
         ids = real(batch.token_ids, batch)
         predicts = torch.ones(len(ids), dtype=torch.bool)
         predicts[torch.tensor(batch.lengths).cumsum(0) - 1] = False
@@ -198,7 +204,7 @@ class Tally:
         self._samples += batch.lengths
 
     def sums(self) -> Sums:
-        """NumericsError if a logit was NaN or Inf."""
+        """Returns the sums over each sample. Raises NumericsError if a logit was NaN or Inf."""
         kl, nll = self._found()
         predicted = [max(0, length - 1) for length in self._samples]
         return Sums(
@@ -209,7 +215,7 @@ class Tally:
         )
 
     def divergence(self) -> Divergence:
-        """NumericsError if a logit was NaN or Inf."""
+        """Returns the result over all tokens. Raises NumericsError if a logit was NaN or Inf."""
         kl, nll = self._found()
         both = nll.mean(dim=1).exp() if nll.shape[1] else torch.full((2,), math.nan)
         return Divergence(
@@ -224,7 +230,7 @@ class Tally:
         )
 
     def _found(self) -> tuple[Tensor, Tensor]:
-        """Of each token, and [2, n] of those that follow another."""
+        """Returns KL [tokens], and -log likelihoods [2, n] of the tokens that follow another."""
         kl, nll = torch.cat(self._divergences), -torch.cat(self._likelihoods, dim=1)
         if not (kl.isfinite().all() and nll.isfinite().all()):
             raise NumericsError("the quantized model's logits hold NaN or Inf on held-out text")
@@ -232,10 +238,9 @@ class Tally:
 
 
 def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Batches evenly spread over `batches`, of at least `tokens` tokens and `LEAST_SAMPLES` samples
-    together, or all of them.
+    """Chooses batches evenly spread over `batches`, because those are sorted by length.
 
-    Spread, because batches are sorted by length.
+    Together they have at least `tokens` tokens and `LEAST_SAMPLES` samples, or are all of them.
     """
     total = sum(batch.tokens for batch in batches)
     if total <= tokens:
@@ -253,13 +258,13 @@ def evaluation_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
 
 def _by_sample(values: Tensor, sizes: Sequence[int]) -> NDArray[np.float64]:
-    """The sums of float64 `values` [n], in samples of `sizes`."""
+    """Sums float64 `values` [n] over consecutive samples of `sizes`."""
     parts = torch.split(values, list(sizes))
     return np.array([float(part.sum()) for part in parts], np.float64)
 
 
 def _clustered(sums: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[float, float, float]:
-    """The mean, its standard error and its upper bound."""
+    """Returns the mean, its standard error and its upper bound."""
     if not len(sums):
         return math.nan, math.nan, math.nan
     if len(sums) == 1:

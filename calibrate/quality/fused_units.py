@@ -1,4 +1,4 @@
-"""Units of precision: the linears that share an input, and so a format, once served."""
+"""Fused groups: the linears that share an input when served, and therefore a format."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from octet.recipe import PRESETS, Recipe, TensorScheme
 
 __all__ = ["Unit", "find_units", "format_label", "unit_weights"]
 
-# What engines call the fused linears.
+# Names that engines give to the fused linears.
 _FUSED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj", "w1+w3": "w13"}
 
 
@@ -20,7 +20,8 @@ _FUSED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj
 class Unit:
     """Linears that are quantized together: q/k/v, gate/up, or one alone.
 
-    All experts of a layer are one kernel's work: their gates and ups are one unit, their downs one.
+    One kernel computes all experts of a layer: their gates and ups are one unit, their downs
+    another.
     """
 
     name: str  # such as model.layers.0.self_attn.qkv_proj, or model.layers.0.mlp.experts.down_proj
@@ -33,12 +34,12 @@ class Unit:
 
     @property
     def weights(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return sum(linear.out_features * linear.in_features for linear in self.linears)
 
 
 def find_units(spec: ModelSpec, recipe: Recipe) -> list[Unit]:
-    """The units of the linears that `recipe` quantizes, in execution order."""
+    """Returns the units of the linears that `recipe` quantizes, in execution order."""
     layers = {spec.layer(index): index for index in range(spec.layers)}
     found: dict[tuple[str, str], list[Linear]] = {}
     for linear in spec.linears():
@@ -57,7 +58,7 @@ def find_units(spec: ModelSpec, recipe: Recipe) -> list[Unit]:
 
 
 def unit_weights(model: Any, spec: ModelSpec, unit: Unit) -> dict[str, Tensor]:
-    """Each linear's weight [N, K] as the model has it now, without a copy."""
+    """Returns each linear's current weight [N, K] in the model, without a copy."""
     if ".experts." not in unit.linears[0].name:
         return {name: model.get_submodule(name).weight for name in unit.names}
     prefix = spec.layer(unit.layer)
@@ -66,7 +67,7 @@ def unit_weights(model: Any, spec: ModelSpec, unit: Unit) -> dict[str, Tensor]:
 
 
 def format_label(schemes: Iterable[tuple[TensorScheme, TensorScheme] | None]) -> str:
-    """The preset that these schemes are those of, whatever the method of its scales."""
+    """Names the presets that these schemes match, whatever the method of their scales."""
     labels = {_label(scheme) for scheme in schemes}
     return " and ".join(sorted(labels))
 

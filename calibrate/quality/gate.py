@@ -1,13 +1,13 @@
-"""Whether a quantized model costs no more than it may, and which of its parts are to blame if not.
+"""Accuracy gate: decides whether a quantized model is within its limits, and names costly parts.
 
-What is held against a limit is the upper end of a one-sided 95 % confidence interval, never the
-estimate: a gate that is met says that on text like this, the divergence (or the change of the
-perplexity) is with 95 % confidence within the limit. Little text makes the bound wide, and the
-gate closes. The parts are those that are quantized together (`calibrate.quality.fused_units`) and
-the cache; the share of each is its divergence with it alone quantized, in the sum of them all: what
-they cost together may be more or less than that sum.
+A limit is compared with the upper end of a one-sided 95 % confidence interval, never with the
+estimate. A gate that is met states with 95 % confidence that on text like this, the divergence (or
+the change of the perplexity) is within the limit. Little text makes the bound wide, and the gate
+fails. Parts are the units that are quantized together (`calibrate.quality.fused_units`) and the
+cache. A part's share is its divergence when quantized alone, divided by the sum over all parts;
+the cost of all together may be more or less than that sum.
 
-A model that is refused is not written. What was found is: see `calibrate.quality.refused`.
+A refused model is not written, but its evidence is: see `calibrate.quality.refused`.
 """
 
 import json
@@ -29,26 +29,26 @@ __all__ = [
     "Part",
 ]
 
-_PLAIN = 0.1  # a change this large or more needs its percent sign: "1" would be 100 %
-_NAMED = 3  # parts in a message
+_PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
+_NAMED = 3  # parts named in a message, at most
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model with it alone quantized: KL in nats with its standard error."""
+    """One part of a model and its KL in nats, with standard error, when quantized alone."""
 
     name: str
-    linears: tuple[str, ...]  # () of the cache
+    linears: tuple[str, ...]  # () for the cache
     kl: float
     kl_error: float
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One limit, and what was measured: `bound` is the upper end of its 95 % interval.
+    """One limit and its measurement; `bound` is the upper end of the 95 % interval.
 
-    `on` says whose tokens ("held-out samples"), `how` what computed ("simulated in float32"). With
-    a `caveat` ("a budget chose its formats on them") the bound has no such confidence.
+    `on` names the text ("held-out samples") and `how` the computation ("simulated in float32").
+    With a `caveat` ("a budget chose its formats on them") the bound does not have 95 % confidence.
     """
 
     limit: Limit
@@ -62,7 +62,7 @@ class Judged:
 
     @property
     def met(self) -> bool:
-        return self.bound <= self.limit.value  # never, if it is NaN
+        return self.bound <= self.limit.value  # False if the bound is NaN
 
     def __str__(self) -> str:
         return (
@@ -72,7 +72,7 @@ class Judged:
 
     @property
     def sentence(self) -> str:
-        """With what it was held against."""
+        """Text with the limit, the measurement and the result."""
         said = f"{_option(self.limit)}: {self}: {'met' if self.met else 'not met'}"
         if self.caveat is None:
             return said
@@ -81,7 +81,7 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Returns plain data for a manifest."""
         return {
             "metric": self.limit.metric,
             "limit": self.limit.value,
@@ -99,7 +99,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each limit of a gate came to; `parts` are known where one was not met."""
+    """Result of a gate for each limit; `parts` are measured if one was not met."""
 
     judged: tuple[Judged, ...]
     parts: tuple[Part, ...] = ()
@@ -110,37 +110,40 @@ class Outcome:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """One of each limit."""
+        """One sentence for each limit."""
         return tuple(judged.sentence for judged in self.judged)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Of a report: what is over, and which parts cost most; what was met on doubtful text."""
+        """Report warnings: limits and the costliest parts if not met, else limits with a caveat."""
         if not self.met:
             return (*self.sentences, self.blame)
         return tuple(judged.sentence for judged in self.judged if judged.caveat is not None)
 
     @property
     def facts(self) -> dict[str, str]:
-        """Of a report."""
+        """Facts for a report."""
         return {"gate": "; ".join(self.sentences)}
 
     @property
     def ranked(self) -> tuple[Part, ...]:
-        """What costs most by itself comes first."""
+        """Parts in descending order of their cost alone."""
         return tuple(sorted(self.parts, key=lambda part: -part.kl))
 
     def blaming(self, parts: Sequence[Part]) -> "Outcome":
-        """The same, with what each of `parts` costs alone."""
+        """Returns the same outcome with the cost of each part alone."""
         return replace(self, parts=tuple(parts))
 
     def details(self) -> list[dict[str, Any]]:
-        """For a manifest."""
+        """Returns plain data for a manifest, an entry for each limit."""
         return [judged.as_json() for judged in self.judged]
 
     def error(self, out: Path, evidence: Path, *, again: str, budget: str | None) -> GateError:
-        """What ends the command, with its `evidence` kept; `again` is what to call with other
-        options (`octet calibrate`), `budget` what has a --budget, if that can be given."""
+        """Returns the error that ends the command, after `evidence` was written.
+
+        `again` is the command to repeat with other options, `budget` the one that accepts --budget,
+        or None if none can be given.
+        """
         first = next(judged for judged in self.judged if not judged.met)
         said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
         remedy = self._remedy(first, again, budget)
@@ -151,7 +154,7 @@ class Outcome:
 
     @property
     def blame(self) -> str:
-        """Which parts cost most, and how much of it all."""
+        """Text that names the costliest parts and their shares."""
         total = sum(part.kl for part in self.parts)
         if not total > 0:
             return "no part of it costs anything alone"
@@ -174,7 +177,7 @@ class Outcome:
         return ", or ".join(ways) or "allow more, or choose another recipe"
 
     def _causes(self) -> list[Part]:
-        """The fewest parts that make up half of it, if they are few enough to be left out."""
+        """Returns the fewest parts that cost half of the sum, or [] if over `_NAMED` are needed."""
         half, chosen = sum(part.kl for part in self.parts) / 2, list[Part]()
         for part in self.ranked:
             if sum(one.kl for one in chosen) >= half:
@@ -183,7 +186,7 @@ class Outcome:
         return chosen if len(chosen) <= _NAMED else []
 
     def evidence(self, **more: Any) -> str:
-        """The content of gate.json: limits, figures and parts, the costliest first."""
+        """Returns the content of gate.json: limits, measurements and parts, the costliest first."""
         total = sum(part.kl for part in self.parts)
         parts = [
             {
@@ -200,16 +203,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a model may cost at most: one limit, or one of each metric."""
+    """Limits on the cost of quantization: one limit, or one of each metric."""
 
     limits: tuple[Limit, ...]
 
     @classmethod
     def parse(cls, max_kl: str | None, max_ppl_change: str | None) -> Self | None:
-        """From what --max-kl (nats) and --max-ppl-change (1% or 0.01) were given; None of neither.
+        """Parses the values of --max-kl (nats) and --max-ppl-change (1% or 0.01).
 
-        ConfigError for what is no positive number, and for a change of 0.1 or more without a
-        percent sign.
+        Returns None if neither is given. Raises ConfigError for a value that is not a positive
+        number, and for a change of 0.1 or more without a percent sign.
         """
         limits = []
         if max_kl is not None:
@@ -223,7 +226,7 @@ class Gate:
         return " ".join(map(_option, self.limits))
 
     def check_spec(self, spec: ModelSpec, where: Path) -> None:
-        """UnsupportedError for an architecture that cannot be simulated."""
+        """Raises UnsupportedError for an architecture that cannot be simulated."""
         if spec.generic:
             raise UnsupportedError(
                 f"{where}: {self} needs a simulation of the quantized model, and Octet does not"
@@ -232,7 +235,7 @@ class Gate:
             )
 
     def check_samples(self, lengths: Sequence[int], on: str, remedy: str) -> None:
-        """ConfigError if samples of so many tokens cannot bound what is limited."""
+        """Raises ConfigError if samples of these `lengths` cannot bound a limited metric."""
         for limit in self.limits:
             least = 2 if limit.metric == "perplexity" else 1  # a first token is not predicted
             enough = sum(length >= least for length in lengths)
@@ -244,7 +247,7 @@ class Gate:
                 )
 
     def judge(self, cost: Divergence, on: str, how: str, caveat: str | None = None) -> Outcome:
-        """`cost` held against every limit."""
+        """Compares `cost` with every limit."""
         return Outcome(
             tuple(
                 Judged(
@@ -263,7 +266,7 @@ class Gate:
 
 
 def _option(limit: Limit) -> str:
-    """As it is given on the command line."""
+    """Returns the limit as a command-line option."""
     if limit.metric == "kl":
         return f"--max-kl {limit.value:g}"
     return f"--max-ppl-change {100 * limit.value:g}%"
@@ -274,7 +277,7 @@ def _change(text: str) -> Limit:
     example = "--max-ppl-change 1%"
     if given.endswith("%"):
         return Limit.of_perplexity(given, where, example)
-    value = Limit.of_kl(given, where, example).value  # a plain number, read in the same way
+    value = Limit.of_kl(given, where, example).value  # a plain number is parsed like a KL
     if value >= _PLAIN:
         raise ConfigError(f"{where}: write {value:g}% or {100 * value:g}%; it could mean either")
     return Limit("perplexity", value)

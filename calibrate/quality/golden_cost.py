@@ -1,13 +1,13 @@
-"""What a recipe costs on the golden prompts, for who has no held-out text: `rescale` and exports.
+"""Measures a recipe's cost on the golden prompts, for `rescale` and exports: no held-out text.
 
-The prompts are text, and every token of theirs counts: some thousands of positions where the
-golden records have one a prompt. They were held out of the calibration; a bound for them is
-clustered by prompt, as that of held-out text is by sample. A prompt that another begins with, as
-where both are cut from one sample, says nothing that the other does not, and is left out.
+Every token of the prompts counts: some thousands of positions, where the golden records have one a
+prompt. The prompts were held out of the calibration. Bounds are clustered by prompt, as those of
+held-out text are by sample. A prompt that is a prefix of another, as when both are cut from one
+sample, adds no information and is left out.
 
-The original and the quantized model run side by side, in float32, layer by layer: in memory are one
-layer and hidden states (`_STATES_BYTES` of them at a time). What a part costs alone is measured on
-some of the prompts.
+The original and the quantized model run side by side in float32, layer by layer. Only one layer and
+hidden states are in memory (`_STATES_BYTES` of them at a time). The cost of each part alone is
+measured on some of the prompts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,19 +45,19 @@ __all__ = ["ON", "PromptCost", "check_prompts", "distinct_prompts", "judge_promp
 
 ON = "golden prompts"
 _BATCH = 8  # prompts of similar length
-_BLAMED_TOKENS = 2048  # of the prompts that parts are measured on, or a little more
+_BLAMED_TOKENS = 2048  # of the prompts that parts are measured on, approximately
 _STATES_BYTES = 512 << 20
 _ROW_ELEMENTS = 1 << 24  # logits of the original, and as many of a variant, at a time
 
 
 def check_prompts(gate: Gate, golden: GoldenSet) -> None:
-    """ConfigError if `golden` has too little text to bound what is limited."""
+    """Raises ConfigError if `golden` has too little text to bound the limited metrics."""
     lengths = [len(prompt) for prompt in distinct_prompts(golden)]
     gate.check_samples(lengths, ON, "calibrate again with more samples with --held-out")
 
 
 def judge_prompts(gate: Gate, cost: "PromptCost", how: str, console: Console | None) -> Outcome:
-    """`cost` held against every limit; where it is over one, with what each part costs alone."""
+    """Judges `cost` by every limit; if one is not met, adds the cost of each part alone."""
     with progress_bar(console, "Gate", cost.tokens) as advance:
         outcome = gate.judge(cost.together(advance), ON, how)
     return outcome if outcome.met else outcome.blaming(cost.parts())
@@ -65,18 +65,18 @@ def judge_prompts(gate: Gate, cost: "PromptCost", how: str, console: Console | N
 
 @dataclass(frozen=True)
 class _Variant:
-    """The model with those linears quantized, and the cache if so."""
+    """The model with `linears` quantized, and with the KV cache quantized if `cache`."""
 
     linears: frozenset[str]
     cache: bool
 
 
 class PromptCost:
-    """`recipe` with `scales` on the prompts of `golden`, against the checkpoint as it was.
+    """Measures `recipe` with `scales` on the prompts of `golden`, against the original checkpoint.
 
-    `kv_cache` is the cache that is served with, the recipe's own if not given. `weights(name)`
-    gives those that were written, float32 [N, K], None for one that is as the recipe says; with
-    `quantized` False, all are as the checkpoint has them.
+    `kv_cache` is the cache format when served, by default the recipe's own. `weights(name)` returns
+    the exported weight, float32 [N, K], or None if it follows the recipe. If `quantized` is False,
+    all weights are the checkpoint's.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class PromptCost:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens in all prompts."""
         return sum(map(len, self._prompts))
 
     def together(self, advance: Advance = lambda tokens: None) -> Divergence:
-        """All of it; `advance` is told `tokens` in all."""
+        """Measures the whole recipe; `advance` receives `tokens` in total."""
         whole = _Variant(frozenset(self._schemes), True)
         return self._measure([whole], self._prompts, advance)[0]
 
     def parts(self) -> tuple[Part, ...]:
-        """Each unit of the model, and the cache, alone, on some prompts of every length."""
+        """Measures each unit, and the cache, quantized alone, on some prompts of every length."""
         units = find_units(self._spec, self._recipe) if self._schemes else []
         named: list[tuple[str, tuple[str, ...]]] = [(unit.name, unit.names) for unit in units]
         if self._cache != "float16":
@@ -130,13 +130,13 @@ class PromptCost:
     def _measure(
         self, variants: Sequence[_Variant], prompts: Sequence[list[int]], advance: Advance
     ) -> list[Divergence]:
-        """One sweep through the layers; a variant is the model as it was until its first layer."""
+        """Measures variants in one sweep; each is unquantized up to its first quantized layer."""
         batches = make_batches(prompts, [""] * len(prompts), batch_size=_BATCH)
         original = LayeredModel(self._checkpoint.unchanged(), "float32", self._scales.device)
         before = [original.embed(batch.token_ids) for batch in batches]
         now: list[list[Tensor] | None] = [None] * len(variants)
         model, plain = original, before
-        if self._checkpoint.changes is not None:  # by an algorithm, before it was quantized
+        if self._checkpoint.changes is not None:  # an algorithm changed the weights
             model = LayeredModel(self._checkpoint, "float32", self._scales.device)
             plain = [model.embed(batch.token_ids) for batch in batches]
         for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):
@@ -167,7 +167,7 @@ class PromptCost:
     def _decoded(
         self, layer: Any, index: int, variants: Sequence[_Variant]
     ) -> Mapping[str, Tensor]:
-        """float32, what the codes of those linears of a layer decode to that a variant has."""
+        """Returns dequantized float32 weights of the layer's linears that a variant quantizes."""
         prefix = f"{self._spec.layer(index)}."
         names = {n for variant in variants for n in variant.linears if n.startswith(prefix)}
         found: dict[str, Tensor] = {}
@@ -184,7 +184,7 @@ class PromptCost:
     def _as(
         self, layer: Any, index: int, weights: Mapping[str, Tensor], *, cache: bool
     ) -> Iterator[None]:
-        """While active, the layer has `weights` and rounds the inputs of those linears."""
+        """While active, the layer uses `weights` and rounds the activations of those linears."""
         prefix = self._spec.layer(index)
         schemes = {name: self._schemes[name] for name in weights}
         with ExitStack() as stack:
@@ -199,7 +199,7 @@ class PromptCost:
 def _logits(
     original: LayeredModel, model: LayeredModel, before: Tensor, now: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of hidden states [n, H] after the last layer, some rows at a time."""
+    """Yields both models' logits for last hidden states [n, H], in chunks of rows."""
     step = max(1, _ROW_ELEMENTS // original.spec.vocab_size)
     for start in range(0, len(now), step):
         part = slice(start, start + step)
@@ -207,15 +207,15 @@ def _logits(
 
 
 def distinct_prompts(golden: GoldenSet) -> list[list[int]]:
-    """Token ids of those that no other begins with."""
+    """Returns the token ids of the prompts that are not a prefix of another."""
     ordered = sorted({record.prompt_token_ids for record in golden.records})
-    following = [*ordered[1:], ()]  # a prompt comes right before what begins with it
+    following = [*ordered[1:], ()]  # a prompt directly precedes those that extend it
     pairs = zip(ordered, following, strict=True)
     return [list(ids) for ids, after in pairs if after[: len(ids)] != ids]
 
 
 def _spread(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Prompts of every length, `_BLAMED_TOKENS` tokens of them or a little more."""
+    """Chooses prompts evenly by length, with about `_BLAMED_TOKENS` tokens together."""
     ordered = sorted(prompts, key=len)
     average = max(1, sum(map(len, ordered)) // len(ordered))
     count = min(len(ordered), max(LEAST_SAMPLES, _BLAMED_TOKENS // average))

@@ -1,4 +1,4 @@
-"""What quantization may cost, as a user writes it and as a measurement is held against it."""
+"""A limit on the cost of quantization: parses it and compares measurements with it."""
 
 import math
 import re
@@ -15,14 +15,14 @@ LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
 
 @dataclass(frozen=True)
 class Limit:
-    """What quantization may cost: `kl` in nats a token, `perplexity` as a relative increase."""
+    """Highest acceptable cost: `kl` in nats a token, `perplexity` as a relative increase."""
 
     metric: Literal["kl", "perplexity"]
     value: float
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "kl=0.005" (nats) or "ppl=1%"; ConfigError for anything else."""
+        """Parses "kl=0.005" (nats) or "ppl=1%"; raises ConfigError for anything else."""
         metric, equals, value = text.replace(" ", "").partition("=")
         if metric not in ("kl", "ppl") or not equals:
             raise ConfigError(f"budget '{text}': write kl=0.005 (nats a token) or ppl=1%")
@@ -32,14 +32,14 @@ class Limit:
 
     @classmethod
     def of_kl(cls, text: str, where: str, example: str) -> Self:
-        """From "0.005"; `where` and `example` are for what a ConfigError says."""
+        """Parses "0.005"; `where` and `example` appear in the message of a ConfigError."""
         if text.endswith("%"):
             raise ConfigError(f"{where} is in nats, such as {example}")
         return cls("kl", _positive(text, 1.0, where))
 
     @classmethod
     def of_perplexity(cls, text: str, where: str, example: str) -> Self:
-        """From "1%"."""
+        """Parses "1%"."""
         if not text.endswith("%"):
             raise ConfigError(f"{where} is a percentage, such as {example}")
         return cls("perplexity", _positive(text.removesuffix("%"), 100.0, where))
@@ -48,29 +48,29 @@ class Limit:
         return f"kl={self.value:g}" if self.metric == "kl" else f"ppl={100 * self.value:g}%"
 
     def estimate(self, cost: Divergence) -> float:
-        """The best estimate of what is limited."""
+        """Returns the best estimate of the limited metric."""
         return cost.kl if self.metric == "kl" else cost.change
 
     def bound(self, cost: Divergence) -> float:
-        """What is compared with the limit: see `Divergence.kl_bound`."""
+        """Returns the upper bound that is compared with the limit, see `Divergence`."""
         return cost.kl_bound if self.metric == "kl" else cost.change_bound
 
     def met(self, cost: Divergence) -> bool:
         return self.bound(cost) <= self.value
 
     def show(self, cost: Divergence) -> str:
-        """Estimate and bound, for people."""
+        """Formats estimate and bound as text."""
         return self.show_values(self.estimate(cost), self.bound(cost))
 
     def show_values(self, estimate: float, bound: float) -> str:
-        """Likewise, of figures in the unit of `value`."""
+        """Formats `estimate` and `bound`, both in the unit of `value`, as text."""
         if self.metric == "kl":
             return f"{estimate:.2g} nats (95 % bound {bound:.2g})"
         return f"{100 * estimate:.2g} % of perplexity (95 % bound {100 * bound:.2g} %)"
 
 
 def _positive(text: str, unit: float, where: str) -> float:
-    """The number `text` in `unit`s of it to the whole; ConfigError unless it is one, and enough."""
+    """Returns `text` / `unit`; raises ConfigError if it is not a positive number, or too small."""
     number = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
     if not re.fullmatch(number, text) or not 0 < float(text) < math.inf:
         raise ConfigError(f"{where}: '{text}' is not a positive number")

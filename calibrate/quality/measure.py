@@ -1,4 +1,4 @@
-"""What the recipe costs the model, measured with the whole model in memory, on held-out text."""
+"""Measures the cost of a recipe on held-out text, with the whole model in memory."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -32,14 +32,14 @@ from octet.recipe import Recipe
 
 __all__ = ["Bench", "Measured", "measure_gate", "measure_model"]
 
-# Held-out tokens that everything is measured on: some 30 samples of 512, whose mean KL has a
-# standard error of a twentieth or so.
+# Held-out tokens for all measurements: about 30 samples of 512. The standard error of their mean KL
+# is about a twentieth of it.
 _TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The recipe that is to be used, and what was measured, as JSON for the report."""
+    """The recipe to use, and the measurements as JSON for the report."""
 
     recipe: Recipe
     sensitivity: dict[str, Any] | None = None
@@ -47,15 +47,15 @@ class Measured:
 
     @property
     def chosen(self) -> bool:
-        """Whether a budget has changed the recipe."""
+        """True if a budget changed the recipe."""
         return self.budget is not None and bool(self.budget["chosen"])
 
 
 class Bench:
-    """The whole model in memory, and what it said of held-out text before its weights changed.
+    """The whole model in memory, and its output on held-out text before its weights changed.
 
-    `reference` is of what everything is measured on; `unseen` of other text, on which a choice that
-    was made on the first may be judged, or None where there is too little (or it is not asked for).
+    All measurements use the text of `reference`. `unseen` is of other text, for judging a choice
+    that was made on the first; None if there is too little, or if it is not requested.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Bench:
         histograms: Mapping[str, Histogram],
         reference: Reference,
     ) -> Sensitivity:
-        """What each part costs alone."""
+        """Measures the cost of each part alone."""
         passes = measurements(self.checkpoint, recipe)
         with progress_bar(self.console, "Sensitivity", _tokens_of(reference) * passes) as advance:
             return measure_sensitivity(
@@ -107,10 +107,10 @@ def measure_model(
     histograms: Mapping[str, Histogram],
     limit: Limit | None,
 ) -> Measured:
-    """What each part of the model loses by `recipe`, and what to change to stay within `limit`.
+    """Measures the cost of each part under `recipe`, and changes the recipe to meet `limit`.
 
-    The reference is the model as it was, also where the checkpoint has changed weights. ConfigError
-    if no choice of weights can meet the limit.
+    The reference is the original model, even if the checkpoint has changed weights. Raises
+    ConfigError if no choice of weights can meet the limit.
     """
     model, checkpoint, reference = bench.model, bench.checkpoint, bench.reference
     if limit is not None:
@@ -144,11 +144,11 @@ def measure_gate(
     histograms: Mapping[str, Histogram],
     measured: Measured,
 ) -> tuple[Outcome, dict[str, Any] | None]:
-    """What `recipe` costs, held against `gate`; where it is over, with what each part costs alone.
+    """Judges the cost of `recipe` by `gate`; if it fails, also measures each part alone.
 
-    Where a budget chose the recipe, on text that it did not see, if there is enough; if not, or on
-    the text that scales were chosen on, with a caveat. `measured` is what was measured before. The
-    second is the sensitivity of `recipe`, as JSON, where known.
+    If a budget chose the recipe, the gate uses text that the budget did not see. If there is too
+    little of that, or the text is what scales were chosen on, the outcome has a caveat. `measured`
+    holds earlier measurements. Also returns the sensitivity of `recipe` as JSON, if known.
     """
     reference, on = bench.reference, bench.evaluated_on
     caveat = "its scales were chosen on them" if on == CALIBRATION else None
@@ -171,6 +171,6 @@ def measure_gate(
     parts = [
         Part(unit["name"], tuple(unit["linears"]), unit["kl"], unit["kl_error"])
         for unit in known["units"]
-        if unit["name"] not in (EMBEDDINGS, HEAD)  # which no recipe quantizes
+        if unit["name"] not in (EMBEDDINGS, HEAD)  # no recipe quantizes these
     ]
     return outcome.blaming(parts), known

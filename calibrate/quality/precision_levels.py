@@ -1,4 +1,4 @@
-"""What a unit can be promoted to, what it weighs there, and the recipe that says so."""
+"""Formats that a unit can be promoted to, their sizes in bytes, and the resulting recipe."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SCALE_BYTES = {"float32": 4, "e8m0": 1, "e4m3": 1}
 
 @dataclass(frozen=True)
 class Level:
-    """A format that linears can have: two schemes, or None for BF16."""
+    """A format of linears: a pair of schemes, or None for BF16."""
 
     name: str
     pair: Pair | None
@@ -30,10 +30,10 @@ _BF16 = Level("bfloat16", None)
 
 
 def levels_above(pair: Pair) -> tuple[Level, ...]:
-    """One format up, and BF16: nvfp4 → fp8, mxfp4 → mxfp8, fp8-static → fp8.
+    """Returns the next format up, if any, and BF16: nvfp4 → fp8, mxfp4 → mxfp8, fp8-static → fp8.
 
-    Static scales give way to those of channels and tokens; there is nothing between those, or
-    scales of blocks or groups, and BF16.
+    Static scales give way to per-channel and per-token scales. Between those, or scales of blocks
+    or groups, and BF16 there is no other level.
     """
     weights, activations = pair
     up = {"nvfp4": "fp8", "mxfp4": "mxfp8"}.get(weights.kind)
@@ -46,7 +46,7 @@ def levels_above(pair: Pair) -> tuple[Level, ...]:
 
 
 def weight_bytes(linear: Linear, pair: Pair | None) -> int:
-    """Bytes of the weight with its scales, as they are stored."""
+    """Returns the stored size in bytes of the weight with its scales."""
     elements = linear.out_features * linear.in_features
     if pair is None:
         return 2 * elements
@@ -60,7 +60,7 @@ def weight_bytes(linear: Linear, pair: Pair | None) -> int:
 def build_recipe(
     spec: ModelSpec, recipe: Recipe, promoted: Sequence[tuple[Unit, Level]], name: str
 ) -> Recipe:
-    """`recipe` with those units at those levels, each linear by its full name (experts as `*`)."""
+    """Returns `recipe` with units at their levels, linears by full name (experts as `*`)."""
     exclude = list(recipe.exclude)
     overrides = []
     for unit, level in promoted:
@@ -78,7 +78,7 @@ def build_recipe(
 
 
 def total_bytes(spec: ModelSpec, pairs: Mapping[str, Pair | None]) -> int:
-    """Bytes of all weights, those of linears in `pairs` so, and everything else in BF16."""
+    """Returns the bytes of all weights: linears in `pairs` quantized, everything else in BF16."""
     linears = {f"{linear.name}.weight": linear for linear in spec.linears()}
     total = 0
     for name, shape in spec.tensor_shapes():
@@ -91,7 +91,7 @@ def total_bytes(spec: ModelSpec, pairs: Mapping[str, Pair | None]) -> int:
 
 
 def _patterns(spec: ModelSpec, unit: Unit) -> Iterable[str]:
-    """Shell patterns of the unit's linears: one for all experts, if it has them all."""
+    """Returns shell patterns of the unit's linears; one per projection if it has all experts."""
     if ".experts." not in unit.names[0]:
         return unit.names
     experts = spec.experts_of(spec.layer(unit.layer))

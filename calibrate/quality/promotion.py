@@ -1,4 +1,4 @@
-"""The state of a budget's search: which units are promoted, and what each costs alone."""
+"""State of a budget's search: the promoted units, and the cost of each unit alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +18,13 @@ from octet.recipe import Recipe
 
 __all__ = ["Promotion"]
 
-# A format that costs no bytes still costs time, such as that of computing scales at run time: each
-# promotion is taken to weigh at least so much of what the unit weighs in BF16.
+# A promotion that adds no bytes still costs time, for instance to compute scales at run time. So
+# each is charged at least this fraction of the unit's size in BF16.
 _LEAST_COST = 0.02
 
 
 class Promotion:
-    """Units that go up a format one after another; `levels` are of those that have."""
+    """Promotes units to a higher format, one after another; `levels` holds the promoted ones."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Promotion:
         self._alone = {(u.name, ""): sensitivity.kl_of(u.name) for u in self.units}
 
     def best(self) -> tuple[Unit, Level] | None:
-        """The promotion with the most to gain per byte; None if all are in BF16.
+        """Returns the promotion with the largest gain per byte; None if all are in BF16.
 
-        A format between is measured only when, at best as good as BF16, it would come first.
+        Measures an intermediate format only if it would come first when as good as BF16.
         """
         while True:
             options = [option for unit in self.units for option in self._options(unit)]
@@ -60,15 +60,15 @@ class Promotion:
             self._alone[unit.name, level.name] = cost.kl
 
     def measure(self) -> Divergence:
-        """The whole model as chosen so far."""
+        """Measures the whole model at the levels chosen so far."""
         return self._measure(self._pairs(), None, cache=True)
 
     def size_bytes(self) -> int:
-        """Of all weights with their scales, as chosen so far."""
+        """Returns the size of all weights with their scales, at the levels chosen so far."""
         return total_bytes(self._checkpoint.spec, self._pairs())
 
     def _options(self, unit: Unit) -> list[tuple[float, Unit, Level]]:
-        """(nats per byte, unit, level) of each promotion that would gain something."""
+        """Returns (nats per byte, unit, level) of each promotion that may reduce the divergence."""
         now = self.levels.get(unit.name)
         if now is not None and now.pair is None:
             return []
@@ -88,7 +88,7 @@ class Promotion:
         return found
 
     def _pairs_of(self, unit: Unit) -> dict[str, Pair]:
-        """The schemes of a unit that is not in BF16."""
+        """Returns the schemes of a unit that is not in BF16."""
         level = self.levels.get(unit.name)
         found = {}
         for name in unit.names:
@@ -98,7 +98,7 @@ class Promotion:
         return found
 
     def _pairs(self) -> dict[str, Pair]:
-        """The schemes of every linear that is not in BF16."""
+        """Returns the schemes of every linear that is not in BF16."""
         found: dict[str, Pair] = {}
         for unit in self.units:
             level = self.levels.get(unit.name)
@@ -107,7 +107,7 @@ class Promotion:
         return found
 
     def _measure(self, pairs: Mapping[str, Pair], level: str | None, *, cache: bool) -> Divergence:
-        """The model with those linears quantized; `level` None: each at its own."""
+        """Measures the model with those linears quantized; if `level` is None, each at its own."""
         scales: dict[str, NDArray[np.float32]] = {}
         for unit in self.units:
             own = self.levels.get(unit.name)
@@ -125,7 +125,7 @@ class Promotion:
             return self._reference.compare(advance=self._advance)
 
     def _scales_at(self, level: str, pair: Pair) -> Scales:
-        """The scales of every linear at that level, derived when first asked for."""
+        """Returns the scales of every linear at that level; derives them on first use."""
         if level not in self._scales:
             weights, activations = pair
             recipe = Recipe(

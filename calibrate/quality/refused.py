@@ -1,9 +1,8 @@
-"""Where it is kept what speaks against a model that was refused: no later stage takes it for one.
+"""Writes the evidence of a failed accuracy gate where no later stage mistakes it for a model.
 
-That is `<out>.refused`, beside `<out>`; of an entry of a Triton repository beside the repository,
-`<repository>.refused/<entry>`, for a server that finds a directory in its repository which is no
-model does not start. `<out>` and its evidence are never there together: what is written takes the
-place of evidence of before.
+That is `<out>.refused`, beside `<out>`. For an entry of a Triton repository it is
+`<repository>.refused/<entry>`, beside the repository: a server does not start if its repository
+holds a directory that is not a model. Writing `<out>` removes the evidence of an earlier run.
 """
 
 import os
@@ -29,7 +28,7 @@ EVIDENCE_FILE = "gate.json"
 
 
 def refused_directory(out: Path) -> Path:
-    """Of what was to be `out`. ArtifactError for the root of the file system."""
+    """Returns `<out>.refused`. Raises ArtifactError for the root of the file system."""
     path = Path(os.path.abspath(out))
     if not path.name:
         raise ArtifactError(f"{out}: is the root directory; name one below it")
@@ -37,13 +36,13 @@ def refused_directory(out: Path) -> Path:
 
 
 def refused_entry(entry: Path) -> Path:
-    """Of what was to be an entry of a Triton repository."""
+    """Returns `<repository>.refused/<entry>` for an entry of a Triton repository."""
     path = Path(os.path.abspath(entry))
     return refused_directory(path.parent) / path.name
 
 
 def check_refused(path: Path) -> None:
-    """ArtifactError if evidence cannot be kept in `path`; call before expensive work."""
+    """Raises ArtifactError if evidence cannot be kept in `path`; call before expensive work."""
     if path.is_symlink():
         raise ArtifactError(
             f"{path}: is a symbolic link, where evidence of a gate is to be kept; move it away"
@@ -61,8 +60,7 @@ def check_refused(path: Path) -> None:
 
 @contextmanager
 def keep_refused(path: Path) -> Iterator[Path]:
-    """A directory to fill with evidence; it becomes `path` when the block ends, in place of an
-    older one."""
+    """Yields a directory to fill with evidence; it replaces `path` when the block ends."""
     check_refused(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -75,7 +73,7 @@ def keep_refused(path: Path) -> Iterator[Path]:
 
 
 def drop_refused(path: Path) -> None:
-    """Removes evidence of an earlier run, once what it was against is written."""
+    """Removes the evidence of an earlier run, once the artifact is written."""
     if path.is_symlink() or not (path / EVIDENCE_FILE).is_file():
         return
     shutil.rmtree(path)

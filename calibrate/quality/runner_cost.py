@@ -1,14 +1,14 @@
-"""What a graph or an engine itself costs on the golden prompts: `export onnx` and `build-engine`.
+"""Measures a graph's or an engine's own cost on golden prompts: `export onnx`, `build-engine`.
 
-It reads every prompt, and its answer at every token is compared with that of the original in
-float32: the same figures, clustered by prompt in the same way, as a simulation has
-(`calibrate.quality.golden_cost`). The last tokens of each prompt are decoded as well, in company.
-They are too few to bound anything by themselves. But what decoding them costs more than reading
-them is nought but for another rounding, so decoding in all is taken to cost what reading does and
-that difference: θ = Σ read / M + Σ (decoded - read) / D, over M tokens that are read and D that are
-decoded. Each prompt's part of it is its sum of the first and M/D times that of the second, whose
-ratio mean over all M tokens is θ, with a bound as any other has. Reading or decoding, whichever has
-the higher bound, is held against a limit.
+Prefill of every prompt gives logits at every token; they are compared with the original's in
+float32. The metrics and their clustering by prompt are those of a simulation
+(`calibrate.quality.golden_cost`). The last tokens of each prompt are also decoded, in batches. They
+are too few for a bound of their own. But decode and prefill of the same tokens differ only by
+rounding, so the cost of decode is estimated as that of prefill plus the measured difference:
+θ = Σ prefill / M + Σ (decode - prefill) / D, over M tokens of prefill and D decoded tokens. Each
+prompt contributes its sum of the first, plus M/D times its sum of the second. Their ratio mean over
+all M tokens is θ, with a bound like any other. A limit is compared with the higher of the two
+bounds, of prefill and of decode.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,19 +33,19 @@ from octet.progress import progress_bar
 __all__ = ["Runs", "judge_answers", "measure_answers"]
 
 _BATCH = 8  # prompts of similar length
-_ROW_ELEMENTS = 1 << 24  # logits of each side at a time
+_ROW_ELEMENTS = 1 << 24  # logits of each model at a time
 
 
 class Runs(Protocol):
-    """Who is asked, a batch of `together` prompts at most."""
+    """The graph or engine under test; it runs at most `together` prompts at once."""
 
     together: int
 
     def every(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Logits [T, V] of every position, some at a time: each valid until the next."""
+        """Yields logits [T, V] of every position, in chunks; each is valid until the next."""
 
     def decoded(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Logits [d, V] of the last d tokens of each prompt; d may be 0."""
+        """Returns decoded logits [d, V] of the last d tokens of each prompt; d may be 0."""
 
 
 def judge_answers(
@@ -59,9 +59,10 @@ def judge_answers(
     device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Outcome:
-    """What `runs`, called `who`, costs, held against every limit. Prompts are `longest` at most.
+    """Judges the cost of `runs`, named `who`, on prompts of at most `longest` tokens.
 
-    ConfigError if too few of them are to bound anything, NumericsError for NaN or Inf.
+    Raises ConfigError if there are too few such prompts for a bound, and NumericsError for NaN or
+    Inf.
     """
     prompts = [prompt for prompt in distinct_prompts(golden) if len(prompt) <= longest]
     remedy = "make it for longer sequences (--max-length), or leave the limit out"
@@ -85,7 +86,7 @@ def measure_answers(
     device: torch.device | str = "cpu",
     advance: Advance = lambda tokens: None,
 ) -> tuple[Divergence, Divergence]:
-    """Reading, and decoding. `advance` is told the tokens of the prompts in all."""
+    """Measures prefill and decode. `advance` receives the tokens of all prompts in total."""
     original = LayeredModel(checkpoint.unchanged(), "float32", device)
     batches = make_batches(prompts, [""] * len(prompts), batch_size=_BATCH)
     states = [original.embed(batch.token_ids) for batch in batches]
@@ -99,17 +100,17 @@ def measure_answers(
 
 
 class _Found:
-    """What reading every token costs; of the last tokens, what reading and what decoding does."""
+    """Collects the cost of prefill at every token, and of prefill and decode at the last tokens."""
 
     def __init__(self, original: LayeredModel, runs: Runs) -> None:
         self._original, self._runs = original, runs
         self._rows = max(1, _ROW_ELEMENTS // original.spec.vocab_size)
         self.reading = Tally()
         self._tail_read, self._tail_decoded = Tally(), Tally()
-        self._tails: list[bool] = []  # of each prompt, whether it has one
+        self._tails: list[bool] = []  # for each prompt, True if some of its tokens are decoded
 
     def add(self, batch: Batch, hidden: Tensor) -> None:
-        """The original's last hidden states [B, T, H]."""
+        """Adds a batch; `hidden` [B, T, H] are the original's last hidden states."""
         prompts = [row[:n].tolist() for row, n in zip(batch.token_ids, batch.lengths, strict=True)]
         for start in range(0, len(prompts), self._runs.together):
             group = prompts[start : start + self._runs.together]
@@ -132,14 +133,14 @@ class _Found:
     def _pairs(
         self, ids: list[int], before: Tensor, kept: list[Tensor], tail: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits of both at every token; the last `tail` of those that are read go to `kept`."""
+        """Yields both models' logits at every token; keeps the last `tail` of prefill in `kept`."""
         done = 0
         for chunk in self._runs.every(ids):
             for start in range(0, len(chunk), self._rows):
                 now = torch.from_numpy(chunk[start : start + self._rows].copy())
                 ours = self._logits(before[done : done + len(now)]).cpu()
                 done += len(now)
-                left = len(ids) - done  # tokens that are yet to come
+                left = len(ids) - done  # tokens still to come
                 if left < tail:
                     kept.append(now[-min(len(now), tail - left) :].clone())
                 yield ours, now
@@ -149,7 +150,7 @@ class _Found:
         return found
 
     def decoding(self) -> Divergence:
-        """As the module says."""
+        """Estimates the cost of decode by the formula of the module docstring."""
         read, whole = self.reading.sums(), self.reading.divergence()
         if not any(self._tails):
             return whole
@@ -167,5 +168,5 @@ class _Found:
 
 
 def _one(ids: Sequence[int]) -> Batch:
-    """Of one sample."""
+    """Returns a batch of one sample."""
     return Batch(torch.tensor([list(ids)]), (len(ids),), ("",))

@@ -1,14 +1,14 @@
-"""What each part of a model loses by quantization, measured with that part alone quantized.
+"""Measures the cost of quantizing each part of a model alone.
 
-The divergence of the next-token distributions says what it costs; the signal-to-noise ratios say
-why. Those of a whole input can look well while nearly all of it is lost: a few massive activations
-carry the energy, and a scale that holds them leaves no codes for the rest. So the small values,
-those up to `Histogram.small_limit` in the calibration's, have a ratio of their own.
+The divergence of the next-token distributions gives the cost; the signal-to-noise ratios explain
+it. The ratio of a whole activation tensor can be high while nearly all of it is lost: a few massive
+activations carry the energy, and a scale that covers them leaves no codes for the rest. So the
+small values, those up to `Histogram.small_limit` of the calibration, have a ratio of their own.
 
-Cost, in forward passes over the batches: every unit starts at its own layer, from what the
-reference had there, so the four units of each of L layers cost 2(L + 1), and there are four more:
-once through all layers to have those inputs, the embeddings, the cache, and all of it together.
-Memory: one set of activations [tokens, H], and a copy of the unit's weights.
+Time, in forward passes over the batches: every unit starts at its own layer, from the reference's
+hidden states there, so the four units of each of L layers cost 2(L + 1). Four more passes are for
+those hidden states, the embeddings, the cache, and all parts together.
+Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 
 import math
@@ -49,10 +49,10 @@ EMBEDDINGS, HEAD, CACHE = "model.embed_tokens", "lm_head", "kv_cache"
 
 @dataclass(frozen=True)
 class UnitSensitivity:
-    """One unit, alone quantized; ratios in dB, None where there is no error or nothing to lose.
+    """One unit quantized alone; ratios are in dB, None without error or without signal.
 
-    `kl` in nats with its standard error. `linears` and `weights` (a count) are () and 0 for the
-    cache. Embeddings have no input to round; experts' outputs are those before they are added up.
+    `kl` is in nats, with its standard error. `linears` and `weights` (a count) are () and 0 for the
+    cache. Embeddings have no activations to round; experts' outputs are taken before their sum.
     """
 
     name: str
@@ -69,17 +69,17 @@ class UnitSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Every unit alone, and `all` of the recipe together (without embeddings and head)."""
+    """Cost of every unit alone, and of `all` together (without embeddings and head)."""
 
     all: Divergence
     units: tuple[UnitSensitivity, ...]
 
     def kl_of(self, name: str) -> float:
-        """The divergence with only that unit quantized."""
+        """Returns the divergence with only that unit quantized."""
         return next(unit.kl for unit in self.units if unit.name == name)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for report.json."""
+        """Returns plain data for report.json."""
         return {
             "samples": self.all.samples,
             "tokens": self.all.tokens,
@@ -95,7 +95,7 @@ class Sensitivity:
 
 
 def measurements(checkpoint: Checkpoint, recipe: Recipe) -> int:
-    """How often `measure_sensitivity` tells `advance` of all the tokens of the reference."""
+    """Returns how often `measure_sensitivity` passes all tokens of the reference to `advance`."""
     return len(find_units(checkpoint.spec, recipe)) + 3 + (recipe.kv_cache != "float16")
 
 
@@ -110,10 +110,10 @@ def measure_sensitivity(
     *,
     advance: Advance = lambda tokens: None,
 ) -> Sensitivity:
-    """Every unit that `recipe` quantizes, and the cache, embeddings and head, on the reference's
-    batches; `scales` and `histograms` are those of the calibration.
+    """Measures every unit that `recipe` quantizes, the cache, the embeddings and the head.
 
-    The result is in the order of execution, with the cache last.
+    Uses the reference's batches; `scales` and `histograms` are those of the calibration. The result
+    is in the order of execution, with the cache last.
     """
     spec = checkpoint.spec
     small = {name: histogram.small_limit() for name, histogram in histograms.items()}
@@ -164,7 +164,7 @@ def _embeddings(
     tail: Tail,
     advance: Advance,
 ) -> UnitSensitivity:
-    """Their rows read from the weights' scheme; nothing is multiplied, so no input is rounded."""
+    """Measures embeddings quantized by the weights' scheme; without a GEMM, no input is rounded."""
     table = model.get_input_embeddings().weight
     rounded = _rounded_matrix(checkpoint, EMBEDDINGS, table, schemes[0])
 
@@ -185,8 +185,10 @@ def _head(
     reference: Reference,
     advance: Advance,
 ) -> UnitSensitivity:
-    """The head by itself: the reference's last hidden states are its input. Its static scales are
-    those of their largest magnitude, as nothing observes that input."""
+    """Measures the head alone, on the reference's last hidden states.
+
+    A static scale comes from their largest magnitude, because nothing observes that input.
+    """
     fmt = FORMATS[schemes[1].format]
     hidden = torch.cat(reference.hidden).float()
     amax = float(hidden.abs().max())
@@ -222,7 +224,7 @@ def _head(
 def _rounded_matrix(
     checkpoint: Checkpoint, name: str, weight: Tensor, scheme: TensorScheme
 ) -> Tensor:
-    """The checkpoint's `name`, which the model holds as `weight`, as `scheme` stores it."""
+    """Rounds `weight`, the model's copy of the checkpoint's `name`, as `scheme` stores it."""
     found = scale_of_weight(name, checkpoint.read(f"{name}.weight"), scheme)
     scales = [
         None if scale is None else torch.from_numpy(np.asarray(scale)).to(weight.device)

@@ -1,4 +1,4 @@
-"""Signal-to-noise ratios of what a simulation rounds, gathered while it runs."""
+"""Signal-to-noise ratios of the tensors that a simulation rounds, collected while it runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ Pair = tuple[Tensor, Tensor]  # a weight [N, K] as it was, and quantized
 class Noise:
     """Sums the energies of signals and of their errors; `watch` is for `simulate_modules`.
 
-    `small` gives the largest magnitude that counts as small, by observation. Set `batch` before
-    each is run: padding is left out.
+    `small` maps each observation to the largest magnitude that counts as small. Set `batch` before
+    each batch runs, so that padding is left out.
     """
 
     def __init__(self, small: Mapping[str, float]) -> None:
@@ -33,7 +33,7 @@ class Noise:
         self._weight.add(before, after)
 
     def multiply(self, readers: Mapping[str, Sequence[Pair]]) -> None:
-        """Adds the error of these weights, and later that of their products with each input."""
+        """Adds the error of these weights, and from now on that of the outputs of their GEMMs."""
         self._readers = readers
         for pair in (pair for pairs in readers.values() for pair in pairs):
             self.weigh(*pair)
@@ -46,7 +46,7 @@ class Noise:
             self.add(name, x[keep], rounded[keep])
 
     def add(self, name: str, x: Tensor, rounded: Tensor) -> None:
-        """Adds the error of rows of an input."""
+        """Adds the error of rows of activations, and of the outputs computed from them."""
         self._input.add(x, rounded)
         few = x.abs() <= self._small[name]
         self._smaller.add(x * few, rounded * few)
@@ -54,15 +54,15 @@ class Noise:
             self._output.add(linear(x, before), linear(rounded, after))
 
     def ratios(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """SQNR in dB of inputs, of their small values, of weights and of outputs.
+        """Returns the SQNR in dB of activations, of their small values, of weights and of outputs.
 
-        None for what has no error, or nothing to lose, or was not looked at.
+        A ratio is None if there is no error, no signal, or no measurement.
         """
         return self._input.db(), self._smaller.db(), self._weight.db(), self._output.db()
 
 
 class _Energy:
-    """Σ x² and Σ (x - y)², kept where the tensors are so that nothing waits."""
+    """Sums Σ x² and Σ (x - y)² on the tensors' device, so that nothing waits."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []  # [2] float64

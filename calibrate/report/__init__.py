@@ -1,4 +1,4 @@
 """Writes the report of a calibration, for the terminal and as an HTML page.
 
-`document.py` collects what both show.
+`document.py` collects the data of both.
 """

@@ -1,4 +1,4 @@
-"""What calibration found, as a few lines for people; report.json and report.html have all."""
+"""Prints a summary of the calibration report; report.json and report.html have all of it."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 
 __all__ = ["print_report"]
 
-_WORST = 3  # tensors of each kind
+_WORST = 3  # tensors shown of each kind
 
 
 def print_report(
@@ -27,10 +27,9 @@ def print_report(
     seconds: float | None = None,
     page: Path | None = None,
 ) -> None:
-    """The verdict, what serving it costs, the worst tensors, what clipping would do, the warnings
-    and what to do.
+    """Prints the verdict, expected divergence, worst tensors, clipping, warnings and what to do.
 
-    `tokens` in `seconds` are what this run observed, if the model ran; `page` is the HTML report.
+    `tokens` is the number observed in `seconds`, if the model ran; `page` is the HTML report.
     """
     if tokens is not None and seconds:
         console.print(
@@ -54,7 +53,7 @@ def print_report(
 
 
 def _expected(expected: ExpectedSet | None) -> Iterator[str]:
-    """The first path, which is that of the recipe on a GPU."""
+    """Describes the first serving path, which is that of the recipe on a GPU."""
     if expected is not None:
         first = expected.expectations[0]
         yield (
@@ -65,7 +64,7 @@ def _expected(expected: ExpectedSet | None) -> Iterator[str]:
 
 
 def _worst(report: Report) -> Table:
-    """The tensors of each kind that lose most, lowest SQNR first."""
+    """Returns a table of the tensors of each kind with the lowest SQNR, lowest first."""
     table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
     table.add_column("tensor", overflow="fold")
     for column in ("format", "scale", "SQNR dB", "clipped", "to zero"):
@@ -95,7 +94,7 @@ def _worst(report: Report) -> Table:
 
 
 def _clipping(report: Report) -> list[str]:
-    """For each format, how far the other methods are from `max`: whether clipping would help."""
+    """Compares the other methods with `max` for each format, to show if clipping would help."""
     lines = []
     stored = [tensor for tensor in report.tensors.values() if tensor.chosen is not None]
     for fmt in sorted({tensor.format for tensor in stored}):

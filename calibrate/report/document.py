@@ -1,4 +1,4 @@
-"""What calibration found, as data: `report.json`."""
+"""Builds the report of a calibration as data: `report.json`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,17 +31,17 @@ __all__ = ["Report", "build_report"]
 
 SCHEMA_VERSION = 1
 
-# Distributions in report.json: a dense model has 6 a layer. Of experts, which can be tens of
-# thousands, so many are kept, the worst first; histograms.safetensors has all.
+# Distributions of experts kept in report.json, the worst first: there can be tens of thousands. A
+# dense model has 6 a layer, all kept. histograms.safetensors has all.
 _EXPERTS_PLOTTED = 400
 
 
 @dataclass(frozen=True)
 class Report:
-    """`tensors` by observation and `weights` by linear; `warnings` are lines for people.
+    """Report of one calibration, with `tensors` by observation and `weights` by linear.
 
-    `sensitivity`, `budget` and `experts` are as their own stages describe them, None if there were
-    none. `distributions` are in eighths of an octave, see `distribution`.
+    `warnings` are lines of text. `sensitivity`, `budget` and `experts` come from their own stages,
+    None if those did not run. `distributions` have 8 bins per octave, see `distribution`.
     """
 
     recipe: Recipe
@@ -62,11 +62,11 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those given, then those found; one line each."""
+        """Warnings passed in, then those found here; one line each."""
         return (*self.notes, *(finding.text for finding in self.findings))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, all that the page needs; what is infinite (an SQNR without error) is null."""
+        """Returns all data for the page; infinite values (an SQNR without error) become null."""
         used = sorted({tensor.format for tensor in self.tensors.values()} & set(formats.FORMATS))
         data = {
             "schema_version": SCHEMA_VERSION,
@@ -76,7 +76,7 @@ class Report:
             "facts": dict(self.facts),
             "summary": asdict(self.summary),
             "warnings": list(self.warnings),
-            "notes": list(self.notes),  # those of the warnings that were given
+            "notes": list(self.notes),  # the warnings that were passed in
             "unknown": [asdict(unknown) for unknown in self.unknown],
             "formats": {name: _format_json(name) for name in used},
             "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
@@ -95,7 +95,7 @@ class Report:
         return finite
 
     def _convergence_json(self) -> dict[str, Any] | None:
-        """Without experts that settled, if there are many: convergence.json has them all."""
+        """Returns convergence, without settled experts if there are many (see convergence.json)."""
         if self.convergence is None:
             return None
         data = self.convergence.as_json()
@@ -124,11 +124,11 @@ def build_report(
     warnings: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The report of one calibration; pure, apart from the time it takes (25 ms a dense tensor).
+    """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
 
-    `histograms` are the sums over all samples and `scales` what the artifact stores; `sensitivity`,
-    `budget` and `experts` are JSON. `warnings` were found elsewhere and come first. `facts` are
-    shown as they are (dtype, policy for long samples, ...).
+    `histograms` are the sums over all samples; `scales` are those that the artifact stores;
+    `sensitivity`, `budget` and `experts` are JSON. `warnings` were found elsewhere and come first.
+    `facts` are shown unchanged (dtype, policy for long samples, ...).
     """
     tensors = report_tensors(
         recipe,
@@ -173,7 +173,7 @@ def build_report(
 def _still_true(
     sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Without the units that the budget moved to another format after they were measured."""
+    """Drops the units that the budget moved to another format after they were measured."""
     if sensitivity is None or budget is None:
         return sensitivity
     moved = {chosen["unit"] for chosen in budget["chosen"]}
@@ -192,7 +192,7 @@ def _global_scales(
 
 
 def _plotted(tensors: Mapping[str, TensorReport]) -> list[str]:
-    """Names in their own order: every tensor, but of experts only the worst."""
+    """Returns tensor names in their order: all but experts, and the worst of the experts."""
     experts = [name for name, tensor in tensors.items() if tensor.expert is not None]
     left_out: set[str] = set()
     if len(experts) > _EXPERTS_PLOTTED:

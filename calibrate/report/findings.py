@@ -1,4 +1,4 @@
-"""What a person must know of a calibration: warnings, what is not known, and a summary."""
+"""Derives the warnings of a calibration, and the list of what it could not determine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from octet.recipe import Recipe
 
 __all__ = ["COSTLY", "HIDDEN_DB", "Finding", "Unknown", "cost_served", "find", "find_unknown"]
 
-COSTLY = 0.01  # the relative increase of perplexity from which on there is a warning
+COSTLY = 0.01  # a larger relative increase of perplexity is a warning
 
-HIDDEN_DB = 6.0  # that small values may lose to large ones: four times their noise
+HIDDEN_DB = 6.0  # that large values may cost small ones: four times their noise
 _COSTLY_DB = 1.0
 _FLOAT16_MAX = 65_504.0
 
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Unknown:
-    """What the report does not know, why, and how to know it; `tensors` are those concerned."""
+    """Something the report cannot determine, why, how to measure it, and for which `tensors`."""
 
     what: str
     why: str
@@ -42,7 +42,7 @@ def find(
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """The gravest first; `sensitivity` and `budget` are JSON."""
+    """Returns findings, the gravest first; `sensitivity` and `budget` are JSON."""
     return [
         *_over_budget(budget),
         *_costly(sensitivity, budget),
@@ -59,7 +59,7 @@ def find_unknown(
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
 ) -> list[Unknown]:
-    """In the order of the questions that people ask."""
+    """Returns what is not known, in the order in which people ask."""
     unknown = []
     by_treatment: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
@@ -106,9 +106,10 @@ def find_unknown(
 def cost_served(
     sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
 ) -> tuple[float, float] | None:
-    """The original's perplexity and that of the recipe as it is now; None if not measured.
+    """Returns the perplexities of the original and of the final recipe; None if not measured.
 
-    What `sensitivity` has of the whole is from before a budget promoted anything.
+    With a budget, the second comes from the budget's last step: `sensitivity` was measured before
+    the budget promoted any unit.
     """
     if sensitivity is None:
         return None
@@ -138,7 +139,7 @@ def _over_budget(budget: Mapping[str, Any] | None) -> list[Finding]:
 def _costly(
     sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
 ) -> list[Finding]:
-    """Not where a budget of perplexity says itself how much is too much."""
+    """Warns of a perplexity increase over `COSTLY`, unless a perplexity budget set the limit."""
     cost = cost_served(sensitivity, budget)
     if cost is None or (budget is not None and budget["metric"] == "perplexity"):
         return []
@@ -157,9 +158,9 @@ def _costly(
 
 
 def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
-    """Large values that carry the SQNR while the rest is lost; exact for static scales.
+    """Warns of tensors whose large values dominate the SQNR while the small ones are lost.
 
-    `met` says that a budget is met all the same.
+    Exact for static scales. `met` means that a budget is met in spite of that.
     """
     lost, maybe = [], []
     for name, tensor in tensors.items():
@@ -169,7 +170,7 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
         assert small is not None
         if tensor.sqnr_db is not None:
             lost.append((small, name))
-        elif tensor.granularity == "token":  # smaller groups may well have none of them
+        elif tensor.granularity == "token":  # a smaller group may contain no large value
             maybe.append((small, name))
     found = []
     if lost:

@@ -1,8 +1,8 @@
-"""`report.json` as one HTML file that needs nothing else: no network, no server.
+"""Renders `report.json` as one self-contained HTML file: no network, no server.
 
-Text is rendered here, plots and tables by the page's own scripts from the JSON within it. Plotly
-(MIT licence) is inlined: the `plotly` package carries the whole library alone, 4.8 MB. The page's
-content security policy forbids it every request.
+Text is rendered here. The page's own scripts draw plots and tables from the embedded JSON. Plotly
+(MIT licence) is inlined; the `plotly` package ships only the whole library, 4.8 MB. The page's
+content security policy forbids all requests.
 """
 
 import json
@@ -20,7 +20,7 @@ _SCRIPTS = ("base.js", "distribution.js", "layers.js", "measured.js", "table.js"
 
 
 def render_html(data: Mapping[str, Any]) -> str:
-    """The page of a report's JSON (`Report.as_json`, or report.json read back)."""
+    """Renders the page of a report's JSON (`Report.as_json`, or report.json read back)."""
     folder = resources.files("calibrate") / "report_page"
 
     def read(name: str) -> str:
@@ -40,6 +40,6 @@ def render_html(data: Mapping[str, Any]) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> Markup:
-    """JSON inside a script element: no "<", which could end it."""
+    """Encodes JSON for a script element; escapes "<", which could end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

@@ -1,4 +1,4 @@
-"""The few sentences that a person must read: was it enough, what is worst, what to do."""
+"""Summarizes a report: if the samples sufficed, which tensor is worst, and what to do."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ __all__ = ["Summary", "summarise"]
 
 @dataclass(frozen=True)
 class Summary:
-    """Sentences; `worst_tensor` is the observation to look at first.
+    """Sentences of the summary; `worst_tensor` is the observation to inspect first.
 
-    `measured` and `budget` are empty where there was none.
+    `measured` is empty without a measurement, `budget` without a budget.
     """
 
     status: Literal["ready", "look"]
@@ -45,9 +45,9 @@ def summarise(
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
 ) -> Summary:
-    """`weights_db` are SQNR by linear; `notes` are warnings found elsewhere.
+    """Summarizes a report; its status is "ready" if there is nothing to read before export.
 
-    It is ready if there is nothing to read first.
+    `weights_db` are SQNR by linear; `notes` are warnings found elsewhere.
     """
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
@@ -83,7 +83,7 @@ def summarise(
 
 
 def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:
-    """That of which least is left, in all or among its small values; known before estimated."""
+    """Returns the tensor with the lowest SQNR, whole or of small values; known before estimated."""
     known = {name: t for name, t in tensors.items() if t.sqnr_db is not None}
     some = known or {name: t for name, t in tensors.items() if t.quantized} or tensors
     return min(some, key=lambda name: _left(some[name])) if some else None

@@ -1,10 +1,10 @@
-"""What is known of each observed tensor under a recipe, and what a histogram cannot tell.
+"""Describes each observed tensor under a recipe, as far as its histogram allows.
 
-A histogram is a marginal distribution: of a scale that is stored beforehand it gives the error
-exactly, on the samples. Where scales are made at run time, from a token's or a group's own values,
-the error depends on which values come together, and is None here unless it was measured with the
-model (`sensitivity`). One thing can still be said: no run-time scale is above the one that fits the
-largest value of all, so no more elements become zero than under that one.
+A histogram is a marginal distribution: for a static scale it gives the error on the samples
+exactly. If scales are computed at run time from a token's or a group's own values, the error
+depends on which values occur together. It is then None, unless it was measured with the model
+(`sensitivity`). One bound remains: no run-time scale exceeds the one that fits the tensor's largest
+value, so no more elements become zero than under that scale.
 """
 
 import re
@@ -31,7 +31,7 @@ __all__ = [
     "role_of",
 ]
 
-STEPS = 8  # bins of a plotted distribution, an octave
+STEPS = 8  # bins per octave of a plotted distribution
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -41,13 +41,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 class TensorReport:
     """One observed tensor.
 
-    `format` is that of its elements as served ("bfloat16": full precision). `methods` say what one
-    static scale for the whole tensor would do, by each method; `chosen` what the stored one does,
-    None where none is. `global_scale` is the stored one of two levels. `small_sqnr_db` is the SQNR
-    of the smallest 90 % of the elements that are not zero, under the stored scale, or else under
-    `max`, and `small_alone_db` what they would have under a scale of their own: a few large values
-    can carry the whole SQNR and hide that the others are lost. `measured_sqnr_db` and
-    `measured_small_sqnr_db` were measured by running the model.
+    `format` is that of its elements when served ("bfloat16": full precision). `methods` gives the
+    quality of one static scale for the whole tensor, for each method; `chosen` that of the stored
+    scale, None if none is stored. `global_scale` is the stored one of a two-level scheme.
+
+    `small_sqnr_db` is the SQNR of the smallest 90 % of the non-zero elements under the stored
+    scale, or else under `max`. `small_alone_db` is their SQNR under a scale of their own. Compare
+    the two: a few large values can dominate the SQNR of the whole tensor and hide that the others
+    are lost. `measured_sqnr_db` and `measured_small_sqnr_db` were measured by running the model.
     """
 
     kind: str
@@ -77,19 +78,19 @@ class TensorReport:
 
     @property
     def sqnr_db(self) -> float | None:
-        """As it will be served: exact, measured, or not known."""
+        """SQNR as served: exact, measured, or None if not known."""
         return self.measured_sqnr_db if self.chosen is None else self.chosen.sqnr_db
 
     @property
     def underflow_at_most(self) -> float | None:
-        """A bound, where the fraction that becomes zero is not known."""
+        """Upper bound of the fraction that becomes zero; None if it is known or has no bound."""
         if self.chosen is not None or "max" not in self.methods:
             return None
         return self.methods["max"].underflow
 
     @property
     def small_lost_db(self) -> float | None:
-        """By how much large values lower the SQNR of the small ones; None where not known."""
+        """Amount by which large values lower the SQNR of the small ones; None if not known."""
         small, alone = self.small_left_db, self.small_alone_db
         if small is None or alone is None:
             return None
@@ -97,7 +98,7 @@ class TensorReport:
 
     @property
     def small_left_db(self) -> float | None:
-        """The SQNR of the small values as served: exact, measured, or what `max` would leave."""
+        """SQNR of the small values as served: exact, measured, or that under `max`."""
         if self.chosen is None and self.measured_sqnr_db is not None:
             return self.measured_small_sqnr_db
         return self.small_sqnr_db
@@ -112,11 +113,12 @@ def report_tensors(
     global_scales: Mapping[str, float] | None = None,
     sensitivity: Mapping[str, Any] | None = None,
 ) -> dict[str, TensorReport]:
-    """Every observed tensor; `chosen` and `global_scales` are those stored, by observation.
+    """Reports on every observed tensor.
 
-    All methods are tried on each, but only `max` and the recipe's own on inputs in groups, which no
-    single scale resembles, and of experts, of which there may be thousands. `sensitivity` is its
-    JSON.
+    `chosen` and `global_scales` are the stored scales, by observation; `sensitivity` is JSON. Tries
+    all methods on each tensor, with two exceptions that get only `max` and the recipe's own method:
+    activations scaled in groups, because no single scale resembles those, and activations of
+    experts, because there may be thousands.
     """
     measured = {
         linear: unit for unit in (sensitivity or {}).get("units", ()) for linear in unit["linears"]
@@ -136,7 +138,7 @@ def report_tensors(
 
 
 def distribution(histogram: Histogram) -> dict[str, Any]:
-    """Counts of the finite magnitudes that are not zero, 8 an octave from 2^(first/8) on."""
+    """Counts finite non-zero magnitudes in 8 bins per octave, starting at 2^(first/8)."""
     octaves = _octaves(histogram.code_dtype)
     present = np.flatnonzero(histogram.counts[: len(octaves)])
     present = present[present > 0]
@@ -155,7 +157,7 @@ def layer_of(name: str) -> int | None:
 
 
 def role_of(modules: Sequence[str]) -> str:
-    """The projections, such as "q/k/v" or "expert gate/up"."""
+    """Returns the projections, such as "q/k/v" or "expert gate/up"."""
     short = "/".join(module.rpartition(".")[2].removesuffix("_proj") for module in modules)
     return f"expert {short}" if _EXPERT.search(modules[0]) else short
 
@@ -213,7 +215,7 @@ def _report(
 
 
 def _smallest(histogram: Histogram) -> Histogram:
-    """The small elements, without zeros."""
+    """Returns the histogram of the small elements, without zeros."""
     counts = histogram.counts.copy()
     counts[0] = 0
     counts[magnitudes(histogram.code_dtype) > histogram.small_limit()] = 0
@@ -222,7 +224,7 @@ def _smallest(histogram: Histogram) -> Histogram:
 
 @cache
 def _octaves(code_dtype: CodeDtype) -> NDArray[np.int64]:
-    """int64[n]: the bin of each finite code; code 0, zero, has none (and 0 here)."""
+    """Returns the bin of each finite code, int64 [n]; code 0, zero, has no bin (0 here)."""
     values = magnitudes(code_dtype)
     finite = values[np.isfinite(values)].astype(np.float64)
     finite[0] = 1.0

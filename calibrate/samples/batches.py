@@ -1,9 +1,9 @@
-"""Batches of token ids, padded on the right, and the chunks that they come in.
+"""Makes batches of token ids, padded on the right, and the chunks that they come in.
 
-The report looks, between chunks, at whether more samples still change anything: after 32 samples,
-64, 128, and so on.
+Between chunks, after 32 samples, 64, 128, and so on, the report checks whether more samples still
+change anything.
 
-Golden records as batches: prompts with the tokens that the reference answered.
+Golden records also become batches: prompts with the tokens that the reference generated.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Number of real tokens, without padding."""
         return sum(self.lengths)
 
 
 def chunk_ends(count: int) -> tuple[int, ...]:
-    """32, 64, 128, ... samples, and `count`; the last step adds a third or more.
+    """Returns 32, 64, 128, ... samples, and `count`; the last step adds a third or more.
 
-    A last step of a few samples would say little about whether more were needed.
+    A last step of a few samples would not show whether more are needed.
     """
     ends = []
     end = _FIRST_END
@@ -69,7 +69,7 @@ def make_batches(
     pad_id: int = 0,
     chunk: int = 0,
 ) -> list[Batch]:
-    """Longest first, so that padding is little and memory is at its peak at once.
+    """Batches the longest sequences first: padding is small, and memory peaks at the start.
 
     The order depends on the lengths alone (ties keep the order of the file), and so do the batches.
     """
@@ -87,20 +87,23 @@ def make_batches(
 
 
 def real(x: Tensor, batch: Batch) -> Tensor:
-    """[B, T, ...] → [tokens, ...], without padding."""
+    """Removes padding: [B, T, ...] → [tokens, ...]."""
     if min(batch.lengths) == x.shape[1]:
         return x.flatten(0, 1)
     return x[real_tokens(batch).to(x.device)]
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """bool [B, T]: False at padding."""
+    """Returns bool [B, T]: False at padding."""
     lengths = torch.tensor(batch.lengths)
     return torch.arange(batch.token_ids.shape[1]) < lengths[:, None]
 
 
 def golden_batches(golden: GoldenSet, records: Sequence[int], most: int) -> list[Batch]:
-    """Of similar lengths, at most so many tokens together; the origin of a row is its record."""
+    """Batches golden records of similar lengths, at most `most` tokens per batch.
+
+    The origin of a row is the number of its record.
+    """
     sequences = {n: _sequence(golden, n) for n in records}
     found: list[Batch] = []
     part: list[int] = []
@@ -115,6 +118,6 @@ def golden_batches(golden: GoldenSet, records: Sequence[int], most: int) -> list
 
 
 def _sequence(golden: GoldenSet, number: int) -> list[int]:
-    """The prompt, and the continuation up to the last position but one."""
+    """Returns the prompt, and the continuation up to the last position but one."""
     record = golden.records[number]
     return [*record.prompt_token_ids, *record.continuation_token_ids[: len(record.tops) - 1]]

@@ -1,8 +1,8 @@
-"""Golden prompts: pieces of held-out samples, of mixed lengths, that a server is given as text.
+"""Cuts golden prompts from held-out samples: pieces of mixed lengths, sent to a server as text.
 
-Lengths are spread evenly on a logarithmic scale, so that some prompts are read at once and some
-leave a cache well filled, from which decoding then reads. A piece never joins two samples: what
-follows a sample is not what a model has learnt to expect.
+Lengths are spread evenly on a logarithmic scale, so that some prompts are prefilled at once and
+some fill the cache well, from which decoding then reads. A piece never joins two samples: a model
+has not learnt to expect the text that follows a sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ SHORTEST, LONGEST = 4, 500  # tokens
 READ = 16 * LONGEST  # tokens of a sample, at most, that prompts are cut from
 CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its text
 
-_FILLED = 256  # tokens of a cache that is well filled
+_FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 _TRIES = 16  # random starts, of which one gives a prompt
@@ -32,15 +32,16 @@ def choose_prompts(
     *,
     seed: int | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """64 prompts, shortest first, as (text, token ids), where the text encodes to those very ids.
+    """Returns 64 prompts, shortest first, as (text, token ids); each text encodes to its ids.
 
-    Each is the beginning of a held-out sequence; sequences take turns, longest prompts first. Where
-    one is shorter than its turn's prompt, another's tokens that no prompt has taken yet are used,
-    if there are enough. With a `seed`, sequences are drawn at random, as are starts inside them,
-    each sequence once before any is used twice: other golden sets of the same samples.
+    Each prompt is the beginning of a held-out sequence; sequences take turns, longest prompts
+    first. If a sequence is shorter than its turn's prompt, tokens of another one that no prompt has
+    taken yet are used, if there are enough. With a `seed`, sequences and starts inside them are
+    drawn at random, each sequence once before any is used twice: this gives other golden sets of
+    the same samples.
 
-    A length that cuts through a character, or where the tokenizer would join what was cut, is
-    shortened until it does not. Raises SampleError if nothing can be cut from `sequences`.
+    A prompt is shortened until its end neither cuts through a character nor separates what the
+    tokenizer would join. Raises SampleError if nothing can be cut from `sequences`.
     """
     lengths = _lengths(max_positions)[::-1]
     lead = list(tokenizer("")["input_ids"])  # what the tokenizer adds to any text, such as a BOS
@@ -50,8 +51,11 @@ def choose_prompts(
 
 
 def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> str | None:
-    """A warning where decoding never reads a well-filled cache, though the model's context allows
-    it: with what that cannot show."""
+    """Returns a warning if too few prompts let decoding read a well-filled cache.
+
+    It applies where the model's context allows longer prompts, and says what the prompts cannot
+    show.
+    """
     filled = _FILLED * _lengths(max_positions)[-1] // LONGEST
     lengths = [len(ids) for _, ids in prompts]
     count = sum(length > filled for length in lengths)
@@ -65,7 +69,7 @@ def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> s
 
 
 def _lengths(max_positions: int) -> list[int]:
-    """Of the prompts, ascending."""
+    """Returns the lengths of the prompts, ascending."""
     longest = max(1, min(LONGEST, max_positions - CONTINUATION))
     spread = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
     return [int(length) for length in spread.round()]
@@ -100,7 +104,7 @@ def _untaken(
     tokenizer: Any,
     lead: list[int],
 ) -> tuple[str, list[int]] | None:
-    """A prompt from behind what was taken of the sequence that has the most tokens left."""
+    """Cuts a prompt after the tokens taken from the sequence with the most tokens left."""
     index = max(range(len(sequences)), key=lambda n: len(sequences[n]) - taken[n])
     for start in range(taken[index], taken[index] + _SHIFTS):
         if start + length > len(sequences[index]):
@@ -124,7 +128,7 @@ def _drawn(
     prompts = []
     for length in lengths:
         for _ in range(_TRIES):
-            # Of those that are long enough, and else of the longest; the least used first.
+            # Draws from those that are long enough, or else the longest; the least used first.
             fit = np.flatnonzero(sizes >= min(length, sizes.max()))
             index = int(rng.choice(fit[used[fit] == used[fit].min()]))
             start = int(rng.integers(max(0, sizes[index] - length) + 1))
@@ -143,27 +147,31 @@ def _drawn(
 
 
 def _piece(ids: Sequence[int], start: int, length: int, lead: list[int]) -> list[int]:
-    """`length` tokens from `start`; inside a sequence, those that come before any text included."""
+    """Returns `length` tokens from `start`.
+
+    A piece from inside a sequence that begins with `lead` begins with `lead` too, which counts
+    among the `length` tokens.
+    """
     before = lead if start and list(ids[: len(lead)]) == lead else []
     return [*before, *ids[start : start + length - len(before)]]
 
 
 def _cut(ids: list[int], tokenizer: Any, least: int = 0) -> tuple[str, list[int]] | None:
-    """The longest beginning of `ids`, of more than `least` tokens, that text encodes back to."""
+    """Returns the longest prefix of `ids`, of more than `least` tokens, that a text encodes to."""
     for end in range(len(ids), least, -1):
         head = ids[:end]
         for text in _spelled(head, tokenizer):
             if text and tokenizer(text)["input_ids"] == head:
                 return text, head
         if least and end == len(ids) - _SHIFTS:
-            return None  # it is the start that cannot be cut
+            return None  # the text cannot be cut at this start
     return None
 
 
 def _spelled(ids: list[int], tokenizer: Any) -> Iterator[str]:
-    """Texts that may encode to `ids`: a conversation's special tokens have to be spelled out.
+    """Yields texts that may encode to `ids`; a conversation's special tokens must be spelled out.
 
-    Its first one is not where the tokenizer adds it to any text.
+    The first one is left out where the tokenizer adds it to any text.
     """
     special = bool(set(ids) & set(tokenizer.all_special_ids))
     for part, skip in ((ids, True), (ids, False), (ids[1:], False)) if special else ((ids, True),):

@@ -1,4 +1,4 @@
-"""What a calibration starts from: the model, its samples as batches, and golden prompts."""
+"""Reads what a calibration starts from: the model's samples as batches, and golden prompts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ __all__ = ["Inputs", "read_inputs"]
 class Inputs:
     """Everything that is read before the model runs.
 
-    `prompts` are (text, token ids); `evaluation` are batches of what was held out, on which
+    `prompts` are (text, token ids). `evaluation` are batches of held-out samples, on which
     divergence is measured.
     """
 
@@ -37,7 +37,7 @@ class Inputs:
 
     @property
     def evaluated_on(self) -> str:
-        """Whose tokens `evaluation` are."""
+        """The source of the tokens in `evaluation`."""
         return CALIBRATION if self.split.facts["source"] == CALIBRATION else "held-out samples"
 
 
@@ -55,7 +55,7 @@ def read_inputs(
     batch_size: int,
     allow_few_samples: bool,
 ) -> Inputs:
-    """Reads and tokenizes `samples`; a subclass of OctetError names what cannot be used."""
+    """Reads and tokenizes `samples`; raises an OctetError that names what cannot be used."""
     held = None if held_out is None else load_samples(held_out, text_field, messages_field)
     split = split_samples(
         load_samples(samples, text_field, messages_field),

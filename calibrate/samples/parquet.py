@@ -1,8 +1,8 @@
-"""Samples from tables: Parquet files, and datasets as `datasets.save_to_disk` writes them.
+"""Reads samples from tables: Parquet files, and datasets as `datasets.save_to_disk` writes them.
 
-Both are read by pyarrow, a batch of rows at a time and the wanted columns alone. A saved dataset
-is a directory of Arrow streams that `state.json` lists in order; the `datasets` library itself is
-not needed.
+pyarrow reads both, a batch of rows at a time and only the wanted columns. A saved dataset is a
+directory of Arrow streams that `state.json` lists in order; the `datasets` library itself is not
+needed.
 """
 
 import json
@@ -16,14 +16,14 @@ from octet.errors import SampleError
 
 __all__ = ["read_arrow", "read_parquet", "shards"]
 
-_ROWS = 64  # read at once; a row of a data set can be a whole book
+_ROWS = 64  # rows read at once; one row of a data set can be a whole book
 _BUFFER = 1 << 20  # bytes of a column chunk read at once, instead of all of it
 
 
 def shards(path: Path) -> tuple[Path, ...] | None:
-    """The files of a dataset that `save_to_disk` wrote to `path`, in order; None if it did not.
+    """Returns the files of a dataset that `save_to_disk` wrote to `path`, in order, or else None.
 
-    SampleError for a DatasetDict, naming its splits.
+    Raises SampleError for a DatasetDict, naming its splits.
     """
     if (path / "dataset_dict.json").exists():
         splits = _read_json(path / "dataset_dict.json").get("splits") or []
@@ -46,7 +46,7 @@ def shards(path: Path) -> tuple[Path, ...] | None:
 
 
 def read_parquet(files: Sequence[Path], fields: Fields) -> Iterator[Sample]:
-    """Rows of `files` as samples; of a null in one of the two columns the other one is taken."""
+    """Yields rows of `files` as samples; if one of the two columns is null, the other is used."""
     _need_pyarrow("a Parquet file")
     import pyarrow.parquet as pq
 
@@ -63,7 +63,7 @@ def read_parquet(files: Sequence[Path], fields: Fields) -> Iterator[Sample]:
 
 
 def read_arrow(files: Sequence[Path], fields: Fields) -> Iterator[Sample]:
-    """Rows of the Arrow streams `files`, which are counted on from one file to the next."""
+    """Yields rows of the Arrow streams `files` as samples, numbered across all files."""
     _need_pyarrow("a saved dataset")
     import pyarrow as pa
 
@@ -97,14 +97,14 @@ def _samples(batch: Any, fields: Fields, file: Path, first: int, name: str) -> I
 
 
 def _present(message: object) -> object:
-    """A table gives every message every member; null stands for those that it does not have."""
+    """Removes null members: in a table every message has every member, null if it lacks it."""
     if not isinstance(message, dict):
         return message
     return {name: value for name, value in message.items() if value is not None}
 
 
 def _wanted(schema: Any, fields: Fields, file: Path) -> list[str]:
-    """The columns to read. SampleError if there is none, or one cannot hold what it should."""
+    """Returns the columns to read. Raises SampleError for none, or one of an unsuitable type."""
     names = [name for name in (fields.text, fields.messages) if name in schema.names]
     if not names:
         raise SampleError(f"{file}: {fields.missing(schema.names, what='column')}")

@@ -1,7 +1,7 @@
-"""What a run computes: all batches of it, made from the samples before anything is loaded.
+"""Plans what a run computes: all its batches, made from the samples before anything is loaded.
 
-The batches depend on the samples' lengths and their order alone. What was done to the samples to
-make them (cut, split, joined, rendered) is in the facts.
+The batches depend only on the samples' lengths and their order. The facts record what was done to
+the samples to make them (cut, split, joined, rendered).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,16 @@ class SamplePlan:
 
     batches: tuple[Batch, ...]
     chunk_ends: tuple[int, ...]
-    facts: dict[str, Any]  # for the manifest; JSON's types alone
+    facts: dict[str, Any]  # for the manifest; JSON types only
     warnings: tuple[str, ...]
 
     @property
     def tokens(self) -> int:
-        """Real tokens: those that are observed."""
+        """Number of real tokens, which are those that are observed."""
         return sum(batch.tokens for batch in self.batches)
 
     def summary(self) -> str:
-        """One line for people."""
+        """Returns a one-line summary for people."""
         facts = self.facts
         parts = [
             f"{self.chunk_ends[-1]} samples, {self.tokens:,} tokens in {len(self.batches)} batches",
@@ -59,11 +59,11 @@ def plan_batches(
     pack: bool = False,
     long: LongPolicy = "cut",
 ) -> SamplePlan:
-    """Batches of at most `batch_size` rows of at most `max_length` tokens.
+    """Makes batches of at most `batch_size` rows of at most `max_length` tokens.
 
-    `long` says what becomes of a longer sample: its first `max_length` tokens, several rows, or an
-    error. With `pack`, rows hold several samples, joined by the tokenizer's end token. Raises
-    SampleError naming a sample that cannot be used, and ConfigError where there is no end token.
+    `long` decides what becomes of a longer sample: its first `max_length` tokens, several rows, or
+    an error. With `pack`, rows hold several samples, joined by the tokenizer's end token. Raises
+    SampleError naming a sample that cannot be used, and ConfigError if there is no end token.
     """
     end = _end_token(tokenizer, vocab_size) if pack else None
     encoded = encode(samples, tokenizer, vocab_size=vocab_size)
@@ -107,7 +107,7 @@ def _end_token(tokenizer: Any, vocab_size: int) -> int:
 
 
 def _by_chunk(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:
-    """Rows by the chunk that their sample is in; `rows` are in the order of the samples."""
+    """Groups rows by the chunk of their sample; `rows` are in the order of the samples."""
     chunk_of = [chunk for chunk, (a, b) in enumerate(_spans(ends)) for _ in range(a, b)]
     for chunk, members in groupby(rows, key=lambda row: chunk_of[row.sample]):
         yield chunk, list(members)
@@ -118,13 +118,16 @@ def _spans(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _shapes(batches: Sequence[Batch]) -> list[list[int]]:
-    """[B, T, how many in a row] of all batches: FP32 sums, and so the last bits, depend on them."""
+    """Returns [B, T, number in succession] of all batches.
+
+    FP32 sums, and so the last bits, depend on them.
+    """
     shapes = (tuple(batch.token_ids.shape) for batch in batches)
     return [[*shape, len(list(same))] for shape, same in groupby(shapes)]
 
 
 def _template(samples: Sequence[Sample], tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
-    """Which chat template was used, if any, and what a person should know about it."""
+    """Returns the chat template that was used, if any, and warnings about it."""
     if not any(sample.messages for sample in samples):
         return None, ()
     own = getattr(tokenizer, "chat_template", None)

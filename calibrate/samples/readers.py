@@ -1,4 +1,4 @@
-"""Where samples are read from: one reader for each kind of source.
+"""Reads samples from files and directories: one reader for each kind of source.
 
 `open_source` chooses by what the path is: a directory that `datasets.save_to_disk` wrote, another
 directory of text, JSONL or Parquet files, a Parquet file, a text file; any other file is JSONL.
@@ -18,12 +18,15 @@ from octet.errors import SampleError
 __all__ = ["Source", "open_source"]
 
 _BOM = b"\xef\xbb\xbf"
-_PIECE = 1 << 20  # bytes looked at once
+_PIECE = 1 << 20  # bytes searched at once
 
 
 @dataclass(frozen=True)
 class Source:
-    """`files` in the order they are read; `read` starts from the beginning each time."""
+    """A source of samples.
+
+    `files` are in the order they are read; `read` starts from the beginning each time.
+    """
 
     kind: str  # for people, and for the manifest
     files: tuple[Path, ...]
@@ -31,7 +34,7 @@ class Source:
 
 
 def open_source(path: Path, fields: Fields) -> Source:
-    """The source at `path`. SampleError, in one line, for a path that is none."""
+    """Opens the source at `path`. Raises SampleError, in one line, for a path that is none."""
     with _reading(path):
         path.stat()
     if path.is_dir():
@@ -107,7 +110,7 @@ def _read_lines_of(root: Path, files: tuple[Path, ...], fields: Fields) -> Itera
 
 
 def _read_text(path: Path, *, by_form_feed: bool) -> Iterator[Sample]:
-    """Samples between blank lines, or between form feeds, without the line ends around them."""
+    """Yields samples between blank lines or form feeds, without the line ends around them."""
     lines: list[str] = []
     start = 1
     for number, line in _lines(path):
@@ -133,7 +136,7 @@ def _read_files(root: Path, files: tuple[Path, ...]) -> Iterator[Sample]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines with their ends, without a byte order mark."""
+    """Yields numbered lines with their ends, without a byte order mark."""
     with _reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             yield number, line.removeprefix(_BOM) if number == 1 else line
@@ -155,7 +158,7 @@ def _has_form_feed(path: Path) -> bool:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what the system says about a file into one line that names it."""
+    """Turns an OSError about a file into a one-line SampleError that names it."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Token sequences become rows of at most a length: cut, split or refused, then packed or not."""
+"""Makes rows of limited length from token sequences: cut, split or refused, then packed or not."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ LongPolicy = Literal["cut", "split", "refuse"]
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids that the model runs in one go, and the sample or samples they are from."""
+    """Token ids that the model runs as one sequence, and the sample or samples they are from."""
 
     ids: Sequence[int]
     origin: str
@@ -22,7 +22,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limited:
-    """Rows in the samples' order, how many samples were too long, and what was left out of them."""
+    """Rows in the samples' order, the number of over-long samples, and of tokens cut from them."""
 
     rows: tuple[Row, ...]
     over_long: int
@@ -32,10 +32,10 @@ class Limited:
 def limit_rows(
     sequences: Iterable[Sequence[int]], origins: Sequence[str], max_length: int, long: LongPolicy
 ) -> Limited:
-    """Rows of at most `max_length` tokens.
+    """Limits sequences to rows of at most `max_length` tokens.
 
-    A longer sample is cut at its end, or becomes several rows that begin where the one before
-    ended, or is refused: SampleError with the first one's length and how many there are.
+    A longer sample is cut at its end, or split into several rows that begin where the one before
+    ended, or refused: SampleError with the first one's length and how many there are.
     """
     rows: list[Row] = []
     over: list[tuple[str, int]] = []
@@ -61,9 +61,9 @@ def limit_rows(
 
 
 def pack_rows(rows: Sequence[Row], max_length: int, end: int) -> list[Row]:
-    """Fewer rows, each of whole `rows` joined by the token `end`, at most `max_length` tokens.
+    """Packs whole `rows` into fewer ones of at most `max_length` tokens, joined by the token `end`.
 
-    First fit, longest first; ties keep their order. A row that ends in `end` already is not given
+    First fit, longest first; ties keep their order. A row that already ends in `end` does not get
     another one. Within a packed row positions run on, and a sample attends to those before it.
     """
     bins: list[list[Row]] = []

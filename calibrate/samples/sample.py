@@ -1,4 +1,4 @@
-"""One sample: a text or a conversation, and where it came from."""
+"""Represents one sample: a text or a conversation, and where it came from."""
 
 import json
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from octet.errors import SampleError
 
 __all__ = ["Fields", "Sample", "kind_of", "sample_of"]
 
-# What data sets of the ShareGPT kind ({"from", "value"}) call the two roles.
+# Names of the two roles in data sets of the ShareGPT kind ({"from", "value"}).
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields or columns hold the text and the conversation."""
+    """The names of the fields or columns that hold the text and the conversation."""
 
     text: str = "text"
     messages: str = "messages"
 
     def missing(self, present: Mapping[str, Any] | list[str], *, what: str) -> str:
-        """The complaint about a record or a table that has neither; `what`: field or column."""
+        """Returns the error text for a record or table with neither; `what`: field or column."""
         names = ", ".join(present) or "none"
         return (
             f"no {what} '{self.text}' or '{self.messages}'; it has: {names}"
@@ -31,10 +31,10 @@ class Fields:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, or, where `messages` is not empty, a conversation for the chat template.
+    """A text, or, if `messages` is not empty, a conversation for the chat template.
 
-    `origin` names its place: a file's name, with the line (from 1) or the row of a table (from 0)
-    of one that holds several: `samples.jsonl, line 12`.
+    `origin` is the name of the file. If that holds several samples, the line (from 1) or the row of
+    a table (from 0) follows: `samples.jsonl, line 12`.
     """
 
     text: str
@@ -43,19 +43,19 @@ class Sample:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it to run."""
+        """True if the sample has nothing to run."""
         if self.text.strip():
             return False
         return not any(m["content"].strip() or m.get("tool_calls") for m in self.messages)
 
     @property
     def key(self) -> str:
-        """Equal for samples that say the same, wherever they come from."""
+        """A string that is equal for samples with equal content, wherever they come from."""
         return json.dumps([self.text, *self.messages], sort_keys=True, default=str)
 
 
 def sample_of(record: Mapping[str, Any], fields: Fields, where: str, origin: str) -> Sample:
-    """The text of `record`, or else its conversation; `where` is what an error begins with.
+    """Returns the text of `record`, or else its conversation; error messages begin with `where`.
 
     A field that is null counts as absent if the other one is there.
     """
@@ -70,7 +70,7 @@ def sample_of(record: Mapping[str, Any], fields: Fields, where: str, origin: str
 
 
 def kind_of(value: object) -> str:
-    """JSON's name for the type of a value."""
+    """Returns JSON's name for the type of a value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {str: "string", int: "number", float: "number", list: "array", dict: "object"}
@@ -94,7 +94,7 @@ def _messages(value: object, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
-    """`value` with a role and its content as one string; other members stay for the template."""
+    """Returns `value` with a role and its content as one string, other members unchanged."""
     if not isinstance(value, dict):
         raise SampleError(f"{where} is a JSON {kind_of(value)}, not an object")
     message = dict(value)
@@ -115,7 +115,7 @@ def _message(value: object, where: str) -> dict[str, Any]:
 
 
 def _part(part: object, where: str) -> str:
-    """The text of one part of a content; a model that reads text alone is given nothing else."""
+    """Returns the text of one part of a content; raises SampleError for any other kind of part."""
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         raise SampleError(f"{where} has a part of type {kind}; only text can be read")

@@ -1,4 +1,4 @@
-"""Samples to calibrate with; every complaint names the file and the line or row."""
+"""Loads samples to calibrate with; every error names the file and the line or row."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from octet.model.checkpoint import sha256_file
 
 __all__ = ["MINIMUM", "Sample", "SampleFile", "load_samples", "require_enough"]
 
-MINIMUM = 128  # below this, calibration asks to be told that it is meant
+MINIMUM = 128  # below this, calibration needs --allow-few-samples
 
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A source of samples in its own order, read as far as it is needed.
+    """A source of samples in its own order, read only as far as needed.
 
-    `sha256` is that of the file's bytes; of several files, of their names and contents.
+    `sha256` is that of the file's bytes, or, for several files, of their names and contents.
     """
 
     path: Path
@@ -28,7 +28,10 @@ class SampleFile:
     read: Callable[[], Iterator[Sample]] = field(repr=False)
 
     def first(self, count: int | None) -> tuple[tuple[Sample, ...], int]:
-        """The first `count` samples that are not empty (all if None), and the empty ones passed."""
+        """Returns the first `count` samples that are not empty (all if None).
+
+        Also returns how many empty ones were skipped.
+        """
         samples: list[Sample] = []
         empty = 0
         for sample in () if count == 0 else self.read():
@@ -49,11 +52,11 @@ class SampleFile:
 def load_samples(
     path: Path, text_field: str = "text", messages_field: str = "messages"
 ) -> SampleFile:
-    """A source of texts (`text_field`) and conversations (`messages_field`).
+    """Opens a source of texts (`text_field`) and conversations (`messages_field`).
 
-    JSONL, a text file (samples separated by form feeds if it has any, by blank lines if not), a
-    directory of text files (a sample each), of JSONL or of Parquet files, a Parquet file, or a
-    directory that `datasets.save_to_disk` wrote. Of the samples only the first is read yet. Raises
+    It may be JSONL, a text file (samples separated by form feeds if it has any, by blank lines if
+    not), a directory of text files (a sample each), of JSONL or of Parquet files, a Parquet file,
+    or a directory that `datasets.save_to_disk` wrote. Only the first sample is read yet. Raises
     SampleError, in one line, for anything but a readable source with something in it.
     """
     source = open_source(path, Fields(text_field, messages_field))
@@ -66,7 +69,7 @@ def load_samples(
 
 
 def require_enough(path: Path, available: int, count: int, *, allow_few: bool) -> int:
-    """How many samples to run; SampleError for fewer than `MINIMUM` unless `allow_few`."""
+    """Returns how many samples to run; SampleError if below `MINIMUM` without `allow_few`."""
     chosen = min(available, count)
     if chosen < MINIMUM and not allow_few:
         what = f"--count {count}" if count <= available else f"{path}: {available} samples"

@@ -1,4 +1,4 @@
-"""Which samples to calibrate with and which to hold out for the golden records."""
+"""Chooses samples to calibrate with and samples to hold out for the golden records."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +7,7 @@ from calibrate.samples.source import MINIMUM, Sample, SampleFile, require_enough
 
 __all__ = ["CALIBRATION", "Split", "split_samples"]
 
-CALIBRATION = "calibration samples"  # where nothing was held out, a source of the rest
+CALIBRATION = "calibration samples"  # the source of golden prompts if nothing was held out
 
 _HELD_OUT = 256  # held-out samples that golden prompts are cut from, at most
 
@@ -27,11 +27,10 @@ class Split:
 def split_samples(
     file: SampleFile, held_out: SampleFile | None, count: int, *, allow_few: bool
 ) -> Split:
-    """The first `count` of `file`, and `held_out` or else what follows them in `file`.
+    """Takes the first `count` of `file`, and holds out `held_out` or else what follows in `file`.
 
-    No more is read than that. If nothing follows, golden prompts come from the calibration
-    samples, with a warning. Raises SampleError for too few samples, and for a sample that cannot
-    be read.
+    No more than that is read. If nothing follows, golden prompts come from the calibration samples,
+    with a warning. Raises SampleError for too few samples, and for a sample that cannot be read.
     """
     found, empty = file.first(count + (_HELD_OUT if held_out is None else 0))
     chosen = require_enough(file.path, len(found), count, allow_few=allow_few)

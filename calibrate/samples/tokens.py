@@ -1,8 +1,8 @@
-"""Samples become token ids: texts as the tokenizer encodes them, conversations as they are served.
+"""Turns samples into token ids: texts as the tokenizer encodes them, conversations as served.
 
-A conversation is rendered by the chat template, which writes the special tokens itself, and is
-then encoded without any further ones. A model without a template is served with
-octet.model.chat_template's plain default, which writes none: there the tokenizer adds its own, in
+A conversation is rendered by the chat template, which writes the special tokens itself, and is then
+encoded without any further ones. A model without a template is served with the plain default of
+octet.model.chat_template, which writes none. In that case the tokenizer adds its own, in
 calibration as in the gateway.
 """
 
@@ -24,15 +24,15 @@ _TOGETHER = 64  # samples encoded in one call: enough to keep the tokenizer's th
 def tokenize(
     samples: Sequence[Sample], tokenizer: Any, *, max_length: int, vocab_size: int
 ) -> list[list[int]]:
-    """Token ids of each sample, cut at `max_length`."""
+    """Returns the token ids of each sample, cut at `max_length`."""
     return [ids[:max_length] for ids in encode(samples, tokenizer, vocab_size=vocab_size)]
 
 
 def encode(samples: Sequence[Sample], tokenizer: Any, *, vocab_size: int) -> Iterator[list[int]]:
-    """All token ids of each sample in turn, with special tokens, none of them doubled.
+    """Yields all token ids of each sample in turn, with special tokens, none of them doubled.
 
-    Raises SampleError, naming the sample, for one that the chat template refuses or that has no
-    token, and CheckpointError for a tokenizer of another model.
+    Raises SampleError, naming the sample, if the chat template refuses it or it has no token.
+    Raises CheckpointError if the tokenizer belongs to another model.
     """
     for start in range(0, len(samples), _TOGETHER):
         group = samples[start : start + _TOGETHER]
@@ -48,7 +48,7 @@ def encode(samples: Sequence[Sample], tokenizer: Any, *, vocab_size: int) -> Ite
 
 
 def _encode(samples: Sequence[Sample], tokenizer: Any) -> Iterator[list[int]]:
-    """In two calls: one with special tokens added and one without."""
+    """Encodes in two calls: one with special tokens added and one without."""
     plain = not getattr(tokenizer, "chat_template", None)  # the default template writes none
     texts = [_render(s, tokenizer, plain) if s.messages else s.text for s in samples]
     complete = [bool(s.messages) and not plain for s in samples]
@@ -66,7 +66,7 @@ def _encode(samples: Sequence[Sample], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
-    """`ids` without the BOS or EOS that the tokenizer added to a text which has its own.
+    """Removes from `ids` the BOS or EOS that the tokenizer added to a text which has its own.
 
     Texts that a chat template once rendered begin with a BOS spelled out.
     """
@@ -81,15 +81,15 @@ def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
 
 
 def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
-    """The conversation as text, ending where its last message ends."""
+    """Renders the conversation as text, ending where its last message ends."""
     import jinja2
 
     try:
         text: str = tokenizer.apply_chat_template(
             list(sample.messages), tokenize=False, chat_template=DEFAULT_TEMPLATE if plain else None
         )
-        text.encode()  # a lone surrogate in a member that only the template reads is no text
-    # A template is a program: on messages it does not expect it fails as programs do.
+        text.encode()  # fails on a lone surrogate that only the template read
+    # A template is a program, and may fail in these ways on messages it does not expect.
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         raise SampleError(
@@ -99,7 +99,7 @@ def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's transformers tokenizer; CheckpointError if it has none that works."""
+    """Loads the checkpoint's transformers tokenizer; CheckpointError if none works."""
     from transformers import AutoTokenizer
 
     if not checkpoint.tokenizer_files:
@@ -114,7 +114,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' warnings and progress bars off; our own report says what matters."""
+    """Turns off transformers' warnings and progress bars; our own report shows what matters."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

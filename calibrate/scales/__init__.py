@@ -1,4 +1,4 @@
-"""Derives scales from histograms and weights, and says whether they have converged.
+"""Derives scales from histograms and weights, and checks that they have converged.
 
 Start with `derive.py`.
 """

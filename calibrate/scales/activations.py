@@ -1,6 +1,6 @@
-"""The best scale of a tensor for a format, from its histogram alone.
+"""Finds the best scale of a tensor for a format, from its histogram alone.
 
-The squared error expected of scale s is Σ countᵢ·(vᵢ - s·Q(vᵢ/s))², where Q rounds to the target
+The expected squared error of scale s is Σ countᵢ·(vᵢ - s·Q(vᵢ/s))², where Q rounds to the target
 format's own grid and saturates. It is exact: the histogram holds every magnitude that occurred.
 
 | method     | the scale that                                                                   |
@@ -12,7 +12,7 @@ format's own grid and saturates. It is exact: the histogram holds every magnitud
 
 On FP8, clipping usually hurts: the grid is relative, so a smaller scale gains nothing except where
 values underflow, and it saturates the outliers that carry the error. `max` is normally within
-0.1 dB of `mse`. The report prints all four, so that it can be seen.
+0.1 dB of `mse`. The report prints all four for comparison.
 """
 
 from collections.abc import Callable
@@ -32,23 +32,24 @@ __all__ = ["METHODS", "Quality", "divergence", "find_scale", "measure", "squared
 
 METHODS: tuple[ScaleMethod, ...] = ("max", "mse", "percentile", "kl")
 
-Cost: TypeAlias = Callable[[float], float]  # of a scale
+Cost: TypeAlias = Callable[[float], float]  # cost of a scale
 
 # Candidates, in octaves from the scale of `max`. Above it only the grid's phase changes, which
-# repeats every octave; 12 octaves below, all but the outliers of any real tensor are clipped too.
+# repeats every octave. 12 octaves below it, a real tensor has even its ordinary values clipped.
 _LOWEST, _HIGHEST = -12, 1
-_STEPS = 16  # an octave, at first
-_FINE_STEPS = 256  # an octave, around the best of the first
-_KEPT = 8  # how many of the first are refined, and of those polished
+_STEPS = 16  # per octave, in the first pass
+_FINE_STEPS = 256  # per octave, around the best of the first pass
+_KEPT = 8  # candidates of the first pass that are refined, and of the second that are polished
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a scale does to a tensor.
+    """Effect of a scale on a tensor.
 
-    `sqnr_db` is the signal-to-quantization-noise ratio in dB (infinite without error); `saturated`
+    `sqnr_db` is the signal-to-quantization-noise ratio in dB (infinite without error). `saturated`
     is the fraction of elements beyond the format's largest value by more than half its last step,
-    which rounding does not explain; `underflow` that of the non-zero elements that become zero.
+    that is by more than rounding. `underflow` is the fraction of elements that are not zero but
+    become zero.
     """
 
     scale: float
@@ -60,7 +61,7 @@ class Quality:
 def find_scale(
     histogram: Histogram, fmt: Format, method: ScaleMethod, *, percentile: float = 99.99
 ) -> float:
-    """The scale by `method`, a float32 value; 1.0 for a tensor of zeros."""
+    """Returns the scale by `method`, a float32 value; 1.0 for a tensor of zeros."""
     largest = _scale_of(histogram.absmax, fmt)
     if histogram.absmax == 0 or method == "max":
         return largest
@@ -75,28 +76,28 @@ def find_scale(
 
 
 def squared_error(histogram: Histogram, fmt: Format, scale: float) -> float:
-    """Σ countᵢ·(vᵢ - s·Q(vᵢ/s))², over the finite elements."""
+    """Computes Σ countᵢ·(vᵢ - s·Q(vᵢ/s))² over the finite elements."""
     return _error_of(histogram, fmt)(scale)
 
 
 def divergence(histogram: Histogram, fmt: Format, scale: float) -> float:
-    """KL(P ‖ Q) in nats between the distribution of magnitudes before and after quantization.
+    """Computes KL(P ‖ Q) in nats between the magnitudes before and after quantization.
 
-    P is the normalised histogram without zero, which every scale keeps. Q knows only how many
-    elements each value of the format received, and spreads them over the bins rounded to it that
-    occur, in proportion to the bins' widths. Saturated elements belong to the format's largest
+    P is the normalised histogram without zero, which every scale preserves. Q holds only the number
+    of elements at each value of the format. It spreads them over the occupied bins that round to
+    the value, in proportion to the bins' widths. Saturated elements belong to the format's largest
     value and underflowing ones to its zero, so Q covers P and the divergence is finite.
 
     This is TensorRT's entropy calibration (S. Migacz, "8-bit Inference with TensorRT", GTC 2017),
-    with two changes. There all bins have one width; widths keep its meaning, a constant density
-    within each quantized value, where bins are logarithmic. And there the clipped mass is added to
-    P's last bin, because Q is built without it; here Q has it.
+    with two changes. There all bins have the same width; here bins are logarithmic, and weighting
+    by width preserves the assumption of a constant density within each quantized value. There the
+    clipped mass is added to P's last bin, because Q is built without it; here Q includes it.
     """
     return _divergence_of(histogram, fmt)(scale)
 
 
 def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
-    """What `scale` does to the finite elements of the tensor."""
+    """Measures the effect of `scale` on the finite elements of the tensor."""
     values, counts = histogram.finite()
     total = int(counts.sum())
     if histogram.absmax == 0:
@@ -112,7 +113,7 @@ def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
 
 
 def _rounded(values: NDArray[np.float32], fmt: Format, scale: float) -> NDArray[np.float64]:
-    """s·Q(v/s); the quotient in float32, as kernels compute it."""
+    """Computes s·Q(v/s), with the quotient in float32, as kernels do."""
     with np.errstate(over="ignore"):  # an overflow to Inf saturates
         return round_to(values / np.float32(scale), fmt).astype(np.float64) * scale
 
@@ -152,7 +153,7 @@ def _divergence_of(histogram: Histogram, fmt: Format) -> Cost:
 
 
 def _minimise(cost: Cost, largest: float) -> list[float]:
-    """The candidates of least cost, best first; of equals, the largest, which saturates least."""
+    """Returns the best candidates, best first; of equals, the largest, which saturates least."""
     coarse = np.arange(_HIGHEST * _STEPS, _LOWEST * _STEPS - 1, -1) / _STEPS
     costs = [cost(_at(octave, largest)) for octave in coarse]
     best = coarse[np.argsort(costs, kind="stable")[:_KEPT]]
@@ -162,10 +163,10 @@ def _minimise(cost: Cost, largest: float) -> list[float]:
 
 
 def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
-    """The nearest local optimum of the squared error.
+    """Returns the nearest local optimum of the squared error.
 
-    For codes q held fixed, Σ c·(v - s·q)² is least at s = Σ c·v·q / Σ c·q²; for s held fixed, the
-    nearest q is best. Each half lowers the error, and so do the two in turn (Lloyd, 1982).
+    For fixed codes q, Σ c·(v - s·q)² is least at s = Σ c·v·q / Σ c·q²; for fixed s, the nearest q
+    is best. Each step lowers the error, so alternating them does too (Lloyd, 1982).
     """
     values, counts = histogram.finite()
     weighted = values * counts.astype(np.float64)
@@ -184,5 +185,5 @@ def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
 
 
 def _at(octave: float, largest: float) -> float:
-    """The float32 scale that many octaves from `largest`."""
+    """Returns the float32 scale `octave` octaves above `largest`."""
     return float(np.float32(largest * 2.0**octave))

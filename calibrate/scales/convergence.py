@@ -1,19 +1,19 @@
-"""Was the set enough? What each tensor's scale would have been after fewer samples.
+"""Checks that the samples sufficed, by deriving each tensor's scale from fewer samples too.
 
-The scale that the first n samples lead to is judged on all N: what it saturates there, it would
-saturate in service. So the step from n to N, with n the last count that leaves out at least a
-quarter of the set, says what the samples in between would have cost had they not been seen, and the
-next as many may be expected to cost about as much. (Samples unlike those of the set can cost more;
-nothing in the set can tell.)
+The scale derived from the first n samples is evaluated on all N: values that it saturates there, it
+would saturate in service. n is the last count that leaves out at least a quarter of the set. The
+change from n to N is the cost of not having seen the samples in between, and about as much may be
+expected from the next N - n samples. (Samples unlike those of the set can cost more; the set cannot
+show that.)
 
-- A static scale: it moved if the scale of the last n has an SQNR, on all N, that is over 0.2 dB
-  (5 % of the noise) below that of N's. A scale may move by much more than its error: E4M3 has 19
-  octaves, and a grid that is relative hardly cares where it starts.
-- Two levels: the error depends on the groups, which a histogram does not have. The global scale
+- Static scale: it moved if the scale from n samples has an SQNR, on all N, over 0.2 dB (5 % of the
+  noise) below that of the scale from N. A scale may move by much more than its error: E4M3 has 19
+  octaves, and the error on a relative grid hardly depends on where the grid starts.
+- Two levels: the error depends on the groups, which a histogram does not hold. The global scale
   moved if it grew by over 1/6: values up to 7/6 of the largest still round to E2M1's 6, larger ones
   would have been clipped (their group's scale saturates at E4M3's 448).
-- Scales made at run time, and what stays in full precision: nothing is stored, so nothing can be
-  outgrown. The largest magnitude and the 99.9 % quantile are reported, and never warned about.
+- Scales computed at run time, and full precision: no scale is stored, so none can be outgrown. The
+  largest magnitude and the 99.9 % quantile are reported, without warnings.
 """
 
 import math
@@ -34,7 +34,7 @@ __all__ = ["TOLERANCE_DB", "TOLERANCE_SCALE", "Convergence", "Course", "converge
 
 TOLERANCE_DB = 0.2
 TOLERANCE_SCALE = 1 / 6
-_LEAST_STEP = 0.25  # of the set: two samples more or less say nothing
+_LEAST_STEP = 0.25  # of the set: a smaller step shows nothing
 _NAMED = 3  # tensors named in a sentence
 
 
@@ -42,8 +42,8 @@ _NAMED = 3  # tensors named in a sentence
 class Course:
     """One tensor at each count of samples; `sqnr_db` is that of `scale` on all samples.
 
-    `scale` is None where none is stored, `sqnr_db` also where a histogram cannot give it. `before`
-    is the index of the count that the last is compared with, None if there is no such.
+    `scale` is None if none is stored; `sqnr_db` is None also if a histogram cannot give it.
+    `before` is the index of the count that the last is compared with, None if there is none.
     """
 
     format: str | None
@@ -56,7 +56,7 @@ class Course:
 
     @property
     def lost_db(self) -> float | None:
-        """What the last samples would have cost, unseen; negative if the smaller set did better."""
+        """SQNR lost had the last samples been unseen; negative if fewer samples did better."""
         if self.sqnr_db is None or self.before is None:
             return None
         before, after = self.sqnr_db[self.before], self.sqnr_db[-1]
@@ -64,7 +64,7 @@ class Course:
 
     @property
     def grown(self) -> float | None:
-        """By how much of itself the last samples changed the scale."""
+        """Relative change of the scale by the last samples."""
         if self.scale is None or self.before is None:
             return None
         return self.scale[-1] / self.scale[self.before] - 1
@@ -78,7 +78,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Convergence:
-    """`tensors` by observation, at each of `counts` samples (cumulative)."""
+    """Courses of `tensors`, by observation, at each of `counts` samples (cumulative)."""
 
     counts: tuple[int, ...]
     tensors: Mapping[str, Course]
@@ -100,12 +100,12 @@ class Convergence:
 
     @property
     def enough(self) -> bool | None:
-        """None: there is nothing to compare with."""
+        """True if no tensor moved; None if there is nothing to compare with."""
         return None if self.before is None else not self.moved
 
     @property
     def verdict(self) -> str:
-        """One or two sentences for people."""
+        """One or two sentences of text."""
         if self.before is None:
             return (
                 f"Whether {self.counts[-1]} samples are enough is not known: there are too few to"
@@ -149,7 +149,7 @@ class Convergence:
         return "; ".join(parts) + "."
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; an infinite SQNR is null."""
+        """Returns plain data; an infinite SQNR becomes null."""
         return {
             "counts": list(self.counts),
             "before": self.before,
@@ -167,9 +167,10 @@ def convergence(
     recipe: Recipe,
     counts: Sequence[int],
 ) -> Convergence:
-    """`chunks` by observation, int64[len(counts), 32768]: what each span of samples adds.
+    """Computes the course of every observed tensor under `recipe`.
 
-    `counts` are the samples at the end of each span, ascending.
+    `chunks` holds, by observation, the counts that each span of samples adds, int64
+    [len(counts), 32768]. `counts` are the cumulative samples at the end of each span, ascending.
     """
     before = _before(counts)
     tensors = {
@@ -222,7 +223,7 @@ def _before(counts: Sequence[int]) -> int | None:
 
 
 def _size(course: Course) -> float:
-    """How far beyond its tolerance a tensor moved."""
+    """Returns how far a tensor moved, in multiples of its tolerance."""
     if course.lost_db is not None:
         return course.lost_db / TOLERANCE_DB
     return (course.grown or 0.0) / TOLERANCE_SCALE

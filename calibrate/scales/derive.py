@@ -1,4 +1,4 @@
-"""From weights and histograms to the scales of a recipe; `real = stored * scale` throughout."""
+"""Derives the scales of a recipe from weights and histograms; `real = stored * scale`."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -33,15 +33,15 @@ __all__ = [
 
 Float32Array = NDArray[np.float32]
 
-# A cache scale other than 1 must gain this much over it, in dB: E5M2's range holds any normal key
-# or value as it is, and not every engine applies a scale to an E5M2 cache.
+# A cache scale other than 1 must improve SQNR by this much over 1, in dB: E5M2's range holds any
+# normal key or value unscaled, and not every engine applies a scale to an E5M2 cache.
 _WORTH_A_SCALE_DB = 1.0
 
 _FP8_CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3")
 
 _PART = 1 << 20  # elements checked at a time
 
-# Of observations by kind: the scale that is used, and what it is called.
+# Suffix of the scale in use, by kind of observation.
 _SUFFIXES = {
     "input": "input_scale",
     "key": "k_scale",
@@ -49,16 +49,17 @@ _SUFFIXES = {
     "query": "q_scale_e4m3",
 }
 
-_EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # excluded whether or not they are
+_EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # need not match anything
 
 
 def derive_scales(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> tuple[dict[str, Float32Array], dict[str, WeightScale]]:
-    """Every scale of the recipe by the name that `Calibration` gives it, and those of the weights.
+    """Derives every scale of the recipe, by its name in `Calibration`, and the weights' details.
 
-    `histograms` are by observation. The model is not run; each weight is read once or twice.
-    NumericsError names a weight that holds NaN or Inf, ConfigError a pattern that matches nothing.
+    `histograms` are by observation. The model does not run; each weight is read once or twice.
+    Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
+    matches nothing; both name it.
     """
     check_recipe(recipe, checkpoint.spec)
     weights = dict(weight_scales(checkpoint, recipe))
@@ -74,8 +75,10 @@ def derive_scales(
 
 
 def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
-    """ConfigError for a pattern of `exclude` or `overrides` that matches nothing in the model,
-    unless it is one of those that every recipe excludes by default; call before the work."""
+    """Raises ConfigError for a pattern of `exclude` or `overrides` that matches nothing.
+
+    Patterns that every recipe excludes by default may match nothing. Call before expensive work.
+    """
     names = [linear.name for linear in spec.linears()]
     others = ["lm_head", "model.embed_tokens"]  # never quantized, but they may be named
     for pattern in recipe.exclude:
@@ -87,7 +90,7 @@ def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def check_quantizes(recipe: Recipe, spec: ModelSpec) -> None:
-    """ConfigError for a recipe that leaves nothing to quantize (a budget may end there)."""
+    """Raises ConfigError for a recipe that quantizes nothing (a budget may end with one)."""
     if not any(recipe.scheme_of(linear.name) for linear in spec.linears()):
         raise ConfigError(
             f"recipe {recipe.name} excludes every linear: nothing is left to quantize"
@@ -95,7 +98,7 @@ def check_quantizes(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def check_finite(checkpoint: Checkpoint) -> None:
-    """NumericsError naming a tensor that holds NaN or Inf."""
+    """Raises NumericsError, naming the tensor, if one holds NaN or Inf."""
     for name in checkpoint.tensor_names:
         _check_finite(checkpoint.read(name), name)
         checkpoint.release()
@@ -104,7 +107,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 def check_alive(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> None:
-    """NumericsError naming a quantized linear whose input was zero in every sample."""
+    """Raises NumericsError, naming the linear, if a quantized one only ever had zeros as input."""
     for linear in checkpoint.spec.linears():
         if recipe.scheme_of(linear.name) is None:
             continue
@@ -120,10 +123,10 @@ def check_alive(
 def input_scales(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> dict[str, Float32Array]:
-    """What engines must know of each quantized linear's input beforehand, from its histogram.
+    """Derives the stored activation scales of each quantized linear from its histogram.
 
-    `<linear>.input_scale` [] where the scheme is static; `<linear>.input_global_scale` [], amax /
-    (448 * 6), where it is dynamic in two levels.
+    `<linear>.input_scale` [] if the scheme is static; `<linear>.input_global_scale` [],
+    amax / (448 * 6), if it is dynamic with two levels; none otherwise.
     """
     found: dict[tuple[str, TensorScheme], Float32Array] = {}
     scales = {}
@@ -143,12 +146,12 @@ def input_scales(
 
 
 def kv_scale(histogram: Histogram, kv_cache: KvCacheDtype) -> float:
-    """The scale of one layer's keys or values in the cache.
+    """Derives the scale of one layer's keys or values in the cache.
 
     - e4m3: amax / 448.
-    - e5m2: 1.0, unless amax is above 57,344 (then amax / 57,344, so that nothing saturates), or the
-      values are so small that 1.0 costs over 1 dB of SQNR by underflow; then the power of two just
-      above amax / 57,344, which changes no mantissa.
+    - e5m2: 1.0, with two exceptions. If amax is above 57,344, it is amax / 57,344, so that nothing
+      saturates. If the values are so small that 1.0 costs over 1 dB of SQNR by underflow, it is the
+      power of two just above amax / 57,344, which changes no mantissa.
     - float16: 1.0.
     """
     if kv_cache == "float16":
@@ -167,10 +170,11 @@ def kv_scale(histogram: Histogram, kv_cache: KvCacheDtype) -> float:
 def kv_scales(
     checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
 ) -> dict[str, Float32Array]:
-    """`<layer>.self_attn.k_scale` and `.v_scale` [] of every layer, for the recipe's cache; and
-    `.k_scale_e4m3`, `.v_scale_e5m2` and so on for each FP8 cache, whichever is exported.
+    """Derives the cache scales of every layer.
 
-    `.q_scale_e4m3` too where queries were observed: attention in E4M3 rounds them.
+    `<layer>.self_attn.k_scale` and `.v_scale` [] are for the recipe's cache; `.k_scale_e4m3`,
+    `.v_scale_e5m2` and so on are for each FP8 cache that an export may choose. If queries were
+    observed, adds `.q_scale_e4m3`: attention in E4M3 rounds them.
     """
     scales = {}
     for index in range(checkpoint.spec.layers):
@@ -191,9 +195,9 @@ def kv_scales(
 def scales_in_use(
     observations: Mapping[str, Observation], scales: Mapping[str, Float32Array]
 ) -> dict[str, float]:
-    """The static scale of each observed tensor that has one, by observation.
+    """Returns the static scale of each observed tensor that has one, by observation.
 
-    A global scale is none: the tensor's elements are quantized with those of their groups.
+    Global scales do not count: the tensor's elements are quantized with their groups' scales.
     """
     used = {}
     for name, observation in observations.items():
@@ -205,13 +209,13 @@ def scales_in_use(
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    """A part at a time: embeddings in float32 would be the largest thing in memory."""
+    """Checks a part at a time: embeddings in float32 would be the largest tensor in memory."""
     codes = tensor.codes.reshape(-1)
     try:
         for start in range(0, codes.size, _PART):
             part = Tensor(tensor.dtype, codes[start : start + _PART])
             scaling.absmax(part.float32(), scaling.TENSOR)
-    except NumericsError:  # says how many of the whole tensor
+    except NumericsError:  # repeat on the whole tensor, for a message with its counts
         scaling.absmax(tensor.float32(), scaling.TENSOR, name=name)
         raise
 

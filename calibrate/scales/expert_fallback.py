@@ -1,4 +1,4 @@
-"""Falls back to the pooled histogram of a layer for experts that saw few tokens."""
+"""Replaces the histograms of experts that saw few tokens with the pooled ones of their layer."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -15,10 +15,11 @@ from octet.model.spec import ModelSpec
 __all__ = ["MIN_TOKENS", "fallback_warnings", "with_fallback"]
 
 # After n tokens, the next of the same distribution exceeds the largest of them with probability
-# 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. A scale that is too
-# large costs a floating-point format little, one that is too small saturates: hence rather many. On
-# the example model the largest of 256 tokens is 0.17 octaves (inputs of gate_proj, median) and 0.28
-# (of down_proj) below that of all 22,238, while that of 64 tokens is 0.51 and 1.10 below.
+# 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. The number is rather
+# high because a scale that is too large costs a floating-point format little, while one that is too
+# small saturates. On the example model the largest of 256 tokens is 0.17 octaves (inputs of
+# gate_proj, median) and 0.28 (of down_proj) below that of all 22,238; for 64 tokens it is 0.51 and
+# 1.10 below.
 MIN_TOKENS = 256
 
 
@@ -31,17 +32,17 @@ Counts = TypeVar("Counts", Histogram, NDArray[np.int64])
 def with_fallback(
     spec: ModelSpec, histograms: Mapping[str, Counts], min_tokens: int = MIN_TOKENS
 ) -> tuple[Mapping[str, Counts], dict[str, Any]]:
-    """`histograms` in which experts that saw fewer than `min_tokens` tokens have the pooled ones.
+    """Gives experts that saw fewer than `min_tokens` tokens the pooled histograms of their layer.
 
-    An expert's pooled histogram is the exact sum over all experts of its layer and projection, so
-    one that no token was sent to has one too. Counts are int64 [32768], or [chunks, 32768], where
-    the tokens of all chunks decide. The result shows `histograms` through, without a copy. What is
-    kept in an artifact are the histograms before this.
+    A pooled histogram is the exact sum over all experts of a layer and projection, so an expert
+    that was routed no token has one too. Counts are int64 [32768], or [chunks, 32768]; then the
+    tokens of all chunks decide. The returned mapping is a view of `histograms`, without a copy. An
+    artifact stores the histograms without this fallback.
 
-    The facts are {} for a model without experts, else:
+    Also returns facts, {} for a model without experts, else:
     {"min_tokens", "rule", "layers": {<layer>: {"tokens": [one an expert]}},
      "fallback": [{"name": <expert>, "tokens"}]}
-    Weights are not concerned: an expert's are always quantized from themselves.
+    Weights are not affected: an expert's are always quantized from themselves.
     """
     if not spec.sparse_layers:
         return histograms, {}
@@ -59,12 +60,12 @@ def with_fallback(
             pooled = reduce(add, (histograms[f"{x}.{projection}.input"] for x in names))
             filled |= {f"{name}.{projection}.input": pooled for name, _ in few}
     facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
-    # A ChainMap writes to the first of its maps alone; typing wants all of them mutable.
+    # A ChainMap writes only to its first map, but its type requires all of them to be mutable.
     return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
 
 
 def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """One line on the experts that fell back, naming the first few; none if none did."""
+    """Returns one line on the experts that fell back, naming the first few; () if none did."""
     few = sorted(facts.get("fallback", ()), key=lambda item: item["tokens"])
     if not few:
         return ()

@@ -1,21 +1,21 @@
-"""The squared error of scales on the rows of a weight, and the best scale of every group: exact.
+"""Computes the exact squared error of scales on a weight's rows, and each group's best scale.
 
-The arithmetic is `octet.numerics.scaling`'s: the magnitude in float32, over the scale, to nearest
-even, saturated, times the scale. Differences are squared and summed in float64, always in one
-order, so that neither threads nor the CPU at hand change a result.
+The arithmetic is that of `octet.numerics.scaling`: divide the float32 magnitude by the scale, round
+to nearest even, saturate, multiply by the scale. Differences are squared and summed in float64,
+always in the same order, so that results depend neither on threads nor on the CPU.
 
-`best_scales` gives what trying every candidate would, without trying those that cannot win. With e
-the least error so far, a candidate c loses for certain, and with it all beyond it, if
+`best_scales` returns the result of an exhaustive search, but skips candidates that cannot win. With
+e the least error so far, a candidate c and all beyond it lose if
 
 - going down, the largest magnitude alone, which saturates, costs e: (amax - max·c)² grows as c
   falls;
-- going up, the elements that become zero cost e: an element that is zero at c is so at any larger
+- going up, the elements that become zero cost e: an element that is zero at c is zero at any larger
   scale, and its error is its square;
 - going up among powers of two, c is not the first that saturates nothing: every value of 2c's grid
-  up to max·c is on c's too, so no element comes closer.
+  up to max·c is also on c's grid, so no element comes closer.
 
-These hold for the computed numbers also, not only for the real ones: division, product, square and
-a sum of non-negative terms in a fixed order are all monotonic in floating point.
+These also hold in floating point: division, product, square and a sum of non-negative terms in a
+fixed order are all monotonic there.
 """
 
 import numpy as np
@@ -25,14 +25,14 @@ from calibrate.observe.counting_cpu import compiled, inlined
 
 __all__ = ["best_scales", "tile_errors"]
 
-_BLOCK = 16  # elements squared before they are summed; a fixed number becomes vector instructions
-_MAGIC = np.float32(1.5 * 2**23)  # adding and subtracting it rounds to an integer, ties to even
-_SIGNIFICAND = np.uint32(0xFFF00000)  # sign, exponent and the three first bits of a mantissa
+_BLOCK = 16  # elements squared before they are summed; a fixed count vectorizes
+_MAGIC = np.float32(1.5 * 2**23)  # adding, then subtracting it rounds to an integer, ties to even
+_SIGNIFICAND = np.uint32(0xFFF00000)  # sign, exponent, first three mantissa bits
 
 
 @inlined
 def _round(y: np.float32, e2m1: bool) -> np.float32:
-    """`y` >= 0 rounded to E2M1 or, otherwise, to E4M3: nearest even, saturating."""
+    """Rounds `y` >= 0 to E2M1 or, otherwise, to E4M3: nearest even, saturating."""
     if e2m1:
         y = min(y, np.float32(6))
         # Steps of 0.5 below 2, of 1 below 4, of 2 above.
@@ -57,7 +57,7 @@ def _round(y: np.float32, e2m1: bool) -> np.float32:
 def _load(
     row: NDArray[np.float32], start: int, stop: int, magnitudes: NDArray[np.float32]
 ) -> np.float32:
-    """Magnitudes of row[start:stop] into `magnitudes`, zeros behind; the largest is returned."""
+    """Fills `magnitudes` from row[start:stop], padded with zeros; returns the largest."""
     largest = np.float32(0)
     for k in range(stop - start):
         magnitudes[k] = abs(row[start + k])
@@ -74,7 +74,7 @@ def _errors(
     e2m1: bool,
     squares: NDArray[np.float64],
 ) -> tuple[float, float]:
-    """(error of all, the part of it from elements that become zero), float64."""
+    """Returns the total error, and the part from elements that become zero, both float64."""
     error = 0.0
     lost = 0.0
     for block in range(magnitudes.size // _BLOCK):
@@ -101,7 +101,7 @@ def tile_errors(
     e2m1: bool,
     errors: NDArray[np.float64],
 ) -> None:
-    """Fills `errors` [C, n, T]: candidate scales [C, ⌈n/rows⌉, T] on each tile of each row of x.
+    """Fills `errors` [C, n, T] for candidate scales [C, ⌈n/rows⌉, T] on each tile of each row of x.
 
     `x` is [n, K]; T tiles of `columns` elements make up a row.
     """
@@ -125,11 +125,11 @@ def best_scales(
     best: NDArray[np.int16],
     errors: NDArray[np.float64],
 ) -> None:
-    """Fills `best` [n, T] with each group's index of the candidate of least error; -1 if all zero.
+    """Fills `best` [n, T] with the index of each group's best candidate; -1 if all are zero.
 
-    `x` is [n, K] in groups of `columns`; `candidates` [C] ascend, and are powers of two if `powers`
-    says so. Of equals it takes the one tried first, from the least that saturates nothing upwards,
-    then downwards. `errors` [n] are those of the rows at their best.
+    `x` is [n, K] in groups of `columns`. `candidates` [C] ascend; with `powers` they are powers of
+    two. Of equal candidates, the one tried first wins: from the least that saturates nothing
+    upwards, then downwards. `errors` [n] receives each row's error at its best scales.
     """
     magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
     squares = np.empty(2 * _BLOCK)
@@ -144,7 +144,7 @@ def best_scales(
                 best[n, t] = -1
                 continue
             low = 0
-            first = last  # to be the least whose largest value is not below amax
+            first = last  # becomes the least whose largest value is not below amax
             while low < first:
                 middle = (low + first) // 2
                 if candidates[middle] * largest >= amax:

@@ -1,4 +1,4 @@
-"""What a recipe does to an observed tensor, in one place for whatever describes it."""
+"""Determines the scheme that a recipe applies to an observed tensor."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ _SCALES = {"float32": "", "e8m0": ", power-of-two scales", "e4m3": ", E4M3 scale
 
 @dataclass(frozen=True)
 class Treatment:
-    """How the inputs of some linears (`scheme`) or the cache (`kv_cache`) are quantized.
+    """How some linears' activations (`scheme`) or the KV cache (`kv_cache`) are quantized.
 
-    Neither is set for inputs that stay in full precision. `query`: what meets the cache, rounded as
-    it is.
+    Neither is set for activations that stay in full precision. `query` marks queries, which are
+    rounded like the cache that they attend to.
     """
 
     scheme: TensorScheme | None = None
@@ -30,32 +30,32 @@ class Treatment:
 
     @property
     def format(self) -> Format | None:
-        """The format of the elements; None in full precision or float16."""
+        """Format of the elements; None in full precision or float16."""
         if self.scheme is not None:
             return formats.format_named(self.scheme.format)
         return formats.FORMATS.get(self.kv_cache or "")
 
     @property
     def static(self) -> bool:
-        """Whether one stored scale decides the error, so that a histogram gives it exactly."""
+        """True if one stored scale determines the error, so that a histogram gives it exactly."""
         if self.scheme is not None:
             return not self.scheme.dynamic
         return self.format is not None
 
     @property
     def stores_scale(self) -> bool:
-        """Whether some scale of it comes from the samples: a static one, or a global one."""
+        """True if the samples determine a stored scale: a static one, or a global one."""
         return self.static or (self.scheme is not None and self.scheme.two_level)
 
     @property
     def method(self) -> str:
-        """What chooses the stored scale."""
+        """Name of the method that chooses the stored scale."""
         if self.scheme is not None:
             return self.scheme.method
         return "range" if self.kv_cache == "e5m2" else "max"
 
     def scale(self, histogram: Histogram) -> float | None:
-        """The scale (of two levels, the global one) that these samples lead to; None if none."""
+        """Returns the scale from these samples (of two levels, the global one); None if none."""
         fmt = self.format
         if fmt is None or not self.stores_scale:
             return None
@@ -84,7 +84,7 @@ class Treatment:
 
 
 def treatment_of(recipe: Recipe, observation: Observation) -> Treatment:
-    """Linears that share an input share its scheme; if a recipe divides them, a quantized one's."""
+    """Returns the scheme of an observed tensor; if its linears differ, that of a quantized one."""
     if observation.kind == "query":
         e4m3 = recipe.kv_cache == "e4m3"
         return Treatment(kv_cache="e4m3", query=True) if e4m3 else Treatment()

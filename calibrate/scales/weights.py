@@ -1,4 +1,4 @@
-"""The scales of weights, by every method of every scheme; `real = stored * scale [* global]`.
+"""Computes weight scales, by every method of every scheme; `real = stored * scale [* global]`.
 
 | method   | scale of a tile                                                                     |
 |----------|-------------------------------------------------------------------------------------|
@@ -7,8 +7,8 @@
 |          | two. E4M3 (NVFP4): the best of all 126 values                                       |
 | four_six | NVFP4: maps it to 6 or to 4, whichever errs less (arXiv 2512.02010)                 |
 
-The best is by squared error, and exact: nothing is sampled or estimated. A tile of zeros has scale
-1. A weight is read in slabs of rows, so that no copy of it is ever whole in memory.
+The best is that of least squared error, computed exactly, without sampling. A tile of zeros has
+scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
 """
 
 import os
@@ -32,26 +32,26 @@ from octet.storage.tensors import Tensor
 
 __all__ = ["WeightScale", "scale_of_weight", "weight_scales"]
 
-# Multiples of the absmax scale that `mse` tries for float32 scales, 16 an octave: the grid's phase
+# Multiples of the absmax scale that `mse` tries for float32 scales, 16 per octave: the grid's phase
 # repeats every octave, and a weight's distribution has no tail worth clipping by more than half.
 _MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
 
-# The scale of the group that holds the largest magnitude of all. `max` takes 448, all that E4M3
-# has; the others leave room above, so that this group too may map it to 4 instead of 6
-# (arXiv 2512.02010: 256, as 256 * 6/4 = 384 is a value of E4M3 as well). The best of all global
-# scales would gain 0.006 dB more on the example model (benchmarks/fp4_weights.py).
+# Scale of the group that holds the largest magnitude of all. `max` uses 448, E4M3's largest value.
+# The others leave headroom, so that this group too may map its largest magnitude to 4 instead of 6
+# (arXiv 2512.02010: 256, because 256 * 6/4 = 384 is also a value of E4M3). The best global scale of
+# all would gain 0.006 dB more on the example model (benchmarks/fp4_weights.py).
 _LARGEST_SCALE = {"max": E4M3.max, "four_six": 256.0, "mse": 256.0}
 
-_SLAB = 1 << 19  # elements of a weight in float32 at a time, for each thread
+_SLAB = 1 << 19  # float32 elements of a weight at a time, per thread
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class WeightScale:
-    """The scale of one linear's weight, in the shape of its granularity, and its SQNR.
+    """Scale of one linear's weight, in the shape of its granularity, and the SQNR.
 
-    `global_scale` [] is there if the scheme has two levels; `scale` is then of E4M3's values.
+    A scheme of two levels also has `global_scale` []; `scale` then holds E4M3 values.
     """
 
     scale: Float32Array
@@ -61,10 +61,10 @@ class WeightScale:
 
 
 def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str, WeightScale]]:
-    """Each quantized linear's name and scale; NumericsError names a weight that holds NaN or Inf.
+    """Yields each quantized linear's name and scale.
 
-    Per-tensor scales, and global ones, are shared by linears that are fused when served (q/k/v,
-    gate/up).
+    Linears that are fused when served (q/k/v, gate/up) share per-tensor and global scales. Raises
+    NumericsError, naming the weight, if one holds NaN or Inf.
     """
     with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         for scheme, linears in _fused(checkpoint.spec, recipe):
@@ -76,13 +76,13 @@ def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str,
 
 
 def scale_of_weight(name: str, tensor: Tensor, scheme: TensorScheme) -> WeightScale:
-    """The scale of one weight [N, K] that shares it with no other."""
+    """Returns the scale of one weight [N, K] that is not shared."""
     with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         return _scales_of([_Weight(name, tensor, scheme, pool)], scheme)[0]
 
 
 def _fused(spec: ModelSpec, recipe: Recipe) -> Iterable[tuple[TensorScheme, list[Linear]]]:
-    """The quantized linears, those that share a scale or a global scale together."""
+    """Groups the quantized linears that share a scale or a global scale."""
     groups: dict[tuple[str, TensorScheme], list[Linear]] = {}
     for linear in spec.linears():
         schemes = recipe.scheme_of(linear.name)
@@ -108,18 +108,18 @@ class _Weight:
         self.scale_shape = self.granularity.scale_shape(tensor.shape)
 
     def tile_absmax(self) -> Float32Array:
-        """The largest magnitude of each tile, in the shape of the scales."""
+        """Returns the largest magnitude of each tile, in the shape of the scales."""
         granularity = self.granularity
         parts = self._map(lambda _, x: scaling.absmax(x, granularity))
         return np.concatenate(parts) if granularity.rows else np.max(np.stack(parts), axis=0)
 
     def totals(self) -> tuple[float, float]:
-        """The largest magnitude of all, and the sum of squares."""
+        """Returns the largest magnitude and the sum of squares."""
         parts = self._map(lambda _, x: (float(scaling.absmax(x, scaling.TENSOR)), _power(x)))
         return max(amax for amax, _ in parts), sum(power for _, power in parts)
 
     def errors(self, scales: Float32Array) -> NDArray[np.float64]:
-        """The squared error of candidate scales [C, *scale_shape] in each tile, in their shape."""
+        """Returns each tile's squared error for candidate scales [C, *scale_shape], same shape."""
         rows = self.granularity.rows
         candidates = scales.reshape(len(scales), -1, self.scale_shape[-1] if rows else 1)
 
@@ -141,7 +141,7 @@ class _Weight:
     def sweep(
         self, candidates: Float32Array, *, powers: bool
     ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-        """(index of the best candidate of each group, -1 if all zero; the errors of the rows)."""
+        """Returns each group's best candidate index, -1 if all zero, and the errors of the rows."""
 
         def of(part: slice, x: Float32Array) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
             best = np.empty((len(x), self.scale_shape[1]), np.int16)
@@ -153,7 +153,7 @@ class _Weight:
         return np.concatenate([best for best, _ in parts]), np.concatenate([e for _, e in parts])
 
     def _map(self, function: Callable[[slice, Float32Array], R]) -> list[R]:
-        """`function(rows, x[rows])` of every slab, in order; each holds whole tiles."""
+        """Calls `function(rows, x[rows])` on every slab of whole tiles; results in order."""
         height, width = self._tensor.shape
         tile = self.granularity.rows or 1
         step = max(1, _SLAB // (max(1, width) * tile)) * tile
@@ -165,13 +165,13 @@ class _Weight:
 
         try:
             return list(self._pool.map(of, parts))
-        except NumericsError:  # says how many of the whole weight
+        except NumericsError:  # repeat on the whole weight, for a message with its counts
             scaling.absmax(self._tensor.float32(), scaling.TENSOR, name=self.name)
             raise
 
 
 def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale]:
-    """The scales of linears that share what the scheme has to share."""
+    """Returns the scales of linears that share the scheme's per-tensor or global scale."""
     fmt = formats.format_named(scheme.format)
     totals = [weight.totals() for weight in weights]
     shared = None
@@ -191,7 +191,7 @@ def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale
 def _swept(
     weight: _Weight, scheme: TensorScheme, shared: Float32Array | None
 ) -> tuple[Float32Array, float]:
-    """The best of every representable scale, and its squared error."""
+    """Finds the best representable scale of each group; returns scales and squared error."""
     if shared is None:
         values = np.ldexp(np.float32(1), np.arange(-127, 128)).astype(np.float32)
     else:
@@ -204,7 +204,7 @@ def _swept(
 def _compared(
     weights: list[_Weight], scheme: TensorScheme, fmt: Format, shared: Float32Array | None
 ) -> list[tuple[Float32Array, float]]:
-    """The best of a few scales of each tile, and its squared error; of equals, the first."""
+    """Finds the best of a few scales of each tile, and the squared error; ties go to the first."""
     amax = [weight.tile_absmax() for weight in weights]
     if scheme.granularity == "tensor":
         amax = [np.max(np.stack(amax), axis=0)] * len(weights)
@@ -227,7 +227,7 @@ def _compared(
 def _candidates(
     amax: Float32Array, scheme: TensorScheme, fmt: Format, shared: Float32Array | None
 ) -> Float32Array:
-    """[C, *amax.shape] the scales that are tried for tiles of that largest magnitude."""
+    """Returns the scales to try for tiles of largest magnitude `amax`, [C, *amax.shape]."""
     if shared is not None:
         targets = (6.0, 4.0) if scheme.method == "four_six" else (6.0,)
         scales = np.stack([_two_level(amax, shared, target) for target in targets])
@@ -242,13 +242,13 @@ def _candidates(
 
 
 def _two_level(amax: Float32Array, shared: Float32Array, target: float) -> Float32Array:
-    """E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
+    """Computes E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
     scale = amax / (np.float32(target) * shared)
     return formats.round_to(np.maximum(scale, np.float32(microscaling.LEAST_E4M3)), E4M3)
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Computes what each way of serving a quantized model would answer, correct or faulty.
+"""Computes the logits of a quantized model under each scenario, correct or faulty.
 
 `predict.py` runs all serving paths; `model.py` simulates one.
 """

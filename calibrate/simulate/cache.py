@@ -1,4 +1,4 @@
-"""Keys and values as they come back from a quantized cache, and attention that meets them."""
+"""Rounds keys and values as a quantized cache does, for attention to use."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +18,10 @@ __all__ = ["CacheRounding", "round_attention"]
 
 @dataclass(frozen=True)
 class CacheRounding:
-    """How an engine writes its cache, and whether its attention computes in E4M3 too.
+    """How an engine rounds its cache, and (`queries`) if its attention also computes in E4M3.
 
-    `own` scales are those of the calibration's recipe; else those kept for `kv_cache`. `reread` is
-    a fault: bytes of E4M3 are taken for E5M2, or the reverse.
+    With `own`, scales are those of the calibration's recipe, else those stored for `kv_cache`.
+    `reread` is a fault: bytes written as E4M3 are read as E5M2, or the reverse.
     """
 
     kv_cache: KvCacheDtype
@@ -31,7 +31,7 @@ class CacheRounding:
     reread: bool = False
 
     def scale(self, attention: str, letter: str, scales: DeviceScales) -> Tensor:
-        """That of keys ("k") or values ("v"); KeyError names one that is missing."""
+        """Returns the scale of keys ("k") or values ("v"); raises KeyError if it is missing."""
         if self.own:
             return scales.need(f"{attention}.{letter}_scale")
         if self.kv_cache == "float16":
@@ -47,14 +47,14 @@ def round_attention(
     scales: DeviceScales,
     watch: Watch | None = None,
 ) -> Iterator[None]:
-    """While active, decoder layer `prefix` attends to keys and values as the cache holds them."""
+    """While active, decoder layer `prefix` attends to keys and values as the cache stores them."""
     name = f"{prefix}.self_attn"
     attention: Any = layer.self_attn
     with ExitStack() as stack:
         hook = _CacheHook(name, rounding, scales, watch)
         stack.enter_context(attention.register_forward_pre_hook(hook, with_kwargs=True))
         if rounding.queries:
-            # 1 is what an engine takes that is given none.
+            # Without a scale, an engine uses 1.
             scale = scales.get(f"{name}.q_scale_e4m3")
             scale = torch.ones(()) if scale is None else scale
             stack.enter_context(replace_attention(attention, e4m3_attention(scale)))
@@ -62,7 +62,7 @@ def round_attention(
 
 
 class _CacheHook:
-    """Puts a cache that rounds in front of the one, if any, that the attention `name` is given."""
+    """Puts a rounding cache in front of the cache, if any, passed to the attention `name`."""
 
     def __init__(
         self, name: str, rounding: CacheRounding, scales: DeviceScales, watch: Watch | None
@@ -77,7 +77,7 @@ class _CacheHook:
         return args, kwargs | {"past_key_values": _RoundedCache(self, inner)}
 
     def round(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [B, H, T, D]."""
+        """Rounds key and value, both [B, H, T, D]."""
         rounded = []
         for kind, x, scale in zip(("key", "value"), (key, value), self._scales, strict=True):
             toward_zero = self._rounding.toward_zero

@@ -1,7 +1,7 @@
-"""What a fault changes in a simulation: the scales that are read, the weights that codes become.
+"""Applies a fault to a simulation: to the scales that are read, or to the dequantized weights.
 
-Weights are given decoded, float32 [N, K], and their codes found again: dividing what a code and its
-scale gave by that scale misses the code by an ulp at most, and rounding to the format mends it.
+Weights arrive dequantized, float32 [N, K], and their codes are recovered: dividing a dequantized
+value by its scale misses the code by at most an ulp, and rounding to the format corrects that.
 """
 
 from collections.abc import Mapping
@@ -39,12 +39,12 @@ _OF_WEIGHTS = (
 
 
 def mergeable(scheme: TensorScheme) -> bool:
-    """Whether linears that are fused may be given one scale, the largest of theirs."""
+    """Returns True if fused linears may be given one scale, the largest of theirs."""
     return scheme.granularity in ("tensor", "channel")
 
 
 def cache_rounding(hypothesis: Hypothesis, recipe: Recipe) -> CacheRounding:
-    """How the cache of a hypothesis is written, and read back."""
+    """Returns how the cache of a scenario is written and read back."""
     path, fault = hypothesis.path, hypothesis.fault
     return CacheRounding(
         path.kv_cache,
@@ -56,16 +56,17 @@ def cache_rounding(hypothesis: Hypothesis, recipe: Recipe) -> CacheRounding:
 
 
 def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Scales:
-    """Those that an engine takes; `scales` are those of a calibration. Weights' are as they were.
+    """Returns the scales that an engine uses under the scenario; weight scales are not changed.
 
-    A cache whose bytes are read in another format than they are written in has the scales of the
-    recipe's cache. KeyError names a scale that is missing.
+    `scales` are those of a calibration. A cache whose bytes are read in another format than they
+    were written in uses the scales of the recipe's cache. Raises KeyError, naming the scale, if one
+    is missing.
     """
     fault, cache = hypothesis.fault, hypothesis.path.kv_cache
     if fault is None or fault.kind in _OF_WEIGHTS:
         return scales
     one = np.ones((), np.float32)
-    read = "" if cache == recipe.kv_cache else f"_{cache}"  # the suffix that the cache is read by
+    read = "" if cache == recipe.kv_cache else f"_{cache}"  # suffix of the cache scales in use
     found = dict(scales)
     for name, scale in scales.items():
         head, _, leaf = name.rpartition(".")
@@ -83,7 +84,7 @@ def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Sca
 
 
 class TakenScales:
-    """`faulty_scales` on a device: made once, of all layers, for hypotheses that take the same."""
+    """`faulty_scales` of all layers on a device, made once for scenarios with equal scales."""
 
     def __init__(self, scales: Scales, recipe: Recipe, device: torch.device) -> None:
         self._scales, self._recipe, self._device = scales, recipe, device
@@ -99,7 +100,7 @@ class TakenScales:
 
 
 def changes_weights(hypothesis: Hypothesis, layer: int) -> bool:
-    """Whether the weights of decoder layer `layer` are not what their codes and scales say."""
+    """Returns True if the fault changes the dequantized weights of decoder layer `layer`."""
     fault = hypothesis.fault
     if fault is None or fault.kind not in _OF_WEIGHTS or not hypothesis.path.weights:
         return False
@@ -113,7 +114,7 @@ def faulty_weights(
     spec: ModelSpec,
     hypothesis: Hypothesis,
 ) -> dict[str, Tensor]:
-    """What the weights of one layer, decoded, float32 [N, K], become; they are left as they are."""
+    """Returns a layer's dequantized `weights`, float32 [N, K], under the fault; modifies none."""
     fault = hypothesis.fault
     assert fault is not None
     if fault.kind == "weight_scales_scaled":
@@ -146,9 +147,9 @@ def faulty_weights(
 def _codes(
     weight: Tensor, scheme: TensorScheme, scale: Tensor, global_scale: Tensor | None
 ) -> Tensor:
-    """The values of the codes, float32 [N, K]; 0 where the scale is."""
+    """Recovers the values of the codes, float32 [N, K]; 0 where the scale is 0."""
     if scheme.group_size is not None:
-        if scheme.granularity == "block":  # a row of scales a row of blocks: one a row of weights
+        if scheme.granularity == "block":  # one row of scales per row of blocks
             scale = scale.repeat_interleave(scheme.group_size, 0)[: weight.shape[0]]
         scale = scale.repeat_interleave(scheme.group_size, 1)[:, : weight.shape[1]]
     if global_scale is not None:

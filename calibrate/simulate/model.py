@@ -1,12 +1,12 @@
-"""A transformers model that computes as it would be served quantized, without a server.
+"""Simulates quantized serving with a transformers model, without a server.
 
-Weights are replaced by what their codes decode to, what each linear reads is rounded before it
-reads it, and keys and values are rounded where they enter the cache. The products themselves stay
-in the model's own dtype: float32 gives what an exact kernel gives, bfloat16 adds its own noise.
-It costs a second copy of the weights that are quantized, and some passes over each linear's input.
+Weights are replaced by their dequantized codes, the activations of each linear are rounded before
+its GEMM, and keys and values are rounded as they enter the cache. The GEMMs themselves stay in the
+model's own dtype: float32 gives the result of an exact kernel, bfloat16 adds its own noise. The
+cost is a second copy of the quantized weights, and some passes over each linear's activations.
 
-`simulate` is for a whole model in memory. Its parts are for one decoder layer each, so that a model
-may be swept layer by layer: `decoded_weights` and `replace_weights`, `round_inputs`, and
+`simulate` is for a whole model in memory. Its parts each handle one decoder layer, so that a model
+can run layer by layer: `decoded_weights` and `replace_weights`, `round_inputs`, and
 `calibrate.simulate.cache.round_attention`.
 """
 
@@ -37,15 +37,15 @@ __all__ = [
     "simulate_modules",
 ]
 
-Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weights, inputs; by module
+Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weight and input scheme
 
 
 @contextmanager
 def simulate(model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales) -> Iterator[None]:
-    """While active, `model` computes as `recipe` with `scales` serves it; then as before, exactly.
+    """While active, `model` computes as if served with `recipe` and `scales`.
 
-    `scales` are those of a calibration. Any forward pass of the model will do, with a cache or
-    without one. KeyError names a scale that is missing.
+    Afterwards the model is exactly as before. `scales` are those of a calibration. Forward passes
+    work with and without a cache. Raises KeyError, naming the scale, if one is missing.
     """
     with simulate_modules(model, spec, module_schemes(spec, recipe), scales, recipe.kv_cache):
         yield
@@ -54,7 +54,7 @@ def simulate(model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales) -> Ite
 def module_schemes(
     spec: ModelSpec, recipe: Recipe, only: Collection[str] | None = None
 ) -> dict[str, tuple[TensorScheme, TensorScheme]]:
-    """The schemes of each linear that `recipe` quantizes, of those in `only` if given."""
+    """Returns the schemes of the linears that `recipe` quantizes, restricted to `only` if given."""
     named = ((linear.name, recipe.scheme_of(linear.name)) for linear in spec.linears())
     return {
         name: scheme
@@ -73,9 +73,9 @@ def simulate_modules(
     *,
     watch: Watch | None = None,
 ) -> Iterator[None]:
-    """`simulate` for some modules alone: linears, `lm_head`, `model.embed_tokens` (weights alone).
+    """Simulates some modules only: linears, `lm_head`, `model.embed_tokens` (weights only).
 
-    `kv_cache` None leaves keys and values as they are. Experts run one by one in any case, see
+    With `kv_cache` None, keys and values are not rounded. Experts always run one by one, see
     `calibrate.decoder.experts.tap_experts`.
     """
     found = DeviceScales(scales, model.device)
@@ -106,7 +106,7 @@ def simulate_modules(
 def layer_weights(
     layer: nn.Module, prefix: str, spec: ModelSpec, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """The weights [N, K] of the linears `names` of decoder layer `prefix`: views, not copies."""
+    """Returns views of the weights [N, K] of the linears `names` of decoder layer `prefix`."""
     experts = expert_weights(layer, prefix, spec) if any(".experts." in x for x in names) else {}
     return {
         name: experts[name]
@@ -120,7 +120,10 @@ def layer_weights(
 def decoded_weights(
     weights: Mapping[str, Tensor], schemes: Schemes, scales: DeviceScales
 ) -> dict[str, Tensor]:
-    """What the codes of `weights` decode to, in their shape and dtype; KeyError names a scale."""
+    """Quantizes and dequantizes `weights`; raises KeyError, naming the scale, if one is missing.
+
+    Shapes and dtypes stay the same.
+    """
     return {
         name: fake_quantize(
             weight,
@@ -136,10 +139,10 @@ def decoded_weights(
 def replace_weights(
     layer: nn.Module, prefix: str, spec: ModelSpec, weights: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """While active, linears of `layer` have `weights` [N, K], in the dtype of their own."""
+    """While active, linears of `layer` use `weights` [N, K], in each linear's own dtype."""
     with ExitStack() as stack:
         mine = [name for name in weights if ".experts." in name]
-        if mine:  # they are fused: all of the layer's are copied
+        if mine:  # fused in one tensor: all of the layer's experts are copied
             experts: Any = layer.get_submodule("mlp.experts")
             for fused in ("gate_up_proj", "down_proj"):
                 stack.enter_context(_parameter(experts, fused, getattr(experts, fused).clone()))
@@ -162,14 +165,14 @@ def round_inputs(
     scales: DeviceScales,
     watch: Watch | None = None,
 ) -> Iterator[None]:
-    """While active, what the linears in `schemes` read in decoder layer `index` is rounded.
+    """While active, rounds the activations of the linears in `schemes`, in decoder layer `index`.
 
-    All `schemes` are of that layer; {} rounds nothing. Experts run one by one in any case.
+    All `schemes` are of that layer; {} rounds nothing. Experts always run one by one.
     """
     prefix = spec.layer(index)
     with ExitStack() as stack:
         rounders: dict[Any, _Inputs] = {}
-        by_name: dict[str, _Inputs] = {}  # of experts, by observation
+        by_name: dict[str, _Inputs] = {}  # by observation, for experts
         inputs = {linear.name: linear.input for linear in spec.linears(index)}
         for name, (_, scheme) in schemes.items():
             rounder = _Inputs(inputs[name], name, scheme, scales, watch)
@@ -185,7 +188,7 @@ def round_inputs(
 
 
 class _Inputs:
-    """Rounds one tensor for each of its `readers` (q, k and v, say), computing it once."""
+    """Rounds one tensor once for all of its `readers`, such as q, k and v."""
 
     def __init__(
         self,
@@ -201,12 +204,12 @@ class _Inputs:
         self._global_scale = scales.get(f"{linear}.input_global_scale")
         if not scheme.dynamic:
             scales.need(f"{linear}.input_scale")
-        self._last: tuple[Tensor, Tensor] | None = None  # as it came, and rounded
+        self._last: tuple[Tensor, Tensor] | None = None  # input, and input rounded
         self._reads = 0
 
     @property
     def key(self) -> Any:
-        """Equal for linears whose input is rounded in the same way."""
+        """Key that is equal for linears whose input is rounded in the same way."""
         return self._name, self._scheme, _number(self._scale), _number(self._global_scale)
 
     def hook(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -216,7 +219,7 @@ class _Inputs:
         rounded = self._last[1]
         self._reads += 1
         if self._reads == self.readers:
-            self._last = None  # so that it lives no longer than it must
+            self._last = None  # frees the tensor as early as possible
         return (rounded, *args[1:])
 
     def round(self, x: Tensor, index: Tensor | None = None) -> Tensor:
@@ -235,7 +238,7 @@ def _tap(rounders: Mapping[str, _Inputs]) -> Callable[[str, Tensor, Tensor], Ten
 
 @contextmanager
 def _parameter(module: Any, name: str, value: Tensor) -> Iterator[None]:
-    """Another parameter in its place; the very object comes back, and ties to it hold."""
+    """Swaps a parameter while active, then restores the same object, so that ties to it hold."""
     before = getattr(module, name)
     setattr(module, name, nn.Parameter(value.detach(), requires_grad=False))
     try:

@@ -1,8 +1,9 @@
-"""Golden records in one row, without padding, through one decoder layer after another.
+"""Runs golden records through decoder layers, packed in one row without padding.
 
-Linears and norms meet each real token once, a thousand or so at a time. Attention meets records in
-batches, padded: keys that no query sees still decide in which order a sum is taken. In the last
-layer only the tokens that are compared ask, and only they go on behind its attention.
+Linears and norms process each real token once, about a thousand at a time. Attention runs on padded
+batches of records, because even keys that no query sees affect the order of summation. In the last
+layer, attention runs only for queries needed for the compared tokens, and only those tokens
+continue past it.
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ from octet.errors import UnsupportedError
 
 __all__ = ["Pack", "packs"]
 
-# Queries are left out by multiples of it: torch's attention takes them in blocks of 32 or 64 on a
-# CPU, and a block of another size may be summed in another order.
+# Queries are skipped in multiples of this: torch's attention on a CPU takes them in blocks of 32 or
+# 64, and a block of another size may be summed in another order.
 _BLOCK = 64
-_UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # a last bit, relative
+_UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # relative size of the last bit
 
 
 def packs(
@@ -39,10 +40,10 @@ def packs(
     *,
     padded: bool = False,
 ) -> list["Pack"]:
-    """`batches` of records, in order: as many together as have at most `most` tokens, or one.
+    """Packs `batches` of records, in order, up to `most` tokens a pack, but at least one batch.
 
-    If `padded`, layers meet each batch by itself and with its padding, for a model whose attention
-    may not be one that can be told records apart.
+    If `padded`, layers process each batch by itself, with its padding, for a model whose attention
+    may not support separating the records of a row.
     """
     found: list[list[Batch]] = []
     for batch in batches:
@@ -54,9 +55,9 @@ def packs(
 
 
 class Pack:
-    """Batches whose n real tokens are one row; m of those tokens are compared with a server's.
+    """Batches with their n real tokens in one row; m of the tokens are compared with a server's.
 
-    `records` and `at` int64 [m] say which record each of the m is of, and at which position.
+    `records` and `at`, int64 [m], are the record and the position of each compared token.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Pack:
         self._alone = len(lengths) == 1
 
     def embed(self, model: LayeredModel, noise: torch.Generator | None) -> Tensor:
-        """The embeddings [1, n, H]; with `noise`, each is off by its last bit at most."""
+        """Returns embeddings [1, n, H]; with `noise`, each is off by at most its last bit."""
         found = []
         for batch in self._batches:
             states = model.embed(batch.token_ids)
@@ -92,7 +93,7 @@ class Pack:
         return torch.cat(found)[None]
 
     def forward(self, model: LayeredModel, layer: Any, states: Tensor) -> Tensor:
-        """[1, n, H] through `layer`, which is in memory: [1, n, H]."""
+        """Runs hidden states [1, n, H] through `layer`, which is in memory; returns [1, n, H]."""
         if self._padded:
             (rows,) = self._rows
             found = model.forward(rows.padded(states[:, None])[:, 0], _NoCache())
@@ -103,9 +104,9 @@ class Pack:
             return model.forward(states, _NoCache(), position_ids=self._positions)
 
     def finish(self, model: LayeredModel, layer: Any, states: Tensor) -> Tensor:
-        """[1, n, H] through `layer`, the last one: [1, m, H] of the tokens that are compared.
+        """Runs [1, n, H] through `layer`, the last one; returns [1, m, H] of the compared tokens.
 
-        UnsupportedError where transformers does not let attention be replaced.
+        Raises UnsupportedError if transformers does not let attention be replaced.
         """
         if self._padded:
             return self.forward(model, layer, states)[:, self._compared]
@@ -118,7 +119,7 @@ class Pack:
 
         with replace_attention(layer.self_attn, attend), suppress(_Attended):
             whole = model.forward(states, _NoCache(), position_ids=self._positions)
-            if not self._alone:  # what was replaced was not asked: all records met in one attention
+            if not self._alone:  # the replacement never ran: one attention mixed all records
                 raise UnsupportedError(
                     f"{model.checkpoint.path}: transformers {transformers.__version__} lets nobody"
                     f" replace the attention of {model.spec.architecture}, so that nothing can be"
@@ -141,11 +142,11 @@ class Pack:
         compared: bool = False,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """`calibrate.decoder.attention.Attention` of each batch by itself: [1, n, H, D].
+        """Applies `calibrate.decoder.attention.Attention` batch by batch; returns [1, n, H, D].
 
-        Where a layer has a mask, such as that of a window, it is one of the whole row; what it lets
-        the first record of a batch see, which is the longest, holds for all of them. If `compared`,
-        what is before the first token that is compared may be zeros.
+        If a layer has a mask, such as that of a window, it covers the whole row. The part for the
+        first record of a batch, which is the longest, holds for all records of the batch. If
+        `compared`, output before the first compared token may be zeros.
         """
         found, start = [], 0
         for rows in self._rows:
@@ -165,9 +166,10 @@ class Pack:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A batch [B, T]; `places` int64 [n] are those of its real tokens among B * T, None for all.
+    """Layout of a batch [B, T].
 
-    No token of any row is compared before `first`.
+    `places` int64 [n] are the indices of real tokens among B * T, None if all are real. No row has
+    a compared token before `first`.
     """
 
     count: int
@@ -189,7 +191,7 @@ class _Rows:
         return cls(count, length, batch.tokens, least // _BLOCK * _BLOCK, places)
 
     def padded(self, x: Tensor) -> Tensor:
-        """[1, H, n, D] → [B, H, T, D], zeros where there is no token."""
+        """Converts [1, H, n, D] to [B, H, T, D], with zeros for padding."""
         found = x[0].transpose(0, 1)
         if self.places is not None:
             room = found.new_zeros(self.count * self.length, *found.shape[1:])
@@ -197,17 +199,17 @@ class _Rows:
         return found.view(self.count, self.length, *found.shape[1:]).transpose(1, 2)
 
     def packed(self, x: Tensor) -> Tensor:
-        """[B, T, H, D] → [1, n, H, D]."""
+        """Converts [B, T, H, D] to [1, n, H, D]."""
         found = x.flatten(0, 1)
         return (found if self.places is None else found[self.places])[None]
 
 
 class _Attended(Exception):
-    """The attention of a layer is known: the rest of the pass is not needed."""
+    """Ends a forward pass once a layer's attention is computed; the rest is not needed."""
 
 
 class _NoCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """Keeps nothing: each pass has all that it needs."""
+    """KV cache that stores nothing: each pass computes all keys and values itself."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value

@@ -1,9 +1,9 @@
-"""What a recipe is expected to cost on the golden prompts, and say to them, by how it is served.
+"""Predicts divergence and log-probabilities on the golden prompts, for each way of serving.
 
-Each hypothesis is simulated layer by layer (`calibrate.simulate.run`). What is compared is
-what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the prompt,
-of the paths that engines take, with a range (`octet.proof.expected_range`); `hypotheses.octet` the
-log-probabilities of the reference's likeliest tokens, at every position, of every hypothesis.
+Each scenario (`Hypothesis`) is simulated layer by layer (`calibrate.simulate.run`). The comparison
+uses what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the
+prompt of each serving path, with a range (`octet.proof.expected_range`). `hypotheses.octet` has the
+log-probabilities of the reference's likeliest tokens, at every position, for every scenario.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ _LOGITS_BYTES = 128 << 20  # of float64 logits in memory at a time
 
 @dataclass(frozen=True)
 class Prediction:
-    """What serving a recipe costs, and what each hypothesis of it says."""
+    """Expected divergence of each serving path, and log-probabilities of each scenario."""
 
     expected: ExpectedSet
     hypotheses: HypothesisSet
@@ -57,11 +57,11 @@ def predict(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> ExpectedSet:
-    """What each of `paths` (`serving_paths`, if not given) is expected to cost.
+    """Predicts the divergence of each of `paths`, by default `serving_paths`.
 
-    `scales` are those of a calibration. `weights` puts those of an export in their place.
-    `advance` is told tokens as work is done, which add up to those of the golden prompts.
-    KeyError names a scale that is missing.
+    `scales` are those of a calibration. `weights` replaces the simulated weights with those of an
+    export. `advance` receives token counts as work progresses; they add up to the tokens of the
+    golden prompts. Raises KeyError, naming the scale, if one is missing.
     """
     chosen = [Hypothesis(path=path) for path in (serving_paths(recipe) if paths is None else paths)]
     runs = simulated(
@@ -87,10 +87,10 @@ def hypotheses(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> HypothesisSet:
-    """What each of `chosen` (`hypotheses_of`, if not given) says to the golden prompts.
+    """Computes log-probabilities on the golden prompts for `chosen`, by default `hypotheses_of`.
 
-    As `predict` for the rest. A record to which a hypothesis answers no number is NaN, as one that
-    it was not simulated on; a hypothesis without any record is left out.
+    Other arguments are as for `predict`. A record is NaN if the scenario gives a log-probability
+    that is not finite, or was not simulated on it. A scenario without any record is left out.
     """
     if chosen is None:
         chosen = hypotheses_of(checkpoint.spec, recipe, scales)
@@ -107,9 +107,10 @@ def expected_divergence(
     device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Prediction | None:
-    """`predict` for every path and `hypotheses`, of the same runs, with a progress bar.
+    """Computes `predict` and `hypotheses` from the same runs, with a progress bar.
 
-    None for an architecture that Octet does not know: where its attention is, it does not either.
+    Returns None for an architecture that Octet does not know, because it cannot locate the
+    attention.
     """
     if checkpoint.spec.generic:
         return None
@@ -122,7 +123,7 @@ def expected_divergence(
 
 
 class _Found:
-    """What runs say at each position, and how far it is from the reference after the prompt."""
+    """Collects log-probabilities at each position, and divergences after the prompt, of runs."""
 
     def __init__(self, recipe: Recipe, golden: GoldenSet, runs: Iterable[Answers]) -> None:
         self._recipe, self._golden = recipe, golden
@@ -169,7 +170,10 @@ class _Found:
             self._divergences.setdefault(run.hypothesis.path, []).append(divergences)
 
     def _divergence(self, number: int, logprobs: Tensor) -> float:
-        """What an API that returns as many log-probabilities as the record holds would show."""
+        """Computes the divergence visible through an API.
+
+        The API returns as many log-probabilities as the record holds.
+        """
         record = self._golden.records[number]
         top = logprobs.topk(len(record.top))
         served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""Hypotheses through all layers together, over the golden prompts and what the reference answered.
+"""Simulates all scenarios together, layer by layer, on golden prompts and their continuations.
 
-Weights are decoded once a layer and shared by all; in memory are one layer, in each dtype that is
-computed in, and hidden states (`STATES_BYTES` of them at a time). A sequence is a prompt and the
-first POSITIONS - 1 tokens of its continuation, so that one pass gives every position that a server
-is compared at; positions are causal, so the first is that of the prompt alone.
+Weights are dequantized once a layer and shared by all scenarios. In memory are one layer, in each
+compute dtype, and hidden states (`STATES_BYTES` of them at a time). A sequence is a prompt and the
+first POSITIONS - 1 tokens of the reference's continuation, so that one pass gives every position at
+which a server is compared. Attention is causal, so the first position depends on the prompt alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,19 +45,19 @@ from octet.recipe import Recipe
 
 __all__ = ["Answers", "Weights", "simulated"]
 
-_TOKENS = {"cpu": 512, "cuda": 16384}  # in a batch: what stays in a cache, what fills a GPU
-_TOGETHER = 2  # so many times as many are packed in a row, where no padding is
-_KEPT_BYTES = 1 << 30  # decoder layers that all fit in this are read once, not once a sweep
+_TOKENS = {"cpu": 512, "cuda": 16384}  # per batch: fits in a CPU cache, fills a GPU
+_TOGETHER = 2  # a packed row, without padding, holds this many batches' worth
+_KEPT_BYTES = 1 << 30  # layers are read once, not once a sweep, if all fit in this
 
-# weights(name) -> float32 [N, K], decoded from what was written; None: as the recipe says
+# weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
 Weights = Callable[[str], NDArray[np.float32] | None]
 
 
 @dataclass
 class Answers:
-    """The last hidden states of one run of a hypothesis at the positions of its records.
+    """Last hidden states of one run of a scenario at the positions of its records.
 
-    `hidden` [n, H] is of record `records[i]` at position `positions[i]`.
+    Row i of `hidden` [n, H] is of record `records[i]` at position `positions[i]`.
     """
 
     hypothesis: Hypothesis
@@ -78,9 +78,10 @@ def simulated(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[Answers]:
-    """Each run of each of `chosen`: repeats of one follow each other; faults come after paths.
+    """Yields each run of each of `chosen`: repeats in succession, and faults after paths.
 
-    `advance` is told tokens as work is done, which add up to those of the golden prompts.
+    `advance` receives token counts as work progresses; they add up to the tokens of the golden
+    prompts.
     """
     bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
     plans = list(planned(chosen, bench.nbytes))
@@ -96,7 +97,7 @@ def simulated(
 
 
 class _Bench:
-    """What all sweeps share: packs of records, models, scales."""
+    """State shared by all sweeps: packs of records, models, scales."""
 
     def __init__(
         self,
@@ -125,13 +126,13 @@ class _Bench:
         self._packs = self._few + others
 
     def nbytes(self, run: Run) -> int:
-        """Of its hidden states."""
+        """Returns the size of the run's hidden states."""
         tokens = sum(pack.tokens for pack in self._of(run))
         itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
     def sweep(self, runs: Sequence[Run], progress: Spread) -> None:
-        """Layer by layer."""
+        """Runs `runs` through all layers, one layer at a time."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
         models = [self._model(name) for name in names]
         self._begin(runs)
@@ -144,7 +145,7 @@ class _Bench:
             progress.step(len(started))
 
     def answers(self, run: Run) -> Answers:
-        """What a finished run says at the positions of its records."""
+        """Returns the answers of a finished run at the positions of its records."""
         records, positions = (
             np.concatenate(found)
             for found in zip(*((pack.records, pack.at) for pack in self._of(run)), strict=True)
@@ -156,7 +157,7 @@ class _Bench:
         return self._packs if run.whole else self._few
 
     def _begin(self, runs: Sequence[Run]) -> None:
-        """Gives those that start with the first layer their embeddings, which equal ones share."""
+        """Gives embeddings to runs that start at the first layer; equal embeddings are shared."""
         made: dict[tuple[Any, ...], list[Tensor]] = {}
         for run in runs:
             key = (run.hypothesis.path.compute, run.repeat, run.whole)
@@ -164,7 +165,7 @@ class _Bench:
                 run.states = made[key] = made.get(key) or self._embed(run)
 
     def _start(self, runs: Sequence[Run], index: int) -> None:
-        """Gives those that start here the states of their path."""
+        """Gives runs that start at layer `index` the hidden states of their fault-free path."""
         for run in runs:
             if run.start == index and index:
                 path = Hypothesis(path=run.hypothesis.path)
@@ -177,7 +178,7 @@ class _Bench:
         decoded: dict[str, Tensor] = {}
         if any(run.hypothesis.path.weights for run in runs):
             decoded = self._weights(next(iter(layers.values())), prefix, mine)
-        # Runs that multiply with the same weights, in one dtype, come one after the other.
+        # Runs that use the same weights, in the same dtype, run one after another.
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
             hypothesis = run.hypothesis
@@ -202,7 +203,7 @@ class _Bench:
                         ]
 
     def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
-        """float32, of the quantized linears of a layer, decoded."""
+        """Returns the dequantized float32 weights of a layer's quantized linears."""
         given = {name: self._given(name) for name in schemes} if self._given is not None else {}
         found = {
             name: torch.from_numpy(np.asarray(weight, np.float32)).to(self._device)
@@ -235,7 +236,7 @@ class _Bench:
         return self._models[dtype]
 
     def _embed(self, run: Run) -> list[Tensor]:
-        """The embeddings of each pack [1, n, H]; but for the first repeat, a last bit off."""
+        """Returns each pack's embeddings [1, n, H]; later repeats differ in the last bit."""
         model = self._model(run.hypothesis.path.compute)
         noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
         return [pack.embed(model, noise) for pack in self._of(run)]

@@ -1,4 +1,4 @@
-"""What the parts of a simulation share: the scales, where the model is, and who watches."""
+"""Types shared by the parts of a simulation: scales, scales on a device, and the watch callback."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -12,9 +12,9 @@ __all__ = ["DeviceScales", "Scales", "Watch"]
 
 Scales: TypeAlias = Mapping[str, NDArray[np.float32]]  # keyed as in `octet.artifacts.calibration`
 
-# watch(name, x, rounded, index): what was rounded, before and after, as
-# `octet.artifacts.calibration` names it. x is [B, T, ...] of a batch; or, for an expert, [n, K] of
-# the tokens `index` of B*T.
+# watch(name, x, rounded, index): a tensor before and after rounding, named as in
+# `octet.artifacts.calibration`. x is [B, T, ...] of a batch, or, for an expert, [n, K] of the
+# tokens `index` among B * T.
 Watch: TypeAlias = Callable[[str, Tensor, Tensor, Tensor | None], None]
 
 
@@ -29,7 +29,7 @@ class DeviceScales:
         return None if found is None else torch.from_numpy(np.asarray(found)).to(self.device)
 
     def need(self, name: str) -> Tensor:
-        """KeyError names a scale that is missing."""
+        """Returns a scale; raises KeyError, naming it, if it is missing."""
         found = self.get(name)
         if found is None:
             raise KeyError(name)

@@ -1,15 +1,15 @@
-"""Which hypotheses are simulated of a recipe: how it may be served, and what may go wrong in it.
+"""Lists the scenarios that are simulated for a recipe: its serving paths, and faults in them.
 
-Honest paths are those that engines take (`calibrate.simulate.predict.serving_paths`), the same with
-weights alone quantized, and with none of it, as an engine serves that falls back to BF16 in
-silence. Faults are those of open reports (docs/compatibility.md), where they change a number:
-scales dropped when a checkpoint is loaded, a cache whose bytes are read in another format than they
-were written in, scales that fused linears were to share. Two hypotheses that compute the same are
-one.
+A scenario is a `Hypothesis`. Paths without a fault are those that engines take
+(`calibrate.simulate.predict.serving_paths`), the same with only weights quantized, and with nothing
+quantized, as when an engine silently falls back to BF16. Faults come from open reports
+(docs/compatibility.md), as far as they change the logits: scales dropped when a checkpoint is
+loaded, a cache whose bytes are read in another format than they were written in, or scales that
+fused linears were meant to share. Two scenarios that compute the same count once.
 
-Faults are simulated on the paths that engines take by default in bfloat16: to nearest, as GPUs
-write the cache, and truncated, as vLLM does on a CPU. Their traces are far larger than what tells
-bfloat16 from float32.
+Faults are simulated on the default bfloat16 paths of engines: with the cache rounded to nearest, as
+on GPUs, and truncated, as in vLLM on a CPU. Their effects are far larger than the difference
+between bfloat16 and float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,10 +27,10 @@ from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["FACTORS", "MOST_LAYERS", "hypotheses_of", "serving_paths", "simulated_paths"]
 
-FACTORS = (0.5, 2.0)  # by which the weight scales of one layer are off
-MOST_LAYERS = 32  # of a deeper model, so many have faults of their own, evenly spaced
-# Of a model with more layers, those faults are on one path alone: they are then simulated with
-# fewer tokens than a calibration of 256 samples runs.
+FACTORS = (0.5, 2.0)  # errors of the weight scales of one layer
+MOST_LAYERS = 32  # layers with faults of their own, evenly spaced in deeper models
+# In models with more layers, only one path gets the faults of single layers. Simulating them then
+# takes fewer tokens than a calibration of 256 samples.
 _DEEP = 16
 
 
@@ -38,10 +38,11 @@ def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     """Returns the paths that engines take with `recipe` (`octet.proof.declared`,
     docs/compatibility.md).
 
-    With the recipe's own cache and with every other that an export may choose. Engines on a GPU and
-    TensorRT compute in bfloat16 or better, ONNX Runtime in float32; vLLM on a CPU truncates into an
-    FP8 cache; FlashAttention 3 rounds queries too where the cache is E4M3. Weight-only products are
-    those of FP4 and MX formats on Hopper; of FP8 on GPUs before it, with the recipe's own cache.
+    Covers the recipe's own cache and every other that an export may choose. Engines on a GPU and
+    TensorRT compute in bfloat16 or better, ONNX Runtime in float32. vLLM on a CPU truncates values
+    written to an FP8 cache. FlashAttention 3 also rounds queries if the cache is E4M3. Weight-only
+    GEMMs are used for FP4 and MX formats on Hopper, and for FP8 on earlier GPUs, there only with
+    the recipe's own cache.
     """
     fp8 = recipe.weights.kind == "fp8"
     paths = []
@@ -58,12 +59,12 @@ def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
 
 
 def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
-    """`serving_paths`; then weights alone and nothing quantized, with every cache.
+    """Returns `serving_paths`, then paths with only weights or nothing quantized, for every cache.
 
-    Weights alone truncate into the cache where vLLM multiplies them so on a CPU with AMX. Nothing
-    is quantized in float32 with a float16 cache alone: that is the reference itself but for the
-    cache, and BF16's noise is what bfloat16 adds to it. Queries are rounded with the recipe's own
-    E4M3 cache alone: with another's, what they add is hidden in that noise.
+    Weight-only paths truncate values written to the cache if vLLM runs such weights on a CPU with
+    AMX. The float32 path with nothing quantized has only a float16 cache: it is the reference
+    except for the cache, and bfloat16 differs from it by BF16's noise. Queries are rounded only
+    with the recipe's own E4M3 cache: with another cache their effect is hidden in that noise.
     """
     paths = list(serving_paths(recipe))
     for cache in _caches(recipe):
@@ -82,9 +83,10 @@ def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
 
 
 def hypotheses_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Hypothesis, ...]:
-    """All that are simulated; `scales` are those of a calibration, which decide what can go wrong.
+    """Returns all scenarios to simulate.
 
-    KeyError names a scale that is missing.
+    `scales` are those of a calibration; they determine which faults have an effect. Raises
+    KeyError, naming the scale, if one is missing.
     """
     found = [Hypothesis(path=path) for path in simulated_paths(recipe)]
     own = recipe.kv_cache
@@ -100,21 +102,21 @@ def hypotheses_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Hypo
     if own in OTHER_CACHE:
         for path in _main_paths(recipe, OTHER_CACHE[own]):
             found += _with(path, _cache_kinds(spec, recipe, scales, path))
-    if own in OTHER_CACHE:  # a model that is not quantized has no scales either
+    if own in OTHER_CACHE:  # an unquantized model has no scales either
         for bare in (_bare(own), _bare(own, "truncate")):
             found += _with(bare, _dropped(spec, scales)[-1:])
     return tuple(dict.fromkeys(found))
 
 
 def _main_paths(recipe: Recipe, cache: KvCacheDtype) -> Iterator[ServingPath]:
-    """What engines do by default, in bfloat16, with that cache."""
+    """Yields the default bfloat16 paths of engines with that cache."""
     queries = cache == "e4m3"
     if recipe.weights.kind == "fp8":
         yield ServingPath(kv_cache=cache, queries=queries)
         if cache != "float16":
             amx = _amx(recipe)
             yield ServingPath(kv_cache=cache, kv_rounding="truncate", activations=not amx)
-    else:  # on Hopper, and on what multiplies FP4
+    else:  # on Hopper, and on GPUs with FP4 GEMMs
         yield ServingPath(kv_cache=cache, queries=queries, activations=False)
         yield ServingPath(kv_cache=cache, queries=queries)
 
@@ -122,7 +124,7 @@ def _main_paths(recipe: Recipe, cache: KvCacheDtype) -> Iterator[ServingPath]:
 def _cache_kinds(
     spec: ModelSpec, recipe: Recipe, scales: Scales, path: ServingPath
 ) -> Iterator[FaultKind]:
-    """What can go wrong with a cache of 8 bits."""
+    """Yields the possible faults of an 8-bit cache."""
     cache = path.kv_cache
     if cache not in OTHER_CACHE:
         return
@@ -138,7 +140,7 @@ def _cache_kinds(
 
 
 def _dropped(spec: ModelSpec, scales: Scales) -> list[FaultKind]:
-    """Scales of the recipe's cache that are not 1, which is what an engine takes that has none."""
+    """Returns faults that drop cache scales; without one, an engine uses 1, so 1 is no fault."""
     differ = {
         letter: any(scales[f"{name}_scale"] != 1 for name in _cache_names(spec, letter))
         for letter in "kv"
@@ -156,7 +158,7 @@ def _dropped(spec: ModelSpec, scales: Scales) -> list[FaultKind]:
 def _weight_kinds(
     spec: ModelSpec, recipe: Recipe, scales: Scales, path: ServingPath
 ) -> Iterator[FaultKind]:
-    """What can go wrong with the scales of linears."""
+    """Yields the possible faults of the scales of linears."""
     schemes = {linear: recipe.scheme_of(linear.name) for linear in spec.linears()}
     pairs = [pair for pair in schemes.values() if pair is not None]
     if path.activations and any(not inputs.dynamic for _, inputs in pairs):
@@ -189,7 +191,7 @@ def _bare(
     queries: bool = False,
     compute: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> ServingPath:
-    """Nothing is quantized but the cache."""
+    """Returns a path that quantizes only the cache."""
     return ServingPath(
         weights=False,
         activations=False,
@@ -201,22 +203,22 @@ def _bare(
 
 
 def _caches(recipe: Recipe) -> tuple[KvCacheDtype, ...]:
-    """The recipe's own first."""
+    """Returns all cache formats, the recipe's own first."""
     caches: tuple[KvCacheDtype, ...] = (recipe.kv_cache, "e5m2", "float16", "e4m3")
     return tuple(dict.fromkeys(caches))
 
 
 def _cache_names(spec: ModelSpec, letters: str) -> list[str]:
-    """Such as "model.layers.0.self_attn.k"."""
+    """Returns names such as "model.layers.0.self_attn.k"."""
     layers = map(spec.layer, range(spec.layers))
     return [f"{layer}.self_attn.{letter}" for layer in layers for letter in letters]
 
 
 def _queries(recipe: Recipe, cache: KvCacheDtype) -> tuple[bool, ...]:
-    """Whether they are rounded, of paths that an engine falls back to."""
+    """Returns the values of `queries` (rounded or not) for paths that an engine falls back to."""
     return (True, False) if cache == recipe.kv_cache == "e4m3" else (False,)
 
 
 def _amx(recipe: Recipe) -> bool:
-    """Whether vLLM multiplies such weights without rounding inputs, on a CPU with AMX."""
+    """Returns True if vLLM, on a CPU with AMX, does not round activations for such weights."""
     return recipe.weights.kind == "fp8" and recipe.weights.granularity != "channel"

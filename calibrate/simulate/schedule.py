@@ -1,8 +1,9 @@
-"""Which runs a simulation of hypotheses takes, and which of them go through the layers together.
+"""Plans the runs of a simulation, and which of them go through the layers together.
 
-Paths run over all records, `REPEATS` times; faults over `FAULT_RECORDS` of them, evenly spaced by
-length, once. Those records are in batches of their own, so that a fault of one layer starts from
-what the honest path gave before that layer, to the bit, and runs the layers from there alone.
+Paths run over all records, `REPEATS` times; faults run once, over `FAULT_RECORDS` of them, evenly
+spaced by length. Those records are in batches of their own. So a fault of one layer can start from
+the fault-free path's hidden states before that layer, bit for bit, and run only the layers from
+there on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ STATES_BYTES = 512 << 20  # hidden states in memory at a time
 
 
 def fault_records(golden: GoldenSet) -> list[int]:
-    """Those that faults are simulated on, evenly spaced by length."""
+    """Returns the indices of the records that faults are simulated on, evenly spaced by length."""
     lengths = [len(record.prompt_token_ids) for record in golden.records]
     order = sorted(range(len(lengths)), key=lambda n: lengths[n])
     last = len(order) - 1
@@ -32,11 +33,12 @@ def fault_records(golden: GoldenSet) -> list[int]:
 
 @dataclass
 class Run:
-    """A hypothesis, once: its hidden states [1, n, H] of each pack, after the layers so far; after
-    the last layer [1, m, H], of what is compared.
+    """One run of a scenario.
 
-    Of a fault's records alone if not `whole`. A `carrier` is a path that is run for the faults that
-    start from it. `start` is the first layer that is not as in the path without the fault.
+    `states` are the hidden states [1, n, H] of each pack after the layers so far; after the last
+    layer [1, m, H], of the compared tokens. If not `whole`, only the records of faults run. A
+    `carrier` is a path that runs only for the faults that start from it. `start` is the first layer
+    that differs from the path without the fault.
     """
 
     hypothesis: Hypothesis
@@ -48,7 +50,7 @@ class Run:
 
 
 def planned(chosen: Sequence[Hypothesis], nbytes: Callable[[Run], int]) -> Iterator[list[Run]]:
-    """Runs whose hidden states fit in `STATES_BYTES` together, or are of one hypothesis."""
+    """Yields runs whose hidden states together fit in `STATES_BYTES`, or are of one scenario."""
     order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
     part: list[Run] = []
     for hypothesis in order:
@@ -66,13 +68,13 @@ def planned(chosen: Sequence[Hypothesis], nbytes: Callable[[Run], int]) -> Itera
 
 
 def _carriers(part: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
-    """The paths that `runs` start from, where `part` has none yet."""
+    """Returns carriers for the paths that `runs` start from and `part` does not have."""
     honest = {run.hypothesis.path for run in part if run.hypothesis.fault is None}
     wanted = {run.hypothesis.path for run in runs if run.start} - honest
     return [Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
 
 
 def _first_layer(hypothesis: Hypothesis) -> int:
-    """The first layer that is not as in the path without the fault."""
+    """Returns the first layer that differs from the path without the fault."""
     fault = hypothesis.fault
     return 0 if fault is None or fault.layer is None else fault.layer

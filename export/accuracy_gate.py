@@ -1,8 +1,8 @@
-"""What may still refuse an export once it is whole, before it takes its place.
+"""Lets the caller refuse an export once it is complete, before it moves to its destination.
 
-A `Judge` is told the directory that was filled, its manifest, and what it is to become; it returns
-details for the manifest, or raises the OctetError of an export that must not be written. Whoever
-calls for an export gives it: what an export costs is for another stage to say.
+A `Judge` receives the directory that was filled, its manifest, and the destination. It returns
+details for the manifest, or raises an OctetError for an export that must not be written. The caller
+of the export passes it in, because another stage measures what an export costs.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ def finish(
     judge: Judge | None,
     hashes: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """`writer.finish`; with a `judge`, once for it to read and again with what it says."""
+    """Runs `writer.finish`; with a `judge`, first for it to read, then again with its details."""
     whole = writer.finish(manifest, hashes)
     if judge is None:
         return whole

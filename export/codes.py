@@ -1,10 +1,10 @@
-"""Weights as the codes that every export stores, made at memory speed.
+"""Encodes weights into the codes that every export stores, at memory speed.
 
-`octet.numerics.scaling.quantize` to the bit: the weight in float32, divided by its scale, rounded
-to nearest even and saturated. Loops in machine code have no temporaries and need no table: a
-float32 rounds to fewer mantissa bits by an addition to its own bits, which carries into the
-exponent, and to the step of the subnormals by an addition of 2^(23 + the step's exponent), whose
-last bits are then the code.
+The result equals `octet.numerics.scaling.quantize` bit for bit: the weight in float32 is divided by
+its scale, rounded to nearest even and saturated. The compiled loops need no temporaries and no
+table. They round a float32 to fewer mantissa bits by an integer addition to its bits, which carries
+into the exponent. They round to the step of the subnormals by a float addition of 2^(23 + the
+step's exponent); the last bits of the sum are then the code.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from octet.storage.tensors import Tensor
 
 __all__ = ["weight_codes"]
 
-# (bits, shift, scale [R, G], rows and columns that share one, codes) -> whether any is NaN or Inf
+# (bits, shift, scale [R, G], rows per scale, columns per scale, codes) -> True if any is NaN or Inf
 Kernel = Callable[[npt.NDArray[Any], int, npt.NDArray[np.float32], int, int, Any], bool]
 
 
@@ -34,10 +34,11 @@ def weight_codes(
     *,
     name: str | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """Codes of `weight` [N, K] divided by its scales, rounded to nearest even, saturating.
+    """Divides `weight` [N, K] by its scales, rounds to nearest even, saturating; returns the codes.
 
-    E4M3 [N, K]; E2M1 packed [N, K/2], the even column in the low half of a byte. NumericsError
-    naming the tensor for NaN or Inf, and for a scale that is not positive and finite.
+    E4M3 codes are [N, K]; E2M1 codes are packed [N, K/2], the even column in the low half of a
+    byte. Raises NumericsError, naming the tensor, for NaN or Inf, and for a scale that is not
+    positive and finite.
     """
     fmt = formats.format_named(scheme.format)
     granularity = scaling.Granularity.of(scheme.granularity, scheme.group_size)
@@ -57,13 +58,13 @@ def weight_codes(
     tile_rows, tile_columns = granularity.rows or rows, granularity.columns or columns
     tiles = np.ascontiguousarray(factor.reshape(expected or (1, 1)))
     if kernel(bits, shift, tiles, tile_rows, tile_columns, codes):
-        scaling.absmax(weight.float32(), scaling.TENSOR, name=name)  # says how many
+        scaling.absmax(weight.float32(), scaling.TENSOR, name=name)  # raises, with their count
         raise AssertionError(f"{name}: NaN or Inf that a second look does not find")
     return codes
 
 
 def _bits(weight: Tensor) -> tuple[npt.NDArray[Any], int]:
-    """The weight's codes and how far to the left they are the bits of a float32."""
+    """Returns the weight's codes, and the left shift that makes them the bits of a float32."""
     if weight.dtype == "BF16":
         return weight.codes, 16
     return np.ascontiguousarray(weight.float32()).view(np.uint32), 0
@@ -71,13 +72,13 @@ def _bits(weight: Tensor) -> tuple[npt.NDArray[Any], int]:
 
 @cache
 def _kernel(fmt: str) -> Kernel | None:
-    """Compiled, and kept on disk where a directory can be written; None without numba."""
+    """Compiles the encoder, cached on disk if a directory is writable; None without numba."""
     try:
         import numba
-    except ImportError:  # the `export` extra has it
+    except ImportError:  # it comes with the `export` extra
         return None
     function = {"e4m3": _encode_e4m3, "e2m1": _encode_e2m1}[fmt]
-    # error_model: a division that does not look for 0, so that it runs 16 at a time.
+    # error_model: division does not check for 0, so that 16 run at a time.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     kernel: Kernel
     try:
@@ -91,7 +92,7 @@ def _encode_e4m3(
     bits: Any, shift: int, scales: Any, tile_rows: int, tile_columns: int, codes: Any
 ) -> bool:
     rows, columns = bits.shape
-    factor = np.empty(columns, np.float32)  # of each column
+    factor = np.empty(columns, np.float32)  # scale of each column
     tile = -1
     odd = np.uint32(0)
     for i in range(rows):
@@ -105,10 +106,10 @@ def _encode_e4m3(
             y = np.float32(x.view(np.float32) / factor[j]).view(np.uint32)
             sign = np.uint32(y >> np.uint32(24)) & np.uint32(0x80)
             size = np.uint32(min(np.uint32(y & np.uint32(0x7FFFFFFF)), np.uint32(0x43E00000)))
-            # Below 2^-6 in steps of 2^-9: 2^14 is 2^(23-9), 0x46800000.
+            # Below 2^-6 the step is 2^-9: add 2^14 = 2^(23-9), whose bits are 0x46800000.
             steps = np.float32(size.view(np.float32) + np.float32(16384.0)).view(np.uint32)
             small = steps - np.uint32(0x46800000)
-            # Else 20 bits go; 120 is the difference of the biases, 127 and 7.
+            # Otherwise 20 mantissa bits go; 120 is the difference of the biases, 127 and 7.
             even = np.uint32(size >> np.uint32(20)) & np.uint32(1)
             large = (size + np.uint32(0x7FFFF) + even - np.uint32(120 << 23)) >> np.uint32(20)
             code = small if size < np.uint32(0x3C800000) else large
@@ -120,7 +121,7 @@ def _encode_e2m1(
     bits: Any, shift: int, scales: Any, tile_rows: int, tile_columns: int, codes: Any
 ) -> bool:
     rows, columns = bits.shape
-    factor = np.empty(columns, np.float32)  # of each column
+    factor = np.empty(columns, np.float32)  # scale of each column
     row = np.empty(columns, np.uint8)
     pairs = row.view(np.uint16)  # little-endian: the even column in the low byte
     tile = -1
@@ -136,10 +137,10 @@ def _encode_e2m1(
             y = np.float32(x.view(np.float32) / factor[j]).view(np.uint32)
             sign = np.uint32(y >> np.uint32(28)) & np.uint32(0x8)
             size = np.uint32(min(np.uint32(y & np.uint32(0x7FFFFFFF)), np.uint32(0x40C00000)))
-            # Below 1 in steps of 2^-1: 2^22 is 2^(23-1), 0x4A800000.
+            # Below 1 the step is 2^-1: add 2^22 = 2^(23-1), whose bits are 0x4A800000.
             steps = np.float32(size.view(np.float32) + np.float32(4194304.0)).view(np.uint32)
             small = steps - np.uint32(0x4A800000)
-            # Else 22 bits go; 126 is the difference of the biases, 127 and 1.
+            # Otherwise 22 mantissa bits go; 126 is the difference of the biases, 127 and 1.
             even = np.uint32(size >> np.uint32(22)) & np.uint32(1)
             large = (size + np.uint32(0x1FFFFF) + even - np.uint32(126 << 23)) >> np.uint32(22)
             code = small if size < np.uint32(0x3F800000) else large

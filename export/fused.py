@@ -1,7 +1,7 @@
-"""Linears that an engine runs as one: q/k/v, gate/up, and all experts of a layer.
+"""Groups linears that an engine fuses into one: q/k/v, gate/up, and all experts of a layer.
 
-They must have one scheme, and where a scale is of a whole tensor, one scale: vLLM takes the largest
-of a group's NVFP4 global scales for all of it and does not quantize again.
+A fused group must have one scheme and, where a scale covers a whole tensor, one scale: vLLM applies
+the largest of a group's NVFP4 global scales to the whole group and does not quantize again.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ Schemes = tuple[TensorScheme, TensorScheme] | None
 
 
 def groups_by_input(linears: Iterable[Linear]) -> list[list[Linear]]:
-    """q/k/v, gate/up, and each other linear alone."""
+    """Groups linears by the activations they read: q/k/v, gate/up, and each other linear alone."""
     found: dict[str, list[Linear]] = {}
     for linear in linears:
         found.setdefault(linear.input, []).append(linear)
@@ -25,7 +25,7 @@ def groups_by_input(linears: Iterable[Linear]) -> list[list[Linear]]:
 
 
 def groups_by_kernel(linears: Iterable[Linear]) -> list[list[Linear]]:
-    """As `groups_by_input`, but all gates, ups and downs of a layer's experts are one group."""
+    """Groups as `groups_by_input`, but puts all linears of a layer's experts into one group."""
     found: dict[str, list[Linear]] = {}
     for linear in linears:
         experts, inside, _ = linear.name.partition(".experts.")
@@ -34,8 +34,11 @@ def groups_by_kernel(linears: Iterable[Linear]) -> list[list[Linear]]:
 
 
 def check_fused(source: Source) -> None:
-    """Raises UnsupportedError naming two linears of one kernel whose schemes differ, ArtifactError
-    naming two that should share a scale and do not."""
+    """Raises an error if the linears of a fused group do not match.
+
+    UnsupportedError names two linears of one kernel whose schemes differ; ArtifactError names two
+    that should share a scale and do not.
+    """
     for group in groups_by_kernel(source.spec.linears()):
         first = group[0]
         for other in group[1:]:
@@ -52,7 +55,7 @@ def check_fused(source: Source) -> None:
 
 
 def describe(source: Source, linear: Linear) -> str:
-    """Such as "fp8 channel weights with token inputs", or "full precision"."""
+    """Describes a scheme, as "fp8 channel weights with token inputs" or "full precision"."""
     schemes = source.schemes(linear)
     if schemes is None:
         return "full precision"
@@ -63,14 +66,14 @@ def describe(source: Source, linear: Linear) -> str:
 
 
 def _stored(schemes: Schemes) -> tuple[object, ...] | None:
-    """What of the schemes shows in a checkpoint: not how the scales were chosen."""
+    """Returns the fields of the schemes that a checkpoint stores: not how scales were chosen."""
     if schemes is None:
         return None
     return tuple((x.kind, x.granularity, x.dynamic, x.group_size) for x in schemes)
 
 
 def _shared(schemes: Schemes) -> list[str]:
-    """The scales of which a fused kernel has one."""
+    """Lists the kinds of scale of which a fused kernel has only one."""
     if schemes is None:
         return []
     weights, inputs = schemes

@@ -1,4 +1,4 @@
-"""What every export starts from: a calibration and the checkpoint it was made from, both verified.
+"""Opens the inputs of an export: a calibration and the checkpoint it was made from, both verified.
 
 Everything that can be refused is refused here, before the first byte is written.
 """
@@ -28,17 +28,17 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 __all__ = ["Source", "require_space"]
 
 GENERATION_CONFIG = "generation_config.json"
-_SPARE_BYTES = 64 << 20  # for what is written beside the weights
+_SPARE_BYTES = 64 << 20  # reserve for the files beside the weights
 
 
 @dataclass(frozen=True)
 class Source:
-    """A calibration with its checkpoint, and the cache that the export is for."""
+    """A calibration, its checkpoint, and the type of KV cache that the export is for."""
 
     calibration: Calibration
     checkpoint: Checkpoint
     kv_cache: KvCacheDtype
-    # What the file system says of each file that is read later, from before it was hashed.
+    # Size, time and inode of each file that is read later, taken before it was hashed.
     stamps: Mapping[Path, "_Stamp"] = field(default_factory=dict)
 
     @classmethod
@@ -50,11 +50,12 @@ class Source:
         kv_cache: KvCacheDtype | None = None,
         shards: bool = True,
     ) -> Self:
-        """Opens both; `model` overrides where the calibration says that the checkpoint was.
+        """Opens the calibration and its checkpoint, and verifies both.
 
-        `kv_cache` asks for another cache than the recipe's. Raises ArtifactError if either has
-        changed since calibration, or if a scale is missing. With `shards=False` the shards are not
-        read for that: whoever streams them hashes them on the way, see `require_shard`.
+        `model` overrides the checkpoint path that the calibration recorded, `kv_cache` the recipe's
+        cache. Raises ArtifactError if either has changed since calibration, or if a scale is
+        missing. With `shards=False` the shards are not hashed here: a caller that streams them
+        hashes them on the way, see `require_shard`.
         """
         stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE, HYPOTHESES_FILE))
         opened = Calibration.load(calibration)
@@ -76,7 +77,7 @@ class Source:
     def require_unaltered(self) -> None:
         """Raises ArtifactError for a file that was written to since `open`.
 
-        Hashes were taken then, and what an export holds is read until its end. Size, time and inode
+        `open` hashes the files, but an export reads them until its end. Only size, time and inode
         are compared, which costs nothing.
         """
         for path, stamp in self.stamps.items():
@@ -84,7 +85,7 @@ class Source:
                 raise ArtifactError(f"{path} was altered while it was read; export again")
 
     def require_shard(self, path: Path, digest: str) -> None:
-        """Raises ArtifactError if a shard with that hash is not the one of calibration."""
+        """Raises ArtifactError if `digest` is not the shard's hash at calibration."""
         self.calibration.manifest.model.require_file(path, digest)
 
     @property
@@ -96,18 +97,18 @@ class Source:
         return self.calibration.manifest.recipe
 
     def schemes(self, linear: Linear) -> tuple[TensorScheme, TensorScheme] | None:
-        """Of its weights and of its inputs; None if it stays in full precision."""
+        """Returns the schemes of weights and activations; None if it stays in full precision."""
         return self.recipe.scheme_of(linear.name)
 
     def quantizes(self, linear: Linear) -> bool:
         return self.schemes(linear) is not None
 
     def quantized_linears(self) -> dict[str, Linear]:
-        """Module name to linear, those that the recipe quantizes."""
+        """Maps module name to linear, for the linears that the recipe quantizes."""
         return {item.name: item for item in self.spec.linears() if self.quantizes(item)}
 
     def weight_codes(self, linear: Linear) -> npt.NDArray[np.uint8]:
-        """E4M3 [N, K]; or E2M1 [N, K/2], two a byte, the even column in the low half."""
+        """Returns E4M3 [N, K], or E2M1 [N, K/2]: two a byte, the even column in the low half."""
         name, schemes = f"{linear.name}.weight", self.schemes(linear)
         if schemes is None:
             raise ValueError(f"recipe {self.recipe.name} does not quantize {linear.name}")
@@ -115,31 +116,31 @@ class Source:
         return weight_codes(self.checkpoint.read(name), scale, shared, schemes[0], name=name)
 
     def weight_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
-        """[], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]."""
+        """Returns the scale: [], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]."""
         return self.calibration.scales[f"{linear.name}.weight_scale"]
 
     def weight_global_scale(self, linear: Linear) -> npt.NDArray[np.float32] | None:
-        """[] of a scheme in two levels, None of others."""
+        """Returns the global scale [] of a two-level scheme; None for other schemes."""
         return self.calibration.scales.get(f"{linear.name}.weight_global_scale")
 
     def input_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
-        """[], where inputs are static."""
+        """Returns the scale [] of static activations."""
         return self.calibration.scales[f"{linear.name}.input_scale"]
 
     def input_global_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
-        """[], where inputs are dynamic in two levels."""
+        """Returns the global scale [] of dynamic activations in a two-level scheme."""
         return self.calibration.scales[f"{linear.name}.input_global_scale"]
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
-        """Scales of K and V in a cache of type `kv_cache`."""
+        """Returns the scales of K and V in a cache of type `kv_cache`."""
         attention = f"{self.spec.layer(layer)}.self_attn"
         k, v = (self.calibration.cache_scale(attention, x, self.kv_cache) for x in ("k", "v"))
-        # 1 where there is none: of those that are needed, `open` has made sure.
+        # A missing scale is 1: `open` has checked that the needed ones exist.
         return 1.0 if k is None else k, 1.0 if v is None else v
 
     def stored_nbytes(self) -> int:
-        """Of all tensors, the recipe's codes and scales in place of the weights they are of."""
-        read = self.checkpoint.read  # maps: no page of it is loaded
+        """Returns the bytes of all tensors, with codes and scales in place of quantized weights."""
+        read = self.checkpoint.read  # memory-mapped: no page is loaded
         total = sum(read(name).codes.nbytes for name in self.checkpoint.tensor_names)
         for linear in self.quantized_linears().values():
             schemes = self.schemes(linear)
@@ -152,7 +153,7 @@ class Source:
         return total
 
     def query_scale(self, layer: int) -> float | None:
-        """The scale of queries that an engine rounds to E4M3; None where they were not observed."""
+        """Returns the scale for queries that an engine rounds to E4M3; None if not observed."""
         attention = f"{self.spec.layer(layer)}.self_attn"
         return self.calibration.cache_scale(attention, "q", self.kv_cache)
 
@@ -161,8 +162,8 @@ class Source:
     ) -> None:
         """Copies the tokenizer, generation config, golden records and (`config`) config.json.
 
-        With what each way of serving says to the golden prompts, of which not to quantize is one;
-        and what the recipe is expected to cost, unless the export is not `quantized`.
+        Also copies the log-probabilities expected under each scenario (serving unquantized is one)
+        and, if the export is `quantized`, the expected cost of the recipe.
         """
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
         files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
@@ -176,10 +177,10 @@ class Source:
     def manifest(
         self, kind: Kind, details: dict[str, Any], *packages: str, quantized: bool = True
     ) -> Manifest:
-        """The manifest of an export of `kind`, to be completed with its files.
+        """Returns the manifest of an export of `kind`, to be completed with its files.
 
-        `warnings` among its details are beside those of the checkpoint.
-        Without what the recipe is expected to cost if the export is not `quantized`.
+        `warnings` in `details` are added to those of the checkpoint. The recipe's expected cost is
+        left out if the export is not `quantized`.
         """
         told = [*self.checkpoint.warnings, *details.get("warnings", ())]
         details = details | self._algorithm() | ({"warnings": told} if told else {})
@@ -195,12 +196,15 @@ class Source:
         )
 
     def _algorithm(self) -> dict[str, Any]:
-        """What changed weights before they were quantized: an export is then not the original's."""
+        """Names the algorithm that changed weights before quantization, if one did.
+
+        The exported weights are then not the original model's.
+        """
         found = self.calibration.manifest.details.get("algorithm")
         return {"algorithm": found["name"]} if isinstance(found, dict) and "name" in found else {}
 
     def _expected(self) -> dict[str, Any]:
-        """What serving it may cost in nats, by path with this cache; {} if nobody predicted."""
+        """Returns the expected cost in nats, by serving path with this cache; {} if unpredicted."""
         if not (self.calibration.path / EXPECTED_FILE).is_file():
             return {}
         ranges = {
@@ -261,14 +265,14 @@ class Source:
             raise ArtifactError(f"{where} is not positive and finite; calibrate again")
 
 
-# Size, time of the last write in ns, inode; None of a file that is not there.
+# Size, time of the last write in ns, inode; None for a file that does not exist.
 _Stamp: TypeAlias = tuple[int, int, int] | None
 
 
 def _stamp(path: Path) -> _Stamp:
     try:
         found = path.stat()
-    except OSError:  # whoever reads it says what is wrong with it
+    except OSError:  # the code that reads the file reports the error
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
 
@@ -282,7 +286,7 @@ def granularity_of(scheme: TensorScheme) -> scaling.Granularity:
 
 
 def require_space(destination: Path, nbytes: int) -> None:
-    """Raises ExportError unless the file system of `destination` has room for `nbytes`."""
+    """Raises ExportError unless `nbytes` and a reserve are free on `destination`'s file system."""
     parent = destination.absolute()
     while not parent.exists():
         parent = parent.parent

@@ -1,4 +1,4 @@
-"""compressed-tensors: what vLLM's own tools write, and the only layout that takes an E5M2 cache.
+"""The compressed-tensors layout: vLLM's own tools write it, and only it takes an E5M2 cache.
 
 | scheme | format               | tensors of a linear                                             |
 |--------|----------------------|-----------------------------------------------------------------|
@@ -34,9 +34,9 @@ _FORMATS = {
     "mxfp4": "mxfp4-pack-quantized",
     "mxfp8": "mxfp8-quantized",
 }
-# Granularities of FP8 weights and inputs that vLLM multiplies; of experts, without the last.
+# Granularities of FP8 weights and activations that vLLM serves; the last one not for experts.
 _FP8 = (("channel", "token"), ("tensor", "tensor"), ("block", "group"), ("channel", "tensor"))
-# E4M3 needs the scheme, which makes vLLM's "auto" an E4M3 cache; with it, vLLM refuses E5M2.
+# An E4M3 cache needs this scheme, which makes vLLM's "auto" mean E4M3; vLLM then refuses E5M2.
 _E4M3_CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -96,8 +96,8 @@ class CompressedTensors:
 
     def config(self, source: Source) -> dict[str, Any]:
         groups = _groups(source)
-        # vLLM looks for a name first and for the class of a module last. The largest group goes by
-        # the class, unless the architecture has modules that Octet does not know of.
+        # vLLM matches a module's name first and its class last. The largest group is targeted by
+        # class, unless the architecture has modules that Octet does not know.
         largest = max(groups, key=lambda key: len(groups[key]))
         described = {}
         for index, (key, linears) in enumerate(groups.items()):
@@ -126,12 +126,12 @@ class CompressedTensors:
 
 
 def _divisor(scale: npt.NDArray[np.float32]) -> Tensor:
-    """The one place where a scale is inverted: NVFP4's global scales divide in this format."""
+    """Inverts a scale, only here: in this format NVFP4's global scales are divisors."""
     return float32(np.float32(1) / scale, (1,))
 
 
 def _groups(source: Source) -> dict[str, list[Linear]]:
-    """Linears by what their config_group says, apart from its targets."""
+    """Groups linears by the content of their config_group, apart from its targets."""
     found: dict[str, list[Linear]] = {}
     for linear in source.quantized_linears().values():
         schemes = source.schemes(linear)
@@ -147,7 +147,7 @@ def _format(groups: Iterable[str]) -> str:
 
 
 def _arguments(scheme: TensorScheme) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs."""
+    """Returns compressed-tensors' QuantizationArgs."""
     described: dict[str, Any] = {
         "num_bits": 4 if scheme.format == "e2m1" else 8,
         "type": "float",
@@ -166,7 +166,7 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
 
 
 def _patterns(source: Source, modules: list[str]) -> list[str]:
-    """The modules by name, those of a layer's experts by one pattern: they go together."""
+    """Names the modules, with one pattern for a layer's experts, which have one scheme."""
     found: dict[str, None] = {}
     for module in modules:
         experts, inside, _ = module.partition(".experts.")

@@ -6,7 +6,7 @@
 |                           | multiplies in spite of its name                                    |
 | fp8 tensor, tensor        | weight E4M3 [N, K]; weight_scale, input_scale f32 [1]              |
 
-vLLM refuses an E5M2 cache with it.
+vLLM refuses an E5M2 cache with this layout.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ class Fp8:
             "quant_method": "fp8",
             "activation_scheme": "dynamic" if block else "static",
             "ignored_layers": ignored,
-            "modules_to_not_convert": ignored,  # what transformers calls them
+            "modules_to_not_convert": ignored,  # transformers' name for them
         }
         return described | ({"weight_block_size": [BLOCK, BLOCK]} if block else {})
 

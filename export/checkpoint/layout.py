@@ -1,4 +1,4 @@
-"""A checkpoint's layout: which tensors stand for a quantized linear, and what config.json says."""
+"""The layout of a checkpoint: the tensors of a quantized linear, and the entries of config.json."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
@@ -29,38 +29,38 @@ __all__ = [
 
 Tensors = dict[str, Tensor | PendingTensor]
 CacheScale = Literal["q", "k", "v"]
-_PART = 4 << 20  # weights encoded at a time
+_PART = 4 << 20  # number of weights encoded at a time
 
 
 class Layout(Protocol):
     """One `quant_method` of config.json."""
 
     def check(self, source: Source) -> None:
-        """Raises UnsupportedError for what engines refuse in this layout, or get wrong."""
+        """Raises UnsupportedError for anything that engines refuse or get wrong in this layout."""
 
     def warnings(self, source: Source) -> list[str]:
-        """What some engine refuses of this checkpoint in this layout, though others load it."""
+        """Lists why some engine refuses this checkpoint in this layout, though others load it."""
 
     def label(self, source: Source) -> str:
-        """What the manifest calls it, such as "compressed-tensors float-quantized"."""
+        """Returns its name in the manifest, such as "compressed-tensors float-quantized"."""
 
     def linear(self, source: Source, linear: Linear) -> Tensors:
-        """The tensors in place of `<linear>.weight`, by full name; codes are made when written."""
+        """Returns the tensors in place of `<linear>.weight`, by full name; encoded when written."""
 
     def cache_scale_name(self, attention: str, which: CacheScale, fused: bool) -> str:
-        """The tensor of a cache scale of that attention module; `fused`: it has a qkv_proj."""
+        """Names the tensor of a cache scale; `fused` if the attention module has a qkv_proj."""
 
     def config(self, source: Source) -> dict[str, Any]:
-        """config.json's `quantization_config`."""
+        """Returns config.json's `quantization_config`."""
 
     def side_files(self, source: Source) -> Mapping[str, str]:
-        """More files that describe the quantization: name to text."""
+        """Returns further files that describe the quantization: name to text."""
 
 
 def check_cache(source: Source, checkpoint: str) -> None:
-    """Raises UnsupportedError for the cache that vLLM refuses with `checkpoint`, "an fp8" one.
+    """Raises UnsupportedError for an E5M2 cache, which vLLM refuses with `checkpoint` ("an fp8").
 
-    The last thing to check: it says what to do, which must not meet another refusal.
+    Call it after all other checks: its message suggests options, which must not be refused next.
     """
     if source.kv_cache == "e5m2":
         raise UnsupportedError(
@@ -70,7 +70,7 @@ def check_cache(source: Source, checkpoint: str) -> None:
 
 
 def weight(source: Source, linear: Linear) -> PendingTensor:
-    """E4M3 [N, K], or E2M1 as U8 [N, K/2] with the even column in the low half."""
+    """Returns E4M3 [N, K], or E2M1 as U8 [N, K/2] with the even column in the low half."""
     schemes = source.schemes(linear)
     assert schemes is not None
     rows, columns = linear.out_features, linear.in_features
@@ -82,7 +82,10 @@ def weight(source: Source, linear: Linear) -> PendingTensor:
 
 
 def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
-    """`weight_codes`, some rows at a time: what stays in the cache is hashed and written faster."""
+    """Yields `weight_codes`, some rows at a time.
+
+    A part that stays in the CPU's cache is hashed and written faster.
+    """
     schemes = source.schemes(linear)
     assert schemes is not None
     name = f"{linear.name}.weight"
@@ -92,13 +95,13 @@ def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
     for start in range(0, linear.out_features, step):
         part = Tensor(stored.dtype, stored.codes[start : start + step])
         own = scale
-        if scale.ndim:  # a row of scales a row of weights, or of blocks
+        if scale.ndim:  # one row of scales for each row of weights, or of blocks
             each = BLOCK if schemes[0].granularity == "block" else 1
             own = scale[start // each : (start + step) // each]
         try:
             yield weight_codes(part, own, shared, schemes[0], name=name)
         except NumericsError:
-            source.weight_codes(linear)  # says how much of the whole is wrong
+            source.weight_codes(linear)  # raises the error for the whole tensor
             raise
 
 
@@ -107,19 +110,19 @@ def float32(scale: npt.NDArray[np.float32], shape: tuple[int, ...]) -> Tensor:
 
 
 def e4m3(scale: npt.NDArray[np.float32]) -> PendingTensor:
-    """Scales that are E4M3 numbers, as such."""
+    """Stores scales that are E4M3 values as E4M3."""
     return PendingTensor("F8_E4M3", scale.shape, lambda: formats.encode(scale, E4M3))
 
 
 def e8m0(scale: npt.NDArray[np.float32]) -> PendingTensor:
-    """Scales that are powers of two, as U8 exponents with a bias of 127."""
+    """Stores scales that are powers of two as U8 exponents with a bias of 127."""
     return PendingTensor("U8", scale.shape, lambda: formats.encode(scale, E8M0))
 
 
 def kept(source: Source) -> list[str]:
-    """Modules with a matrix that stays in full precision: the head, routers, what is excluded.
+    """Lists modules whose matrix stays in full precision: the head, routers, excluded linears.
 
-    Embeddings are none of them; `lm_head` always is, though tied embeddings have no tensor for it.
+    Embeddings are not listed. `lm_head` always is, though tied embeddings have no tensor for it.
     """
     quantized = source.quantized_linears()
     found = ["lm_head"]
@@ -128,7 +131,7 @@ def kept(source: Source) -> list[str]:
             module = name.removesuffix(".weight")
             if len(shard.shape(name)) < 2 or module in quantized:
                 continue
-            if module == name:  # such as the bare parameters of experts that are stored together
+            if module == name:  # no ".weight", such as parameters of experts stored together
                 module = module.rpartition(".")[0]
             if "embed" not in module.rpartition(".")[2]:
                 found.append(module)

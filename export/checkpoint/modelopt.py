@@ -11,7 +11,7 @@
 |                            |                           | [N, K/16]; weight_scale_2, input_scale  |
 |                            |                           | f32 []                                  |
 
-vLLM refuses an E5M2 cache with it. Of experts it loads FP8 and NVFP4 alone.
+vLLM refuses an E5M2 cache with this layout, and loads experts only in FP8 and NVFP4.
 """
 
 import json
@@ -37,7 +37,7 @@ _TIED = (
     "vLLM 0.24 does not load a modelopt checkpoint with tied embeddings (NotImplementedError in"
     " tie_weights); use --format compressed-tensors, or a model whose head has a tensor of its own"
 )
-_PRODUCER = {"name": "modelopt"}  # the layout's name, by which loaders know it
+_PRODUCER = {"name": "modelopt"}  # loaders recognize the layout by this name
 _E4M3_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
@@ -109,7 +109,7 @@ class ModelOpt:
         return described
 
     def side_files(self, source: Source) -> Mapping[str, str]:
-        """`hf_quant_config.json`, which says the same in ModelOpt's older words."""
+        """Returns `hf_quant_config.json`: the same facts in ModelOpt's older schema."""
         algorithm = _only_algorithm(source)
         quantization: dict[str, Any] = {
             "quant_algo": algorithm,
@@ -138,7 +138,7 @@ def _only_algorithm(source: Source) -> str:
 
 
 def _excluded(source: Source) -> list[str]:
-    """Modules in full precision; a layer's experts by one pattern."""
+    """Lists modules in full precision, with one pattern for a layer's experts."""
     found: dict[str, None] = {}
     for module in kept(source):
         experts, inside, _ = module.partition(".experts.")
@@ -147,7 +147,10 @@ def _excluded(source: Source) -> list[str]:
 
 
 def _check_exclusions(source: Source) -> None:
-    """vLLM leaves out every module whose name contains an excluded one's."""
+    """Raises UnsupportedError if an excluded name is part of a quantized linear's name.
+
+    vLLM excludes every module whose name contains an excluded one.
+    """
     excluded = _excluded(source)
     for linear in source.quantized_linears():
         for name in excluded:

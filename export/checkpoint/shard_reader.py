@@ -1,7 +1,7 @@
-"""Reads a shard once, from its mapped pages: hashed by another thread while it is encoded.
+"""Reads a shard once, from its mapped pages, and hashes it on another thread during encoding.
 
-The hash is of the very pages that are encoded. What both are done with is let go of, so that a
-model of any size is exported in little memory.
+The hash covers the very pages that are encoded. Pages that have been both hashed and encoded are
+released, so that a model of any size is exported in little memory.
 """
 
 from collections import deque
@@ -29,14 +29,14 @@ class ShardReader:
         self.shard = shard
         self._executor = executor
         self._digest = digest
-        self._in_use = 0  # before this, all has been encoded
-        self._asked = 0  # before this, all has been given to be hashed
+        self._in_use = 0  # all bytes before this have been encoded
+        self._asked = 0  # all bytes before this have been submitted for hashing
         self._hashed = 0
         self._released = 0
-        self._waiting: deque[tuple[int, Future[None]]] = deque()  # where each part ends
+        self._waiting: deque[tuple[int, Future[None]]] = deque()  # each with the end of its part
 
     def expect(self, name: str, rows: int = 0) -> None:
-        """Tells that a tensor is about to be encoded, of which `rows` have been already.
+        """Announces that a tensor is about to be encoded, and that `rows` of it already are.
 
         Calls in the file's order cost least.
         """
@@ -46,7 +46,7 @@ class ShardReader:
         self._read(start, min(start + _PART, stop))
 
     def parts(self, name: str) -> Iterator[npt.NDArray[Any]]:
-        """The codes of a tensor that is copied, some rows at a time."""
+        """Yields the codes of a tensor that is copied, some rows at a time."""
         codes = self.shard.read(name).codes
         start, stop = self.shard.span(name)
         if codes.ndim == 0 or stop == start:
@@ -61,14 +61,14 @@ class ShardReader:
             yield codes[first:last]
 
     def release(self) -> None:
-        """Lets go of what has been hashed and encoded, in memory; it may still be read."""
+        """Releases the memory of what has been hashed and encoded; it may still be read."""
         self._settle(_AHEAD)
         done = min(self._hashed, self._in_use)
         self.shard.advise("MADV_DONTNEED", self._released, done)
         self._released = max(done, self._released)
 
     def hexdigest(self) -> str:
-        """The hash of the whole file."""
+        """Returns the hash of the whole file."""
         end = len(self.shard.contents)
         self._read(end, end)
         self._settle(0)
@@ -76,7 +76,7 @@ class ShardReader:
         return self._digest.hexdigest()
 
     def _read(self, start: int, stop: int) -> None:
-        """All before `start` has been encoded; what follows until `stop` is next."""
+        """Marks all before `start` as encoded, and submits the bytes up to `stop` to be hashed."""
         self._in_use = max(start, self._in_use)
         contents = self.shard.contents
         while self._asked < stop:

@@ -1,8 +1,8 @@
-"""What each GPU gets of a model split over several: the shapes that vLLM would refuse.
+"""Checks the shapes that each GPU gets under tensor parallelism, some of which vLLM refuses.
 
-Heads and the MLP's inner size are split: q, k, v, gate and up by rows, o and down by columns. Fewer
-KV heads than GPUs are repeated. Sources: vLLM 0.32, validate_fp8_block_shape and its MoE sibling
-(fp8_utils.py), QKVParallelLinear and RowParallelLinear (linear.py), FusedMoEConfig.
+Heads and the MLP's inner size are split: q, k, v, gate and up by rows, o and down by columns. KV
+heads are repeated if there are fewer than GPUs. Sources: vLLM 0.32, validate_fp8_block_shape and
+its MoE sibling (fp8_utils.py), QKVParallelLinear and RowParallelLinear (linear.py), FusedMoEConfig.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,10 @@ _DEGREES = (1, 2, 4, 8, 16, 32)
 
 
 def check_tensor_parallel(source: Source, degree: int) -> None:
-    """Raises UnsupportedError naming the first layer that cannot be split over `degree` GPUs, and
-    the degrees that would do."""
+    """Raises UnsupportedError if the model cannot be split over `degree` GPUs.
+
+    The message names the first layer that cannot be split, and the degrees that would do.
+    """
     problem = _problem(source, degree)
     if problem is None:
         return
@@ -54,7 +56,7 @@ def _problems(source: Source, degree: int) -> Iterator[str]:
 
 
 def _of_linear(source: Source, linear: Linear, degree: int) -> Iterator[str]:
-    """Shards of whole rows, whole columns, and whole groups of inputs."""
+    """Yields problems of a shard that does not have whole rows, columns and groups of inputs."""
     for part in _rows(source, linear, degree):
         if part is None:
             yield f"{linear.name} has {linear.out_features} outputs, which do not divide"
@@ -71,15 +73,17 @@ def _of_linear(source: Source, linear: Linear, degree: int) -> Iterator[str]:
 
 
 def _of_blocks(source: Source, group: list[Linear], degree: int) -> Iterator[str]:
-    """Parts that are joined, or cut from a whole, must end with a block; the last of joined ones
-    need not."""
+    """Yields problems of parts that do not end at the edge of a block.
+
+    Parts that are joined, or cut from a whole, must end there; the last of joined parts need not.
+    """
     parts = [(linear, size) for linear in group for size in _rows(source, linear, degree) if size]
     experts = ".experts." in group[0].name
     name = group[0].name.rpartition(".")[2]
     if degree == 1 and not (experts and name not in _BY_COLUMNS):
         parts = parts[:-1]
     elif name in _BY_COLUMNS:
-        parts = []  # rows are not cut
+        parts = []  # rows are not split
     for linear, size in parts:
         if size % BLOCK:
             yield (
@@ -89,7 +93,7 @@ def _of_blocks(source: Source, group: list[Linear], degree: int) -> Iterator[str
 
 
 def _rows(source: Source, linear: Linear, degree: int) -> list[int | None]:
-    """Outputs on one GPU, of each part of what is stored as one; None: they do not divide."""
+    """Returns the outputs on one GPU, for each part stored in the linear; None if not divisible."""
     spec, name = source.spec, linear.name.rpartition(".")[2]
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if name in _BY_COLUMNS:
@@ -105,7 +109,10 @@ def _rows(source: Source, linear: Linear, degree: int) -> list[int | None]:
 
 
 def _columns(linear: Linear, degree: int) -> int | None:
-    """Inputs on one GPU; of a linear of unknown name, as if both were split."""
+    """Returns the inputs on one GPU; None if not divisible.
+
+    A linear of unknown name is treated as if both rows and columns were split.
+    """
     if linear.name.rpartition(".")[2] in (*_BY_ROWS, "w1", "w3"):
         return linear.in_features
     return _divide(linear.in_features, degree)

@@ -1,11 +1,10 @@
 """calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
-Codes and scales take the place of the linears' weights; every other tensor is copied bit for bit.
-Shards are streamed, two at a time: a part of a tensor of each is in memory, each file is read once
-and written once, and both are hashed on the way: SHA-256 of what is written, which identifies it,
-and XXH3-128 of what is read, where the calibration recorded one (octet/storage/files.py says what
-that is worth). A shard that is not the calibration's fails the export when its end is reached, and
-nothing is left behind.
+Codes and scales replace the linears' weights; every other tensor is copied bit for bit. Shards are
+streamed, two at a time, with part of one tensor of each in memory. Each file is read once, written
+once, and hashed on the way: SHA-256 of the output, which identifies it, and XXH3-128 of the input,
+if the calibration recorded one (octet/storage/files.py explains its limits). If a shard is not the
+calibration's, the export fails at the shard's end and leaves nothing behind.
 
 | cache (`kv_cache`) | in the checkpoint                                                          |
 |--------------------|----------------------------------------------------------------------------|
@@ -13,7 +12,7 @@ nothing is left behind.
 | e4m3               | a cache scheme; scales of K and V, and of queries where they were observed |
 | float16            | nothing                                                                    |
 
-Scales multiply, `real = stored * scale`, but for NVFP4's global scales in compressed-tensors.
+Scales multiply, `real = stored * scale`, except NVFP4's global scales in compressed-tensors.
 """
 
 import json
@@ -55,7 +54,7 @@ _LAYOUTS: dict[str, Callable[[], Layout]] = {
     "fp8": Fp8,
 }
 _METADATA = {"format": "pt"}
-_SHARDS_AT_A_TIME = 2  # hashing one is slower than copying it
+_SHARDS_AT_A_TIME = 2  # hashing a shard is slower than copying it
 
 
 def export_checkpoint(
@@ -70,12 +69,14 @@ def export_checkpoint(
     console: Console | None = None,
     judge: Judge | None = None,
 ) -> Manifest:
-    """Writes the checkpoint directory `out`; `model` overrides where the original is.
+    """Writes the checkpoint directory `out`; `model` overrides the path of the original.
 
-    `kv_cache` overrides the recipe's; `tensor_parallel` is over how many GPUs it must be possible
-    to split it; `judge` may refuse it once it is whole. Raises UnsupportedError for what engines
-    would refuse or get wrong, naming the layer, and ArtifactError or ExportError for all else that
-    stands in the way: before the first byte, but for a shard altered since calibration.
+    `kv_cache` overrides the recipe's. The checkpoint must be splittable over `tensor_parallel`
+    GPUs. `judge` may refuse it once it is complete.
+
+    Raises UnsupportedError, naming the layer, for what engines would refuse or get wrong, and
+    ArtifactError or ExportError for any other obstacle. Each is raised before the first byte is
+    written, except for a shard altered since calibration.
     """
     if format not in _LAYOUTS:
         raise ConfigError(f"unknown checkpoint format '{format}'{nearest(format, _LAYOUTS)}")
@@ -104,7 +105,7 @@ def export_checkpoint(
 def _write_shards(
     source: Source, directory: Path, shards: dict[str, Tensors], console: Console | None
 ) -> dict[str, str]:
-    """Writes every shard, and makes sure of the one it comes from; SHA-256 by file name."""
+    """Writes every shard and verifies its original; returns SHA-256 by file name."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=console is None)
     total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
@@ -128,7 +129,7 @@ def _write_shards(
 def _write_shard(
     source: Source, shard: TensorFile, directory: Path, tensors: Tensors, stop: threading.Event
 ) -> str:
-    """The SHA-256 of what it writes; ends early, with CancelledError, once `stop` is set."""
+    """Writes a shard and returns its SHA-256; raises CancelledError soon after `stop` is set."""
     with ThreadPoolExecutor(1) as hashing:
         digest = source.calibration.manifest.model.digest(shard.path.name)
         reader = ShardReader(shard, digest, hashing)
@@ -143,7 +144,7 @@ def _write_shard(
         try:
             path, streamed = directory / shard.path.name, _streamed(source, reader, tensors)
             written = write_tensors(path, streamed, _METADATA, release=release)
-        except OctetError:  # such as a NaN, which may come of the very alteration
+        except OctetError:  # such as a NaN, which an altered shard may have caused
             source.require_shard(shard.path, reader.hexdigest())
             raise
         source.require_shard(shard.path, reader.hexdigest())
@@ -151,12 +152,12 @@ def _write_shard(
 
 
 def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
-    """`tensors` as written from what `reader` reads; of a shard that is not changed, each once."""
+    """Returns `tensors` fed by `reader`, so that each tensor of an unchanged shard is read once."""
     stored, changes = set(reader.shard.names), source.checkpoint.changes
     changed = set(changes.names) if changes is not None else set()
     found: Tensors = {}
     for name, tensor in tensors.items():
-        weight = f"{name.rpartition('.')[0]}.weight"  # which may be stored as weight_packed
+        weight = f"{name.rpartition('.')[0]}.weight"  # `name` may end in weight_packed
         if isinstance(tensor, PendingTensor) and weight in stored:
             found[name] = _after(reader, weight, tensor)
         elif name in stored and name not in changed:
@@ -167,7 +168,7 @@ def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
 
 
 def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
-    """The tensor, made as `reader` is told how far the stored one is read."""
+    """Returns the tensor; encoding it notifies `reader` how far the stored one is read."""
 
     def parts() -> Iterator[npt.NDArray[Any]]:
         rows = 0
@@ -181,7 +182,7 @@ def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTe
 
 
 def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
-    """The tensors of `shard` as they will be written, in their order; nothing is computed yet."""
+    """Returns the tensors of `shard` to be written, in their order; computes nothing yet."""
     quantized = {f"{name}.weight": item for name, item in source.quantized_linears().items()}
     cache_scales = _cache_scales(source, layout)
     tensors: Tensors = {}
@@ -195,13 +196,13 @@ def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
 
 
 def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
-    """Scales of queries, keys and values, by the weight that they come after."""
+    """Returns the scales of queries, keys and values, by the weight that they follow."""
     found: dict[str, Tensors] = {}
     for index in range(source.spec.layers):
         attention = f"{source.spec.layer(index)}.self_attn"
         k, v = source.cache_scales(index)
         scales: dict[CacheScale, float | None] = {"q": source.query_scale(index), "k": k, "v": v}
-        if source.kv_cache == "e5m2":  # never one of them: vLLM would take it for both
+        if source.kv_cache == "e5m2":  # both or none: vLLM would use a single one for both
             scales = {"k": k, "v": v} if (k, v) != (1, 1) else {}
         elif source.kv_cache == "float16":
             scales = {}
@@ -223,7 +224,7 @@ def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
     for name, text in layout.side_files(source).items():
         (directory / name).write_text(text)
     if template_of(source.checkpoint.path) is None:
-        # vLLM answers no chat without a template, and takes none from a request.
+        # vLLM serves no chat without a template, and accepts none in a request.
         (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
 
 
@@ -237,7 +238,7 @@ def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
 
 
 def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, Any]:
-    """The facts for the manifest."""
+    """Returns the details for the manifest."""
     details: dict[str, Any] = {
         "format": layout.label(source),
         "kv_cache": source.kv_cache,

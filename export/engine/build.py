@@ -1,6 +1,6 @@
-"""calibration + checkpoint → a TensorRT engine, in the precision that the recipe says.
+"""calibration + checkpoint → a TensorRT engine in the recipe's precision.
 
-manifest.json, model.plan, config.json, tokenizer, golden.json, expected.json
+Writes manifest.json, model.plan, config.json, tokenizer, golden.json, expected.json.
 """
 
 import tempfile
@@ -66,18 +66,18 @@ def build_engine(
     prove: Prove | None = None,
     judge: Judge | None = None,
 ) -> Manifest:
-    """Writes the engine directory `out`; `model` overrides where the checkpoint is.
+    """Writes the engine directory `out`; `model` overrides the path of the checkpoint.
 
-    `targets` are compute capabilities such as "sm89"; None is the GPU that is here, or without one
-    those that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence (default:
-    8192, or the model's). `prove` executes the engine in the directory that it is given, and
-    returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse it
-    after that.
+    `targets` are compute capabilities such as "sm89". None means this machine's GPU or, without
+    one, the targets that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence
+    (default: 8192, or the model's). `prove` executes the engine in the directory that it is given,
+    and returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse
+    the engine after that.
 
-    Raises UnsupportedError, before anything is parsed, for a builder, a target or a recipe that do
-    not go together; ExportError for a graph that TensorRT refuses or would run otherwise than
-    written, ArtifactError for a file that is altered while it is read, and what `prove` and `judge`
-    raise: then nothing is left.
+    Raises UnsupportedError, before anything is parsed, for a builder, a target and a recipe that
+    do not go together. Raises ExportError for a graph that TensorRT refuses or would not run as
+    written, ArtifactError for a file that is altered while it is read, and whatever `prove` and
+    `judge` raise. On an error, nothing is left behind.
     """
     named = None if targets is None else check_names(targets)
     check_destination(out, force=force, inputs=[calibration])
@@ -110,7 +110,7 @@ def build_engine(
 
 @dataclass(frozen=True)
 class _Build:
-    """What was decided before the first expensive byte."""
+    """One build, with everything decided before the first expensive byte."""
 
     name: Name
     trt: Any
@@ -123,13 +123,13 @@ class _Build:
     ) -> dict[str, Any]:
         """Writes the plan into `directory`; returns the facts for its manifest.
 
-        The ONNX file exists only meanwhile, in a directory beside it.
+        The ONNX file is temporary, in a directory beside the plan.
         """
         with tempfile.TemporaryDirectory(prefix="onnx.", dir=directory) as onnx:
             file = graph.graph.save(Path(onnx), inline_limit=INLINE_LIMIT_BYTES)
-            self.source.require_unaltered()  # nothing is read of it after this
+            self.source.require_unaltered()  # the source is not read after this
             hashes = {path.name: sha256_file(path) for path in sorted(Path(onnx).iterdir())}
-            self.source.checkpoint.release()  # its pages: the builder needs the memory
+            self.source.checkpoint.release()  # unloads its pages: the builder needs the memory
             plan = build_plan(
                 self.name, self.trt, file, profiles, self.options, graph.products, console
             )
@@ -174,7 +174,7 @@ def _figures(plan: Plan, path: Path) -> dict[str, Any]:
 def _proven(
     writer: ArtifactWriter, build: _Build, details: dict[str, Any], prove: Prove | None
 ) -> Manifest:
-    """The manifest; with `prove`, it is written to be loaded, and says what came of it."""
+    """Returns the manifest; with `prove`, writes one to load the engine, then adds the result."""
     packages = "onnx", "tensorrt_rtx" if build.name == RTX else "tensorrt"
     status = {"status": f"built, unproven: {NOT_RUN}"}
     manifest = build.source.manifest("engine", status | details, *packages)

@@ -1,10 +1,10 @@
 """Builds an engine from an ONNX file, with TensorRT or with TensorRT-RTX.
 
-Whatever the parser or the builder has to say against a graph ends the build: an input that it would
-not read, above all, for it only warns of that. What we use of TensorRT's Python API is in the files
-export/tensorrt*.py, and exists in every release that tests/export/bindings lists.
+Any complaint of the parser or the builder about a graph ends the build. This matters most for an
+input that it would not read, because it only warns of that. The parts of TensorRT's Python API used
+here exist in every release that tests/export/bindings lists.
 
-The timing cache: how fast each kernel was, so that the next build need not try them again.
+The timing cache records how fast each kernel was, so that the next build need not try them again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ __all__ = ["Options", "Plan", "Precision", "Profile", "build_plan", "read_timing
 
 
 def read_timings(trt: Any, config: Any, path: Path) -> None:
-    """Gives `config` the cache in `path`, or an empty one if there is no such file.
+    """Loads the timing cache `path` into `config`, or an empty one if there is no such file.
 
     Raises ExportError for a file that is not the cache of this release and this GPU.
     """
@@ -49,7 +49,7 @@ def read_timings(trt: Any, config: Any, path: Path) -> None:
 
 
 def write_timings(config: Any, path: Path) -> None:
-    """Writes the cache beside `path`, and moves it there: two builds may end at once."""
+    """Writes the timing cache to a temporary file and moves it: two builds may end at once."""
     content = config.get_timing_cache().serialize()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_timings(config: Any, path: Path) -> None:
 
 
 WORKSPACE_BYTES = 1 << 30  # the most that one layer may use as scratch memory
-LEVELS = range(6)  # of optimization: more time to build, faster engines
+LEVELS = range(6)  # of optimization: a higher one builds slower and runs faster
 
 # The shapes of one profile: input name -> (smallest, most usual, largest).
 Shape = tuple[int, ...]
@@ -76,7 +76,7 @@ Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 
 @dataclass(frozen=True)
 class Options:
-    """How to build; `timing_cache` is read if it is there, and written when the build is done."""
+    """Options of a build; `timing_cache` is read if it exists, and written after the build."""
 
     targets: Sequence[str]
     workspace_bytes: int = WORKSPACE_BYTES
@@ -84,7 +84,7 @@ class Options:
     timing_cache: Path | None = None
 
     def check(self, name: Name) -> None:
-        """Raises UnsupportedError for what the builder of that name does not have."""
+        """Raises UnsupportedError for an option that the builder `name` does not have."""
         if self.optimization_level is not None and self.optimization_level not in LEVELS:
             raise UnsupportedError(
                 f"optimization level {self.optimization_level}: it is 0 (fastest build) to"
@@ -98,10 +98,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the products of the quantized linears run: module name -> such as "fp8" or "float16".
+    """The precision of the quantized linears' GEMMs: module name -> such as "fp8" or "float16".
 
-    `of` is "engine" if every one was found among the compiled layers; "network" if only what was
-    parsed is known, which the compiler may have changed.
+    `of` is "engine" if every GEMM was found among the compiled layers. It is "network" if only the
+    parsed network is known, which the compiler may have changed.
     """
 
     of: str
@@ -117,7 +117,7 @@ class Plan:
     data: Any
     precision: Precision
     seconds: float
-    scratch_bytes: int | None  # what an execution needs beside weights, inputs and outputs
+    scratch_bytes: int | None  # memory of an execution beside weights, inputs and outputs
 
 
 def build_plan(
@@ -131,14 +131,13 @@ def build_plan(
 ) -> Plan:
     """Parses the ONNX file `model` and compiles it.
 
-    `products` maps a quantized linear to the node that multiplies for it. Raises ExportError with
-    the first complaint of the parser or the builder, and for any input that either would leave
-    unused.
+    `products` maps a quantized linear to its MatMul node. Raises ExportError with the first
+    complaint of the parser or the builder, and for any input that either would leave unused.
     """
     stop = threading.Event()
     session = _Session(name, trt, options)
-    # In a thread of its own: TensorRT swallows an exception that Ctrl-C raises in one of its
-    # calls to Python, and those are the moments at which the main thread would notice it.
+    # Builds on a separate thread. On the main thread, Ctrl-C would raise its exception during one
+    # of TensorRT's calls to Python, and TensorRT swallows that exception.
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
             return pool.submit(session.build, model, profiles, products, console, stop).result()
@@ -149,7 +148,7 @@ def build_plan(
 
 @dataclass
 class _Session:
-    """One build and its objects, which must outlive each other in this order."""
+    """One build; `log` must outlive `builder`, and `builder` must outlive `network`."""
 
     name: Name
     trt: Any
@@ -170,7 +169,7 @@ class _Session:
         self.log = logger(trt)
         self.log.clear()
         self.builder = trt.Builder(self.log)
-        # TensorRT 11 knows no other kind of network and ignores the flag.
+        # TensorRT 11 has no other kind of network and ignores the flag.
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = self.builder.create_network(flag)
         self._parse(model)
@@ -199,7 +198,7 @@ class _Session:
     def _configure(self, profiles: Mapping[str, Profile]) -> Any:
         trt, options, config = self.trt, self.options, self.builder.create_builder_config()
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # names in the layers' report
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the layer report has names
         if options.optimization_level is not None:
             config.builder_optimization_level = options.optimization_level
         if self.name == RTX:
@@ -244,7 +243,7 @@ class _Session:
         return Precision("network", found, len(parsed), len(matmuls))
 
     def _layers(self, data: Any) -> list[tensorrt_layers.Layer]:
-        """Those of the engine: TensorRT-RTX logs them, TensorRT's inspector tells them here."""
+        """Returns the engine's layers: from TensorRT-RTX's log, or from TensorRT's inspector."""
         if self.name == RTX:
             return tensorrt_layers.from_log(self.log.layers)
         runtime = self.trt.Runtime(self.log)
@@ -258,7 +257,7 @@ class _Session:
 
 
 def _stored_types(trt: Any, product: Any, makers: Mapping[str, Any]) -> list[str]:
-    """Of a parsed product's two sides, the type that it was dequantized from, or its own."""
+    """Returns the types of a parsed GEMM's two operands before dequantization, else "float16"."""
     kinds, names = trt.LayerType, {trt.DataType.FP8: "fp8", trt.DataType.FP4: "fp4"}
     passing = (kinds.SHUFFLE, kinds.CAST, kinds.IDENTITY)
     found = []

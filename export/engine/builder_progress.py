@@ -1,4 +1,4 @@
-"""A progress bar for TensorRT's builder, and the way to stop it."""
+"""Shows the progress of TensorRT's builder, and stops it."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ __all__ = ["progress_monitor"]
 
 @contextmanager
 def progress_monitor(trt: Any, console: Console | None, stop: threading.Event) -> Iterator[Any]:
-    """An `IProgressMonitor` that draws on `console`, or nothing if that is None.
+    """Yields an `IProgressMonitor` that draws on `console`, or draws nothing if that is None.
 
     Once `stop` is set, the builder ends at its next step.
     """

@@ -1,9 +1,9 @@
-"""In which precision a compiled engine multiplies, layer by layer.
+"""Finds the precision of a compiled engine's GEMMs, layer by layer.
 
-TensorRT's engine inspector gives the layers as JSON, on the GPU that runs the engine. TensorRT-RTX
-logs the same facts while it builds, so they are known without a GPU. A layer names the ONNX nodes
-that it computes, and the types of what it reads; a product is FP8 if one layer that names its
-MatMul reads two matrices of FP8.
+TensorRT's engine inspector returns the layers as JSON, on the GPU that runs the engine.
+TensorRT-RTX logs the same facts while it builds, so they are known without a GPU. A layer lists the
+ONNX nodes that it computes and the types of its inputs. A GEMM is FP8 if one layer that lists its
+MatMul reads two FP8 matrices.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["Layer", "from_json", "from_log", "precision_of", "precisions"]
 
-# Layers that only move, round or scale elements, beside which another does the product.
+# Layers that only move, round or scale elements; another layer beside them runs the GEMM.
 _ELEMENTWISE = ("kgen", "shape_call", "copy", "reformat", "signal", "wait", "constant")
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _NAMES = {"HALF": "float16", "FLOAT": "float32", "BFLOAT16": "bfloat16", "BF16": "bfloat16"}
@@ -26,11 +26,11 @@ class Layer:
 
     kind: str  # such as gemm or kgen
     nodes: frozenset[str]  # of the ONNX graph
-    matrices: tuple[str, ...]  # the types of what it reads that has two or more dimensions
+    matrices: tuple[str, ...]  # types of the inputs that have two or more dimensions
 
 
 def from_log(text: str) -> list[Layer]:
-    """From TensorRT-RTX's log: lines "Name: …, LayerType: …, Inputs: […], …, Metadata: …"."""
+    """Parses TensorRT-RTX's log: "Name: …, LayerType: …, Inputs: […], …, Metadata: …" lines."""
     layers = []
     for line in text.splitlines():
         kind = re.search(r"LayerType: (\w+)", line)
@@ -44,10 +44,10 @@ def from_log(text: str) -> list[Layer]:
 
 
 def from_json(text: str) -> list[Layer]:
-    """From the engine inspector's JSON; a layer without details has no nodes.
+    """Parses the engine inspector's JSON; a layer without details has no nodes.
 
-    Its keys are those in NVIDIA's documents; no real engine's have been read. Products that are not
-    found are told of the parsed network instead.
+    The keys are those in NVIDIA's documents; no real engine's have been read. GEMMs that are not
+    found here are reported from the parsed network instead.
     """
     layers = []
     for item in json.loads(text).get("Layers", []):
@@ -61,10 +61,10 @@ def from_json(text: str) -> list[Layer]:
 
 
 def precisions(layers: Iterable[Layer], products: Mapping[str, str]) -> dict[str, str]:
-    """Module name -> how its product runs; `products` maps it to the MatMul's node name.
+    """Maps module name to the precision of its GEMM; `products` maps it to the MatMul's node name.
 
-    Of a module that no layer names there is nothing. With a layer for each profile, the least
-    quantized counts.
+    A module that no layer names is left out. If each profile has its own layer, the least quantized
+    one counts.
     """
     named: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -81,14 +81,14 @@ def precisions(layers: Iterable[Layer], products: Mapping[str, str]) -> dict[str
 
 
 def precision_of(matrices: Iterable[str]) -> str:
-    """ "fp8" or "fp4" if two of them are, else such as "float16" or "float16 x fp8"."""
+    """Returns "fp8" or "fp4" if two matrices are, else such as "float16" or "float16 x fp8"."""
     types = [name for name in matrices if name != "e8m0"]
     for name in ("fp4", "fp8"):
         if types.count(name) >= 2:
             return name
     wide = sorted({name for name in types if name not in ("fp4", "fp8")})
     narrow = [name for name in ("fp4", "fp8") if name in types]
-    # Two wide matrices are what is multiplied; a narrow one beside them is something fused.
+    # Two wide matrices are the GEMM's operands; a narrow one beside them is something fused.
     if len([name for name in types if name in wide]) >= 2 or not narrow:
         return wide[0] if wide else "unknown"
     return " x ".join([*wide[:1], *narrow[:1]])
@@ -99,12 +99,12 @@ def _rank(precision: str) -> tuple[bool, bool]:
 
 
 def _datatype(tensor: Mapping[str, Any]) -> str:
-    """TensorRT 10 has one field for format and type, later releases one for each."""
+    """Returns the type; TensorRT 10 has one field for format and type, later releases have two."""
     return str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))
 
 
 def _type(name: str) -> str:
-    """Our name of a type that TensorRT calls "FP8", "FP4E2M1", "Half", "… FP16 format", …"""
+    """Returns our name of a type that TensorRT calls "FP8", "FP4E2M1", "Half", "… FP16 format"."""
     upper = name.upper()
     for known, ours in (("UE8M0", "e8m0"), ("E8M0", "e8m0"), ("FP4", "fp4"), ("FP8", "fp8")):
         if known in upper:

@@ -1,9 +1,9 @@
-"""The two TensorRT: which one builds here, and what to install where neither does.
+"""Chooses between TensorRT and TensorRT-RTX, and names the package to install if neither is there.
 
-TensorRT (NVIDIA's index, container images) builds for the GPU that is there. TensorRT-RTX (PyPI)
-builds for GPUs that are named, without one. Their Python API is the same but for the targets.
+TensorRT (NVIDIA's index, container images) builds for this machine's GPU. TensorRT-RTX (PyPI)
+builds for named GPUs and needs none itself. Their Python APIs are the same except for the targets.
 
-Which NVIDIA GPU is here, asked of its driver: no CUDA library has to be installed.
+The NVIDIA GPU is found through its driver, so no CUDA library has to be installed.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that this process sees first."""
+    """The first GPU that this process sees."""
 
     name: str  # such as "NVIDIA H200"
     target: str  # such as "sm90"
 
 
 def find_gpu() -> Gpu | None:
-    """None without a driver or without a GPU that it shows to this process."""
+    """Returns the first GPU; None without a driver or a GPU that it shows to this process."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -77,15 +77,15 @@ _INSTALL: dict[Name, str] = {
     TENSORRT: "pip install 'octet[tensorrt]' --extra-index-url https://pypi.nvidia.com",
     RTX: "pip install 'octet[tensorrt-rtx]'",
 }
-_SYSTEMS = ("Linux", "Windows")  # that both are made for
-RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")  # that TensorRT-RTX is for
+_SYSTEMS = ("Linux", "Windows")  # both builders run on these
+RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")  # GPUs that TensorRT-RTX supports
 
 
 def choose(choice: BuilderChoice, gpu: Gpu | None, *, targets: bool) -> Name:
-    """What `choice` means on a machine with that GPU; `targets` if GPUs were named to build for.
+    """Returns the builder for `choice` and this machine's GPU; `targets` if the user named any.
 
-    "auto" is TensorRT where it is installed beside a GPU, or is the only one for that GPU. Raises
-    UnsupportedError for "tensorrt" without a GPU.
+    "auto" is TensorRT if it is installed and there is a GPU, or if only it supports that GPU.
+    Raises UnsupportedError for "tensorrt" without a GPU.
     """
     if choice == "tensorrt-rtx":
         return RTX
@@ -103,10 +103,10 @@ def choose(choice: BuilderChoice, gpu: Gpu | None, *, targets: bool) -> Name:
 
 
 def load(name: Name, gpu: Gpu | None, *, auto: bool = False) -> ModuleType:
-    """The module. Raises UnsupportedError if it is missing, too old or cannot be loaded.
+    """Imports the builder. Raises UnsupportedError if it is missing, too old or cannot be loaded.
 
-    What is missing is said with the command that installs it on this machine; `auto` if the user
-    has not asked for that one.
+    If it is missing, the message has the command that installs it on this machine. `auto` means
+    that the user did not choose this builder.
     """
     for module in _MODULES[name]:
         try:

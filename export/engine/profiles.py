@@ -1,4 +1,4 @@
-"""The shapes that an engine is built for: one profile to read prompts, one to decode."""
+"""The shapes that an engine is built for: one profile for prefill, one for decode."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from octet.model.spec import ModelSpec
 __all__ = ["MAX_BATCH", "MAX_LENGTH", "MAX_PROMPT", "longest_of", "profiles_of"]
 
 MAX_BATCH = 16  # sequences in a decoding step
-MAX_LENGTH = 8192  # tokens of a sequence, unless asked for more: scratch memory grows with them
-MAX_PROMPT = 512  # new tokens in one step; a longer prompt is read in several
+MAX_LENGTH = 8192  # tokens of a sequence by default: scratch memory grows with them
+MAX_PROMPT = 512  # new tokens in one step; a longer prompt is prefilled in several
 MAX_LOGITS = 128  # positions with logits in such a step: float32 [L, V] each
 _USUAL_BATCH, _USUAL_LENGTH = 4, 512
 
@@ -18,7 +18,7 @@ _Sizes = tuple[int, int, int, int]
 
 
 def longest_of(spec: ModelSpec, max_length: int | None) -> int:
-    """Tokens of the longest sequence. Raises UnsupportedError for more than the model's."""
+    """Returns the longest sequence in tokens. Raises UnsupportedError for more than the model's."""
     if max_length is None:
         return min(MAX_LENGTH, spec.max_positions)
     if not 1 <= max_length <= spec.max_positions:
@@ -31,10 +31,10 @@ def longest_of(spec: ModelSpec, max_length: int | None) -> int:
 def profiles_of(
     spec: ModelSpec, max_batch: int = MAX_BATCH, max_length: int | None = None
 ) -> dict[str, Profile]:
-    """Shapes of each input: `prefill` runs one sequence, `decode` one new token of each of many.
+    """Returns each input's shapes: `prefill` for one sequence, `decode` for one token of each.
 
-    The cache may be empty. Its window may have the whole length beside the new tokens, which
-    together is more than a sequence has, since a profile cannot bound their sum.
+    The cache may be empty. A profile cannot bound the sum of cached slots and new tokens, so the
+    cached slots alone may have the whole length, and both together more than a sequence has.
     """
     if max_batch < 1:
         raise UnsupportedError(f"{max_batch} sequences at a time: at least one is decoded")

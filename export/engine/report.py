@@ -1,4 +1,4 @@
-"""How much of an engine really multiplies in FP8 or FP4: checked, printed, and for the manifest."""
+"""Checks, prints and records how many of an engine's GEMMs really run in FP8 or FP4."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ _OF = {
 def check_precision(precision: Precision, source: Source, who: str) -> None:
     """Raises ExportError unless every linear that the recipe names runs in the recipe's bits.
 
-    `who` built the engine, for which GPU.
+    `who` names the builder of the engine and its targets, for the message.
     """
     wanted = {
         name: "fp4" if schemes[0].format == "e2m1" else "fp8"
@@ -42,7 +42,7 @@ def check_precision(precision: Precision, source: Source, who: str) -> None:
 
 
 def precision_details(precision: Precision) -> dict[str, Any]:
-    """For the manifest: of what, how many, and every product by the name of its linear."""
+    """Returns for the manifest: the source of the facts, counts, and each linear's precision."""
     counts = Counter(precision.products.values())
     return {
         "of": _OF[precision.of],
@@ -55,7 +55,7 @@ def precision_details(precision: Precision) -> dict[str, Any]:
 
 
 def print_report(console: Console, details: Mapping[str, Any]) -> None:
-    """One table of the engine's products, and lines on what was built."""
+    """Prints a table of the engine's GEMMs, and lines about the build."""
     table = Table(title=f"Products, of {details['precision']['of']}", title_justify="left")
     for name in ("linears", "count", "precision"):
         table.add_column(name, justify="right" if name == "count" else "left")
@@ -78,5 +78,5 @@ def print_report(console: Console, details: Mapping[str, Any]) -> None:
 
 
 def _kind(name: str) -> str:
-    """The linear's name with its layer's number left open: model.layers.*.mlp.up_proj."""
+    """Returns the linear's name with * for its layer's number: model.layers.*.mlp.up_proj."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,4 +1,4 @@
-"""Which GPUs hold which formats, and for which of them each builder compiles.
+"""Checks which formats a GPU supports, and which GPUs each builder compiles for.
 
 Everything here is decided from names, before a graph is built or parsed.
 """
@@ -14,23 +14,23 @@ __all__ = ["capability", "check_names", "check_recipe_on", "kinds_of", "resolve_
 
 _ALL = (*RTX_TARGETS, "sm90", "sm100", "sm103", "sm110")
 _RTX_FP8 = tuple(target for target in RTX_TARGETS if int(target.removeprefix("sm")) >= 89)
-_DEFAULTS = ("sm89", "sm120")  # of TensorRT-RTX on a machine without a GPU
+_DEFAULTS = ("sm89", "sm120")  # TensorRT-RTX's targets on a machine without a GPU
 
-# The least compute capability, times ten, whose products take that format.
+# The lowest compute capability, times ten, whose GEMMs take that format.
 _NEEDS: dict[SchemeKind, int] = {"fp8": 89, "mxfp8": 100, "nvfp4": 100, "mxfp4": 100}
 _CALLED: dict[SchemeKind, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "FP4"}
 
 
 def capability(target: str) -> str:
-    """Such as "8.9" for "sm89"."""
+    """Formats a target as a compute capability, such as "8.9" for "sm89"."""
     digits = target.removeprefix("sm")
     return f"{digits[:-1]}.{digits[-1]}"
 
 
 def check_names(targets: Iterable[str]) -> list[str]:
-    """The targets in lower case, each once; empty ones are left out.
+    """Returns the targets in lower case, each once; empty ones are left out.
 
-    Raises UnsupportedError where none is left, and for one without FP8, which every recipe needs.
+    Raises UnsupportedError if none is left, and for a target without FP8, which every recipe needs.
     """
     stripped = (target.strip().lower() for target in targets)
     names = list(dict.fromkeys(name for name in stripped if name))
@@ -48,10 +48,10 @@ def check_names(targets: Iterable[str]) -> list[str]:
 def resolve_targets(
     name: Name, asked: Sequence[str] | None, gpu: Gpu | None, kinds: Iterable[SchemeKind]
 ) -> list[str]:
-    """What the builder `name` compiles for: what was asked for, or else this GPU's.
+    """Returns the targets that the builder `name` compiles for: `asked`, or else this GPU's.
 
-    Without a GPU, TensorRT-RTX compiles for those of sm89 and sm120 that hold the formats `kinds`.
-    Raises UnsupportedError for a target that is unknown, or that this builder has not.
+    Without a GPU, TensorRT-RTX compiles for those of sm89 and sm120 that support the formats
+    `kinds`. Raises UnsupportedError for a target that is unknown, or that this builder lacks.
     """
     if name != RTX:
         assert gpu is not None
@@ -79,9 +79,9 @@ def resolve_targets(
 
 
 def check_recipe_on(name: Name, targets: Sequence[str], gpu: Gpu | None, source: Source) -> None:
-    """Raises UnsupportedError for a target that cannot multiply what the recipe asks for.
+    """Raises UnsupportedError for a target that cannot run the recipe's GEMMs.
 
-    It names what would work.
+    The message names what would work.
     """
     for kind in kinds_of(source):
         for target in targets:
@@ -93,7 +93,7 @@ def check_recipe_on(name: Name, targets: Sequence[str], gpu: Gpu | None, source:
 
 
 def _why_not(name: Name, kind: SchemeKind, target: str, who: str) -> str | None:
-    """Why the products of that kind do not run in 8 or 4 bits; None if they do."""
+    """Explains why GEMMs of that kind do not run in 8 or 4 bits; returns None if they do."""
     if kind == "mxfp4":
         return "has MXFP4, and TensorRT has no operator that rounds inputs to it"
     if kind == "mxfp8" and name == RTX:
@@ -122,7 +122,7 @@ def _what_runs(target: str) -> str:
 
 
 def kinds_of(source: Source) -> list[SchemeKind]:
-    """The formats of the linears that the recipe quantizes."""
+    """Lists the formats of the linears that the recipe quantizes."""
     linears = source.quantized_linears().values()
     return sorted({scheme.kind for item in linears for scheme in source.schemes(item) or ()})
 

@@ -1,24 +1,22 @@
-"""Attention of the ONNX decoder, with results that do not depend on how a sequence was cut up.
+"""Attention of the ONNX decoder, with results that do not depend on how a sequence was split.
 
-FP8 rounding turns a last-bit difference into a whole step of the grid, and six layers of it into
-another next token. So the graph is arranged such that ONNX Runtime adds the same numbers in the
-same order whether a token is computed in a prefill or in a decoding step, alone or in a batch:
+FP8 rounding turns a last-bit difference into a whole step of the grid, and over six layers into
+another next token. So the graph makes ONNX Runtime add the same numbers in the same order, whether
+a token is computed in a prefill or in a decoding step, alone or in a batch:
 
 - Key j of a row is always the token at position j. The S cached slots and the T new rows are
-  concatenated, then the new rows are written at their positions; what lies beyond is masked.
+  concatenated, then the new rows are written at their positions; slots beyond them are masked.
 - One query row is added and its result dropped: for a single row ONNX Runtime would use a
   matrix-vector kernel, which sums in another order.
 
-`Concatenated` leaves both out: for TensorRT, whose kernels promise no order anyway.
+`Concatenated` leaves both out. It is for TensorRT, whose kernels promise no order anyway.
 
 A layer with a sliding window attends to what the mask allows at the last `sliding_window`
-positions; the graph works that out from the positions, so that no input is for some models alone.
+positions. The graph derives the window from the positions, so that all models have the same inputs.
 
-Rotary position embedding: the tables that the graph's RotaryEmbedding looks up.
-
-cos and sin of position · f, with f = theta^(-2i/D) for pair i of D = rotary_dim, changed as
-ModelSpec.rope_scaling says. All in float32, operation by operation as transformers' rope utilities
-compute it: the model was trained with these numbers.
+The tables of RotaryEmbedding are cos and sin of position · f, with f = theta^(-2i/D) for pair i of
+D = rotary_dim, changed by ModelSpec.rope_scaling. They are computed in float32, operation by
+operation as in transformers' rope utilities: the model was trained with these numbers.
 """
 
 from typing import Protocol
@@ -33,25 +31,28 @@ __all__ = ["Concatenated", "KeyOrder", "Positional", "rope_tables"]
 
 
 class KeyOrder(Protocol):
-    """Joins cached and new rows, and attends; `mask` is the graph's input, cached slots first."""
+    """Joins cached and new rows, and attends to them.
+
+    `mask` is the graph's input, with the cached slots first.
+    """
 
     def prepare(self, graph: Graph, spec: ModelSpec, past: str, positions: str, mask: str) -> None:
-        """Adds what all layers share; `past` is any cache input."""
+        """Adds the nodes that all layers share; `past` is any cache input."""
         ...
 
     def join(self, graph: Graph, past: str, new: str, name: str) -> str:
-        """[B, Hkv, S, D] and [B, Hkv, T, D] → [B, Hkv, S+T, D]."""
+        """Joins [B, Hkv, S, D] and [B, Hkv, T, D] → [B, Hkv, S+T, D]."""
         ...
 
     def attend(
         self, graph: Graph, query: str, key: str, value: str, name: str, *, sliding: bool
     ) -> str:
-        """Query [B, H, T, D] → [B, H, T, D]; `sliding` in a layer that has the window."""
+        """Adds attention: query [B, H, T, D] → [B, H, T, D]; `sliding` in a layer with a window."""
         ...
 
 
 class Concatenated:
-    """Cached slots first, then the new rows."""
+    """Keys in the order of concatenation: cached slots first, then the new rows."""
 
     def prepare(self, graph: Graph, spec: ModelSpec, past: str, positions: str, mask: str) -> None:
         self.scale = float(spec.head_dim) ** -0.5
@@ -70,7 +71,7 @@ class Concatenated:
         return graph.node("Attention", inputs, name, scale=self.scale)
 
     def _window(self, graph: Graph, size: int, positions: str, mask: str) -> str:
-        """Which keys are at one of the last `size` positions: bool [B, 1, T, S+T].
+        """Marks the keys at one of the last `size` positions: bool [B, 1, T, S+T].
 
         Slot j holds position j, and the new rows follow the cached tokens.
         """
@@ -93,7 +94,7 @@ class Concatenated:
 
 
 class Positional:
-    """Every key at the index that is its position."""
+    """Keys in the order of positions: every key at the index that is its position."""
 
     def prepare(self, graph: Graph, spec: ModelSpec, past: str, positions: str, mask: str) -> None:
         self.scale = float(spec.head_dim) ** -0.5
@@ -127,16 +128,16 @@ class Positional:
         return graph.node("Slice", [context, self.zero, self.last, self.two], name)
 
     def _padded(self, graph: Graph, mask: str) -> str:
-        """The mask with the row of the query that is added."""
+        """Adds the row of the extra query to the mask."""
         rows = [mask, self.zero, self.one, self.two]
         first = graph.node("Slice", rows, f"{mask}.first_row")
         return graph.node("Concat", [mask, first], f"{mask}.padded", axis=2)
 
     def _mask_by_position(self, graph: Graph, past: str, positions: str, mask: str) -> str:
-        """The mask with its key axis in the order of positions: bool [B, 1, T, S+T].
+        """Reorders the mask's key axis by position: bool [B, 1, T, S+T].
 
-        Slot j is column j while j is below the number of cached tokens, which is the position of
-        the row's first new token; then come the new rows' columns, S and on.
+        Slot j is column j if j is below the number of cached tokens, which is the position of the
+        row's first new token. The columns of the new rows, S and on, follow.
         """
         axes = graph.array("axes.head_token", np.array([1, 3], np.int64))
         position = graph.node("Unsqueeze", [positions, axes], "mask.position")  # [B, 1, T, 1]
@@ -157,7 +158,10 @@ class Positional:
         return graph.node("And", [allowed, causal], "mask.by_position")
 
     def _slots(self, graph: Graph, spec: ModelSpec, positions: str) -> str:
-        """Where ScatterND writes the new rows: int64 [B, Hkv, T, 3], row, head and position."""
+        """Computes where ScatterND writes the new rows: int64 [B, Hkv, T, 3].
+
+        The three are row, head and position.
+        """
         batch = graph.node("Shape", [positions], "slots.batch", start=0, end=1)
         tokens = graph.node("Shape", [positions], "slots.tokens", start=1, end=2)
         heads = graph.array("slots.heads", np.array([spec.kv_heads], np.int64))
@@ -177,7 +181,7 @@ class Positional:
 
 
 def count(graph: Graph, length: str, name: str) -> str:
-    """0 … length - 1, from a length of shape [1]."""
+    """Adds 0 … length - 1, from a length of shape [1]."""
     start = graph.array("range.start", np.array(0, np.int64))
     step = graph.array("range.step", np.array(1, np.int64))
     scalar = graph.node("Squeeze", [length], f"{name}.length")
@@ -185,7 +189,7 @@ def count(graph: Graph, length: str, name: str) -> str:
 
 
 def within(graph: Graph, size: int, key: str, query: str) -> str:
-    """Whether the position `key` is one of the `size` that end with position `query`."""
+    """Tests whether position `key` is one of the `size` positions that end with `query`."""
     window = graph.array("mask.window", np.array(size, np.int64))
     before = graph.node("Sub", [query, window], "mask.before_window")
     return graph.node("Greater", [key, before], "mask.within_window")
@@ -195,7 +199,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def rope_tables(spec: ModelSpec) -> tuple[Float32Array, Float32Array]:
-    """cos and sin, float32 [max_positions, rotary_dim/2]."""
+    """Computes cos and sin, float32 [max_positions, rotary_dim/2]."""
     dim = spec.rotary_dim
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     frequencies = np.float32(1) / np.power(np.float32(spec.rope_theta), exponents)
@@ -212,7 +216,7 @@ def _scaled(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     positions = scaling.original_max_positions
     assert low is not None and high is not None and positions is not None  # llama3 has all
-    lengths = np.float32(2 * np.pi) / frequencies  # of a wave, in positions
+    lengths = np.float32(2 * np.pi) / frequencies  # wavelengths, in positions
     kept = (np.float32(positions) / lengths - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1) - kept) * frequencies / np.float32(scaling.factor) + kept * frequencies
     middle = np.where(lengths > np.float32(positions / low), slowed, blended)

@@ -1,7 +1,7 @@
-"""How the key-value cache crosses the boundary of the ONNX graph.
+"""The KV cache as inputs and outputs of the ONNX graph.
 
-The graph reads the cached rows, returns only the new ones, and attends to the new ones as they
-will be read back later: rounded. Whoever owns the cache writes them into their slots.
+The graph reads the cached rows and returns only the new ones. It attends to the new rows already
+rounded, as they will be read back later. The owner of the cache writes them into their slots.
 
 | dtype   | graph input            | new rows                         |
 |---------|------------------------|----------------------------------|
@@ -9,9 +9,9 @@ will be read back later: rounded. Whoever owns the cache writes them into their 
 | e4m3    | FLOAT8E4M3FN, one Cast | Cast to FLOAT8E4M3FN, saturating |
 | float16 | FLOAT16, one Cast      | clipped, Cast to FLOAT16         |
 
-These are for ONNX Runtime; TensorRT's are in export/onnx/tensorrt_decoder.py. All are [B, Hkv, S,
-D] (S cached slots) and [B, Hkv, T, D] (T new rows). A scale other than 1 divides what is stored:
-real = stored * scale.
+These are for ONNX Runtime; TensorRT's are in export/onnx/tensorrt_cache.py. All are [B, Hkv, S, D]
+(S cached slots) and [B, Hkv, T, D] (T new rows). Rows are divided by their scale before they are
+stored, unless it is 1: real = stored * scale.
 """
 
 from abc import ABC, abstractmethod
@@ -28,14 +28,14 @@ __all__ = ["CACHES", "Cache"]
 
 
 class Cache(Protocol):
-    """The two sides of one kind of cache; `name` is `{i}.key` or `{i}.value`."""
+    """Input and output of one kind of cache; `name` is `{i}.key` or `{i}.value`."""
 
     def past(self, graph: Graph, name: str, spec: ModelSpec) -> str:
         """Declares the input `past_key_values.{name}`; returns its name."""
         ...
 
     def read(self, graph: Graph, past: str, scale: float) -> str:
-        """The rows of the input `past`, as float32."""
+        """Returns the rows of the input `past`, as float32."""
         ...
 
     def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
@@ -65,7 +65,7 @@ class _CastCache(ABC):
 
     @abstractmethod
     def _round(self, graph: Graph, rows: str, output: str) -> None:
-        """Adds `output`: float32 `rows` in the stored type."""
+        """Adds `output`: float32 `rows` rounded to the stored type."""
 
 
 class Float8Cache(_CastCache):
@@ -79,7 +79,7 @@ class Float8Cache(_CastCache):
 
 
 class Float16Cache(_CastCache):
-    """FP16; clipped first, for a Cast to FLOAT16 overflows to Inf."""
+    """FP16; clipped first, because a Cast to FLOAT16 overflows to Inf."""
 
     elem_type = TensorProto.FLOAT16
 
@@ -98,7 +98,7 @@ CACHES: dict[KvCacheDtype, Cache] = {
 
 
 def scaled(graph: Graph, op: str, value: str, name: str, scale: float) -> str:
-    """`value` multiplied or divided by `scale`, unless that is 1."""
+    """Multiplies or divides `value` by `scale`, unless that is 1."""
     if scale == 1.0:
         return value
     factor = graph.array(f"{name}.scale", np.array(scale, np.float32))

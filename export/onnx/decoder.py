@@ -10,11 +10,11 @@ Outputs:
   logits           float32 [B, L, V]
   present.{i}.key, .value                 only the T new rows, K after RoPE
 
-The valid length of each row goes in as an explicit mask because TensorRT parses Attention-24's
+The valid length of each row is an explicit mask because TensorRT parses Attention-24's
 `nonpad_kv_seqlen` and then ignores it. Nodes and values are named after the modules.
 
-What `ModelSpec` says of an architecture is built here: biases, a sliding window, RoPE scaling and
-partial RoPE, norms of query and key heads, fused projections, Gemma's offset, scale and GELU.
+The graph supports what `ModelSpec` describes: biases, a sliding window, RoPE scaling and partial
+RoPE, norms of query and key heads, fused projections, Gemma's offset, scale and GELU.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ __all__ = ["Decoder", "build_decoder", "check_architecture"]
 
 
 def check_architecture(spec: ModelSpec) -> None:
-    """Raises UnsupportedError for a model whose graph is not built here, saying why."""
+    """Raises UnsupportedError, with the reason, for a model whose graph is not built here."""
     reason = None
     if spec.generic:
         reason = "is not an architecture that Octet knows how to compute"
@@ -59,9 +59,10 @@ def build_decoder(
     order: KeyOrder | None = None,
     linears: Callable[[Graph, Source, bool, int], Linears] = Linears,
 ) -> Graph:
-    """The whole graph; `quantize=False` builds the same one with the checkpoint's own weights.
+    """Builds the whole graph; `quantize=False` builds it with the checkpoint's own weights.
 
-    `linears` makes what adds the projections. Raises UnsupportedError as `check_architecture`.
+    `linears` makes the object that adds the projections. Raises UnsupportedError, as
+    `check_architecture` does.
     """
     check_architecture(source.spec)
     graph = Graph(f"{source.calibration.manifest.model.name}.decoder")
@@ -80,7 +81,7 @@ class Decoder:
     order: KeyOrder
     linears: Linears
     compute: int
-    head: str | None = None  # what the head reads, where the embeddings have made it
+    head: str | None = None  # the head's weight, if `_embed` has already added it
 
     def build(self) -> None:
         graph, spec = self.graph, self.source.spec
@@ -108,7 +109,7 @@ class Decoder:
     def _embed(self, ids: str) -> str:
         """Looks the rows up in the stored dtype, then casts them: the table stays small.
 
-        In FP16 a head that is tied reads the same cast table, which TensorRT keeps once.
+        In FP16 a tied head reads the same cast table, which TensorRT keeps once.
         """
         graph, name, spec = self.graph, "model.embed_tokens", self.source.spec
         if spec.tied_embeddings and self.compute == TensorProto.FLOAT16:
@@ -149,7 +150,7 @@ class Decoder:
         return self.linears.apply(modules[f"{module}.o_proj"], joined)
 
     def _projected(self, module: str, x: str, modules: dict[str, Linear]) -> tuple[str, str, str]:
-        """Query [B, T, H * D], key and value [B, T, Hkv * D]."""
+        """Adds the projections: query [B, T, H * D], key and value [B, T, Hkv * D]."""
         spec = self.source.spec
         if not spec.fused_qkv:
             query, key, value = (
@@ -165,14 +166,14 @@ class Decoder:
         return query, key, value
 
     def _cached(self, kind: str, rows: str, scale: float, name: str) -> str:
-        """New rows [B, Hkv, T, D], returned to the cache's owner → all rows [B, Hkv, S+T, D]."""
+        """Outputs new rows [B, Hkv, T, D] to the cache's owner; returns all, [B, Hkv, S+T, D]."""
         new = self.cache.present(self.graph, rows, kind, self.source.spec, scale)
         past = self.pasts[kind]
         real = self.cache.read(self.graph, past, scale)
         return self.order.join(self.graph, real, new, name)
 
     def _heads(self, x: str, heads: int, norm: str | None = None) -> str:
-        """[B, T, heads * D] → [B, heads, T, D]; each head normalized if the model does that."""
+        """Splits [B, T, heads * D] → [B, heads, T, D]; normalizes each head if the model does."""
         sizes = np.array([0, 0, heads, self.source.spec.head_dim], np.int64)
         shape = self.graph.array(f"shape.heads.{heads}", sizes)
         split = self.graph.node("Reshape", [x, shape], f"{x}.by_head")
@@ -181,7 +182,7 @@ class Decoder:
         return self.graph.node("Transpose", [split], f"{x}.heads", perm=[0, 2, 1, 3])
 
     def _rotate(self, x: str) -> str:
-        """The first rotary_dim values of each head; the others stay as they are."""
+        """Rotates the first rotary_dim values of each head; the others stay as they are."""
         spec = self.source.spec
         inputs = [x, self.cos, self.sin, self.positions]
         partial = (
@@ -207,7 +208,7 @@ class Decoder:
         return self.linears.apply(modules[f"{module}.down_proj"], product)
 
     def _logits(self, x: str, wanted: str) -> None:
-        """Only the wanted positions pass the final norm and the head: [B, L, V], float32."""
+        """Applies the final norm and the head to the wanted positions only: [B, L, V], float32."""
         graph, spec = self.graph, self.source.spec
         last = graph.array("axis.last", np.array([-1], np.int64))
         indices = graph.node("Unsqueeze", [wanted, last], "logit_positions.indices")
@@ -223,12 +224,12 @@ class Decoder:
         graph.node("Cast", [logits], "logits", to=TensorProto.FLOAT)
 
     def _norm(self, x: str, module: str) -> str:
-        """RMSNorm over the last axis, times the weight plus the architecture's offset."""
+        """Adds an RMSNorm over the last axis, times the weight plus the architecture's offset."""
         graph, spec = self.graph, self.source.spec
         weight = f"{module}.weight"
         if spec.norm_offset == 0.0:
             factor = stored_weight(graph, self.source, weight, self.compute)
-        else:  # in float32: 1 + weight needs more bits than a weight about 0
+        else:  # in float32: 1 + weight needs more bits than a weight near 0
             factor = stored_weight(graph, self.source, weight, TensorProto.FLOAT)
             offset = graph.array("norm.offset", np.array(spec.norm_offset, np.float32))
             factor = graph.node("Add", [factor, offset], f"{weight}.with_offset")

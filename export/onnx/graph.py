@@ -1,7 +1,7 @@
-"""An ONNX graph under construction, and the file it becomes.
+"""Builds an ONNX graph and writes it to a file.
 
-Weights are declared with their size and read only while the file is written, one at a time. Up to
-2 GB (protobuf's limit) they are inside `model.onnx`; a larger model has them in `model.onnx.data`.
+Weights are declared with their size, and read one at a time while the file is written. Up to 2 GB
+(protobuf's limit) they are inside `model.onnx`; a larger model has them in `model.onnx.data`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +19,22 @@ from octet.errors import ExportError
 __all__ = ["E8M0_OPSET", "MODEL_FILE", "OPSET", "Graph", "Weight", "unused_inputs"]
 
 OPSET = 23  # the first with RMSNormalization, RotaryEmbedding and Attention
-E8M0_OPSET = 24  # the first with FLOAT8E8M0: only a graph that has it needs this much
+E8M0_OPSET = 24  # the first with FLOAT8E8M0: only a graph that has it needs this opset
 IR_VERSION = 11  # that of ONNX 1.18, which defined opset 23
 _IR_VERSIONS = {OPSET: IR_VERSION, E8M0_OPSET: 12}
 MODEL_FILE = "model.onnx"
 INLINE_LIMIT_BYTES = 1_800_000_000  # a protobuf message ends at 2 GiB, structure included
 _ALIGNMENT = 4096  # of a tensor in the external file, so that it can be mapped
-_SMALL_BYTES = 1024  # tensors below that are always inside: shape inference reads shapes and axes
-_COMPARED_BYTES = 1 << 16  # tensors up to that are compared where a name is given twice
-_MESSAGE_LENGTH = 400  # of what onnx.checker says, which may be a line for every node
+_SMALL_BYTES = 1024  # smaller tensors are always inside: shape inference reads shapes and axes
+_COMPARED_BYTES = 1 << 16  # tensors up to this size are compared if a name is added twice
+_MESSAGE_LENGTH = 400  # of onnx.checker's message, which may have a line for every node
 
 Shape = Sequence[int | str]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """An initializer: `read` gives its content in the container dtype that has `nbytes`."""
+    """An initializer: `read` returns its content in the container dtype, `nbytes` long."""
 
     name: str
     elem_type: int  # TensorProto.DataType
@@ -44,9 +44,9 @@ class Weight:
 
 
 class Graph:
-    """Nodes, inputs, outputs and weights in the order given; every node and value is named once.
+    """Nodes, inputs, outputs and weights in the order given; names of nodes and values are unique.
 
-    `document` is what a viewer shows about the model.
+    `document` is the text that a viewer shows about the model.
     """
 
     def __init__(self, name: str, document: str = "") -> None:
@@ -68,7 +68,7 @@ class Graph:
     def node(self, op: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
         """Adds a node whose one output has the node's name; returns that name.
 
-        `domain` among the attributes is the operator's, if it is not ONNX's own.
+        The attribute `domain` is the operator's, if it is not ONNX's own.
         """
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=name, **attributes))
         return self._define(name)
@@ -81,7 +81,7 @@ class Graph:
             self._define(name)
 
     def weight(self, weight: Weight) -> str:
-        """Adds an initializer; a name that is there already must be the same one (tied)."""
+        """Adds an initializer; if the name exists already, it must be the same (tied) weight."""
         known = self.weights.get(weight.name)
         if known is None:
             self.weights[weight.name] = weight
@@ -101,7 +101,7 @@ class Graph:
 
     @property
     def opset(self) -> int:
-        """The least that has every type in the graph."""
+        """Returns the lowest opset that has every type in the graph."""
         kinds = {weight.elem_type for weight in self.weights.values()}
         kinds |= {item.i for node in self.nodes for item in node.attribute if item.name == "to"}
         return E8M0_OPSET if TensorProto.FLOAT8E8M0 in kinds else OPSET
@@ -119,8 +119,8 @@ class Graph:
     def save(self, directory: Path, *, inline_limit: int = INLINE_LIMIT_BYTES) -> Path:
         """Writes `model.onnx` (and `model.onnx.data`), checks it, returns its path.
 
-        The bytes depend on nothing but the graph. Raises ExportError for a graph input that no
-        node reads (an engine would drop it in silence) or a graph that onnx.checker refuses.
+        The bytes depend only on the graph. Raises ExportError for a graph input that no node reads
+        (an engine would silently drop it) or a graph that onnx.checker refuses.
         """
         unused = unused_inputs(self.nodes, [value.name for value in self.inputs])
         if unused:
@@ -138,7 +138,7 @@ class Graph:
             producer_name="octet",
             doc_string=self.document,
         )
-        # One at a time, into the model itself: protobuf copies what it is given.
+        # Weights go into the model itself, one at a time, because protobuf copies its arguments.
         inline = self.weight_bytes <= inline_limit
         beside = path.with_suffix(".onnx.data")
         model.graph.initializer.extend(self._inline() if inline else self._external(beside))
@@ -173,7 +173,7 @@ class Graph:
 
 
 def unused_inputs(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str]) -> list[str]:
-    """Which of `inputs` no node reads."""
+    """Lists the `inputs` that no node reads."""
     read = {name for node in nodes for name in node.input}
     return [name for name in inputs if name not in read]
 

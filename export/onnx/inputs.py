@@ -1,4 +1,4 @@
-"""Inputs of the projections in ONNX, rounded as their scheme says and back, in float32.
+"""Rounds the projections' activations in ONNX by their scheme, and returns them to float32.
 
 | scheme       | scale of a slice of x along K                        | elements   |
 |--------------|------------------------------------------------------|------------|
@@ -8,10 +8,11 @@
 | MXFP4        | E8M0(amax / 3.5) rounded down, of 32 of K            | Cast, E2M1 |
 | NVFP4        | E4M3((1/6 · amax) · (1/global)) · global, of 16 of K | Cast, E2M1 |
 
-A dynamic slice is divided by its scale, cast there and back, and multiplied by it. The numbers are
-those of `octet.numerics.scaling` and `octet.numerics.microscaling`, bit for bit: both MX rules are
-a rounding to a power of two (an amax of 1.75 · 2^e is where MXFP8 goes up for more and MXFP4 for as
-much). Only an amax below 2^-118 may get an MXFP8 scale of 2^-126 instead of 2^-127.
+A dynamic slice is divided by its scale, cast to the element type and back, and multiplied by the
+scale. The results equal `octet.numerics.scaling` and `octet.numerics.microscaling` bit for bit:
+both MX rules round to a power of two, which changes at an amax of 1.75 · 2^e (MXFP8 goes up above
+it, MXFP4 already at it). Only an amax below 2^-118 may get an MXFP8 scale of 2^-126 instead of
+2^-127.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _ELEMENTS = {"e4m3": TensorProto.FLOAT8E4M3FN, "e2m1": TensorProto.FLOAT4E2M1}
 
 
 def round_static(graph: Graph, x: str, scale: np.ndarray, name: str, compute: int) -> str:
-    """x [..., K] by QuantizeLinear and DequantizeLinear with one scale []; of type `compute`."""
+    """Rounds x [..., K] with one scale [], by QuantizeLinear and DequantizeLinear; in `compute`."""
     factor = graph.array(f"{name}_scale", scale)
     zero = graph.array("zero.e4m3", np.zeros((), np.uint8), TensorProto.FLOAT8E4M3FN)
     codes = graph.node("QuantizeLinear", [x, factor, zero], f"{name}.quantized", saturate=1)
@@ -47,9 +48,10 @@ def round_dynamic(
     features: int,
     name: str,
 ) -> str:
-    """float32 x [B, T, K] by a dynamic scheme; `features` is K, a multiple of the group size.
+    """Rounds float32 x [B, T, K] by a dynamic scheme.
 
-    `global_scale` [] is that of a scheme in two levels. Nodes are named after `name`.
+    `features` is K, a multiple of the group size. `global_scale` [] is that of a two-level scheme.
+    Nodes are named after `name`.
     """
     if scheme.granularity == "token":
         return _Rounding(graph, scheme, global_scale, name).apply(x, name)
@@ -69,7 +71,7 @@ class _Rounding:
     graph: Graph
     scheme: TensorScheme
     global_scale: np.ndarray | None
-    module: str  # prefix of what is calibrated
+    module: str  # prefix of the calibrated scale's name
 
     def apply(self, x: str, name: str) -> str:
         graph, element = self.graph, _ELEMENTS[self.scheme.format]
@@ -83,7 +85,7 @@ class _Rounding:
         return graph.node("Mul", [values, scale], f"{name}.dequantized")
 
     def _scale(self, amax: str, name: str) -> str:
-        """amax [..., 1] → the scale of its slice."""
+        """Computes the scale of each slice from its amax [..., 1]."""
         if self.scheme.scale_format == "e8m0":
             return self._power_of_two(amax, name)
         if self.scheme.two_level:
@@ -93,7 +95,7 @@ class _Rounding:
         return self.graph.node("Max", [ratio, least], f"{name}.scale")
 
     def _power_of_two(self, amax: str, name: str) -> str:
-        """2^⌈log2(amax/448)⌉ for E4M3, 2^⌊log2(amax/3.5)⌋ for E2M1."""
+        """Computes 2^⌈log2(amax/448)⌉ for E4M3, 2^⌊log2(amax/3.5)⌋ for E2M1."""
         if self.scheme.format == "e4m3":
             ratio, mode = self._ratio(amax, "e4m3.max", E4M3.max, name), "up"
         else:
@@ -104,7 +106,10 @@ class _Rounding:
         return self.graph.node("Cast", [code], f"{name}.scale", to=TensorProto.FLOAT)
 
     def _two_level(self, amax: str, name: str) -> str:
-        """E4M3 times the global scale; the largest float32 where that is 0, to round all to 0."""
+        """Computes an E4M3 scale times the global scale.
+
+        Where that is 0, returns the largest float32, so that the slice rounds to 0.
+        """
         graph, shared = self.graph, self.global_scale
         assert shared is not None, "a scheme in two levels has a global scale"
         sixth = graph.array("e2m1.max_inverse", np.float32(1) / np.array(E2M1.max, np.float32))
@@ -128,5 +133,5 @@ class _Rounding:
 
 
 def group_sizes(*schemes: TensorScheme) -> list[int]:
-    """The sizes that must divide K, for blocks and groups end at the edge of a row."""
+    """Lists the sizes that must divide K, because blocks and groups end at the edge of a row."""
     return [scheme.group_size for scheme in schemes if scheme.group_size is not None]

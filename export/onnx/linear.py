@@ -1,6 +1,6 @@
-"""Projections in ONNX: quantized weights, rounded inputs, and a MatMul between them.
+"""Projections in ONNX: quantized weights, rounded activations, and a MatMul of the two.
 
-A weight keeps its checkpoint name and [N, K], followed by DequantizeLinear and Transpose, which a
+A weight keeps its checkpoint name and shape [N, K]. DequantizeLinear and Transpose follow, which a
 runtime folds or fuses. Its scales are named `<weight>_scale`, as in a checkpoint:
 
 | weights                     | codes        | scales                                              |
@@ -12,8 +12,9 @@ runtime folds or fuses. Its scales are named `<weight>_scale`, as in a checkpoin
 | NVFP4                       | FLOAT4E2M1   | FLOAT8E4M3FN [N, K/16], DequantizeLinear with the   |
 |                             |              | global scale float32 []                             |
 
-DequantizeLinear-24 takes FLOAT8E8M0 as it is, but ONNX Runtime 1.31 has no kernel for that; it has
-one for the Cast. The arithmetic is that of `octet.numerics.scaling`; inputs: export/onnx/inputs.py.
+DequantizeLinear-24 takes FLOAT8E8M0 as it is, but ONNX Runtime 1.31 has no kernel for that, only
+for the Cast. The arithmetic is that of `octet.numerics.scaling`. For the activations, see
+export/onnx/inputs.py.
 """
 
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Linears:
             check_groups(self.source)
 
     def apply(self, linear: Linear, x: str) -> str:
-        """x [B, T, K] → [B, T, N], a value named after the module, the bias added if it has one."""
+        """Adds x [B, T, K] → [B, T, N], a value named after the module, and the bias if any."""
         schemes = self.source.schemes(linear) if self.quantize else None
         if schemes is None:
             weight = stored_weight(self.graph, self.source, f"{linear.name}.weight", self.compute)
@@ -74,7 +75,7 @@ class Linears:
         return self.graph.node("Add", [product, added], linear.name)
 
     def quantized_input(self, linear: Linear, x: str, scheme: TensorScheme) -> str:
-        """x rounded by `scheme`; once for the linears that share an input and its scale."""
+        """Rounds x by `scheme`, once for all linears that share an input and its scale."""
         name = f"{linear.name}.input"
         scale: npt.NDArray[np.float32] | None = None
         if not scheme.dynamic:
@@ -91,7 +92,7 @@ class Linears:
         return self._inputs[key]
 
     def quantized_weight(self, linear: Linear, scheme: TensorScheme) -> str:
-        """Codes and scales → [N, K] in the compute type."""
+        """Adds codes and scales; returns the weight [N, K] in the compute type."""
         graph, name = self.graph, f"{linear.name}.weight"
         rows, columns = linear.out_features, linear.in_features
         four_bits = scheme.format == "e2m1"
@@ -111,12 +112,12 @@ class Linears:
             attributes = {"axis": 1, "block_size": scheme.group_size}
         if self.compute != TensorProto.FLOAT:
             attributes["output_dtype"] = self.compute
-        # The scales stay float32 whatever is computed in: as FP16, small ones would lose bits.
+        # Scales stay float32 in every compute type: as FP16, small ones would lose bits.
         scales = self._weight_scales(linear, scheme)
         return graph.node("DequantizeLinear", [codes, scales], f"{name}.dequantized", **attributes)
 
     def _weight_scales(self, linear: Linear, scheme: TensorScheme) -> str:
-        """float32 scales in the shape that DequantizeLinear takes."""
+        """Adds float32 scales in the shape that DequantizeLinear takes."""
         graph, name = self.graph, f"{linear.name}.weight_scale"
         scale = self.source.weight_scale(linear)
         if scheme.scale_format == "e8m0":
@@ -131,13 +132,13 @@ class Linears:
         if scheme.granularity == "channel":
             scale = scale.reshape(-1)
         elif scheme.granularity == "block":
-            # DequantizeLinear has blocks along one axis: each row repeats its block row's scales.
+            # DequantizeLinear has blocks along one axis only: each row repeats its block's scales.
             scale = scale.repeat(scheme.group_size or 0, axis=0)[: linear.out_features]
         return graph.array(name, scale)
 
 
 def check_groups(source: Source) -> None:
-    """Raises UnsupportedError naming a linear that groups or blocks do not divide."""
+    """Raises UnsupportedError naming a linear whose inputs groups or blocks do not divide."""
     for linear in source.quantized_linears().values():
         for size in group_sizes(*(source.schemes(linear) or ())):
             if linear.in_features % size:
@@ -148,7 +149,7 @@ def check_groups(source: Source) -> None:
 
 
 def add_stored(graph: Graph, source: Source, name: str) -> str:
-    """A checkpoint tensor in its own dtype, bit for bit."""
+    """Adds a checkpoint tensor in its own dtype, bit for bit."""
     tensor = source.checkpoint.read(name)
     kind = _STORED.get(tensor.dtype)
     if kind is None:
@@ -157,7 +158,7 @@ def add_stored(graph: Graph, source: Source, name: str) -> str:
 
 
 def stored_weight(graph: Graph, source: Source, name: str, compute: int) -> str:
-    """A checkpoint tensor in the compute type; in the file it keeps its own."""
+    """Adds a checkpoint tensor in the compute type; in the file it keeps its own dtype."""
     add_stored(graph, source, name)
     if graph.weights[name].elem_type == compute:
         return name

@@ -1,4 +1,4 @@
-"""The key-value cache as TensorRT takes it: it has no E5M2, and its Attention takes no past.
+"""The KV cache for TensorRT, which has no E5M2 and whose Attention takes no past.
 
 | cache   | past_key_values.{i}.key, .value    | present.{i}.key, .value                           |
 |---------|------------------------------------|---------------------------------------------------|
@@ -7,15 +7,15 @@
 | e4m3    | FLOAT8E4M3FN, DequantizeLinear     | FLOAT8E4M3FN, QuantizeLinear                      |
 | float16 | FLOAT16                            | FLOAT16                                           |
 
-All are [B, Hkv, S, D], read-only, and [B, Hkv, T, D]: the graph returns the new rows alone. Every
-form joins past and new rows to an FP16 copy in each step: FP8 saves memory, and of the time that
-attention takes no more than reading FP8 instead of FP16 once.
+Inputs are [B, Hkv, S, D] and read-only. Outputs are [B, Hkv, T, D]: the graph returns only the new
+rows. Every form joins past and new rows in an FP16 copy in each step. So FP8 saves memory; of
+attention's time it saves only what reading FP8 instead of FP16 once does.
 
-E5M2 rows are rounded with real arithmetic, for TensorRT can neither cast to E5M2 nor read bits:
-with e = ⌊log2|x|⌋, at least -14, a value is round(x · 2^(2-e)) · 2^(e-2), to nearest even. Both
-powers come from tables, so the products are exact; no compiler may reorder across a rounding; and
-the logarithm needs no more than to tell 2^k from the next smaller FP16: where it puts 2^k itself
-into the binade below, the result is the same.
+E5M2 rows are rounded by arithmetic, because TensorRT can neither cast to E5M2 nor read bits. With
+e = ⌊log2|x|⌋, at least -14, a value becomes round(x · 2^(2-e)) · 2^(e-2), to nearest even. Both
+powers come from tables, so the products are exact, and no compiler may reorder across a rounding.
+The logarithm need only distinguish 2^k from the next smaller FP16: if it puts 2^k itself into the
+binade below, the result is the same.
 """
 
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ from octet.recipe import KvCacheDtype
 
 __all__ = ["E4M3Cache", "E5M2Cache", "Float16Cache", "cache_of", "describe"]
 
-_MIN_EXPONENT, _MAX_EXPONENT = -14, 15  # of E5M2's normal numbers; below, the step is -14's
+_MIN_EXPONENT, _MAX_EXPONENT = -14, 15  # of E5M2's normal values; subnormals have the step of -14
 _MANTISSA_BITS = 2
 
 
 def cache_of(dtype: KvCacheDtype, compute: int) -> Cache:
-    """The cache of that type around arithmetic in `compute`, FLOAT16 or FLOAT."""
+    """Returns the cache of that type for arithmetic in `compute`, FLOAT16 or FLOAT."""
     kinds: dict[KvCacheDtype, Cache] = {
         "e5m2": E5M2Cache(compute),
         "e4m3": E4M3Cache(compute),
@@ -48,7 +48,7 @@ def cache_of(dtype: KvCacheDtype, compute: int) -> Cache:
 
 
 def describe(dtype: KvCacheDtype) -> dict[str, str]:
-    """For the manifest: the types of inputs and outputs, and what they hold."""
+    """Describes for the manifest the types of inputs and outputs, and their content."""
     past, present, note = {
         "e5m2": ("uint8", "float16", "E5M2 codes in; E5M2 values out, whose top byte is the code"),
         "e4m3": ("float8e4m3fn", "float8e4m3fn", "E4M3 in and out"),
@@ -60,7 +60,7 @@ def describe(dtype: KvCacheDtype) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class E5M2Cache:
-    """E5M2 codes in, rounded rows out; values are of type `compute` inside."""
+    """E5M2 codes in, rounded rows out; inside the graph, values have the type `compute`."""
 
     compute: int = TensorProto.FLOAT16
 
@@ -68,7 +68,7 @@ class E5M2Cache:
         return graph.input(f"past_key_values.{name}", TensorProto.UINT8, _shape(spec, "past"))
 
     def read(self, graph: Graph, past: str, scale: float) -> str:
-        """The rows of the input `past`: the values of its codes, times the scale."""
+        """Returns the rows of the input `past`: the values of its codes, times the scale."""
         values = decode(np.arange(256, dtype=np.uint8), E5M2) * np.float32(scale)
         kind = np.float16 if self.compute == TensorProto.FLOAT16 else np.float32
         if scale * E5M2.max > float(np.finfo(kind).max):
@@ -82,7 +82,7 @@ class E5M2Cache:
         return graph.node("Gather", [table, codes], f"{past}.values", axis=0)
 
     def present(self, graph: Graph, rows: str, name: str, spec: ModelSpec, scale: float) -> str:
-        """Declares the output `present.{name}`; returns its rows as a later read gives them."""
+        """Declares the output `present.{name}`; returns its rows as a later step reads them."""
         output = f"present.{name}"
         x = graph.node("Cast", [rows], f"{output}.float32", to=TensorProto.FLOAT)
         if scale != 1:
@@ -101,7 +101,7 @@ class E5M2Cache:
 
 @dataclass(frozen=True)
 class E4M3Cache:
-    """E4M3 in and out, with Q and DQ, which TensorRT fuses into what writes and reads."""
+    """E4M3 in and out, with Q and DQ, which TensorRT fuses into the writing and reading layers."""
 
     compute: int = TensorProto.FLOAT16
 
@@ -123,7 +123,7 @@ class E4M3Cache:
 
 @dataclass(frozen=True)
 class Float16Cache:
-    """FP16, which the arithmetic is in anyway; it takes no scale."""
+    """FP16, the type of an engine's arithmetic; it takes no scale."""
 
     compute: int = TensorProto.FLOAT16
 
@@ -146,7 +146,7 @@ class Float16Cache:
 
 
 def round_to_e5m2(graph: Graph, x: str, name: str) -> str:
-    """float32 `x` → the nearest E5M2 value, to even, saturating; a NaN stays one."""
+    """Rounds float32 `x` to the nearest E5M2 value, ties to even, saturating; NaN stays NaN."""
     exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1, dtype=np.float32)
     steps = graph.array("e5m2.steps", np.exp2(exponents - _MANTISSA_BITS))
     inverses = graph.array("e5m2.step_inverses", np.exp2(_MANTISSA_BITS - exponents))

@@ -1,8 +1,7 @@
-"""The decoder graph as TensorRT takes it: FP16 arithmetic, FP8 or FP4 products, its own caches.
+"""The decoder graph for TensorRT: FP16 arithmetic, FP8 or FP4 GEMMs, its own caches.
 
-Inputs and outputs are those of onnx_decoder.py; the cache's types are in engine_cache.py, the
-products' forms in engine_linear.py. Every recipe becomes this graph except what TensorRT has no
-operators for (`check_recipe`).
+Inputs and outputs are those of decoder.py; the cache's types are in tensorrt_cache.py, the GEMMs'
+forms in tensorrt_linear.py. `check_recipe` refuses the recipes that TensorRT has no operators for.
 """
 
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ __all__ = [
     "engine_graph",
 ]
 
-INLINE_LIMIT_BYTES = 100_000_000  # of weights; more are streamed to a file of their own
+INLINE_LIMIT_BYTES = 100_000_000  # of weights; more are streamed to a separate file
 
 
 @dataclass(frozen=True)
 class EngineGraph:
-    """The graph, and which of its nodes multiplies for which quantized linear."""
+    """The graph, and the MatMul node of each quantized linear."""
 
     graph: Graph
     products: dict[str, str]  # module name -> name of its MatMul
@@ -39,9 +38,9 @@ class EngineGraph:
 def engine_graph(
     source: Source, compute: int = TensorProto.FLOAT16, *, quantize: bool = True
 ) -> EngineGraph:
-    """The graph in `compute`; FLOAT is for comparing its numbers with those of ONNX Runtime's.
+    """Builds the graph in `compute`; FLOAT is for comparing its results with ONNX Runtime's graph.
 
-    `quantize=False` builds the same one with the checkpoint's own weights, to compare with. Raises
+    `quantize=False` builds it with the checkpoint's own weights, to compare with. Raises
     UnsupportedError for a recipe or an architecture that has no such graph.
     """
     if quantize:
@@ -63,7 +62,7 @@ def engine_graph(
 def build_engine_graph(
     source: Source, compute: int = TensorProto.FLOAT16, *, quantize: bool = True
 ) -> Graph:
-    """The very graph that `build-engine` compiles."""
+    """Builds the very graph that `build-engine` compiles."""
     return engine_graph(source, compute, quantize=quantize).graph
 
 

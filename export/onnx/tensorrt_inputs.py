@@ -1,8 +1,9 @@
-"""Inputs of the projections, rounded to FP8 or FP4 in the forms that TensorRT's products take.
+"""Rounds the projections' activations to FP8 or FP4, in the forms that TensorRT's GEMMs take.
 
-Each is made once for the linears that share an input and its scale. What does not fit into a
-DequantizeLinear that TensorRT fuses, a scale for each row or group of rows, is returned beside the
-values, for the product to be multiplied by. The arithmetic is that of `octet.numerics.scaling`.
+Linears that share an input and its scale share the rounded activations. A scale for each row or
+group of rows does not fit into a DequantizeLinear that TensorRT fuses. It is returned beside the
+values, and the GEMM's result is multiplied by it. The arithmetic is that of
+`octet.numerics.scaling`.
 """
 
 from dataclasses import dataclass, field
@@ -19,14 +20,14 @@ from octet.recipe import TensorScheme
 
 __all__ = ["BLOCK", "DOMAIN", "Inputs", "Rounded", "dequantize", "one", "widened"]
 
-BLOCK = 128  # columns that share a scale in the recipes with blocks
+BLOCK = 128  # columns that share a scale in recipes with blocks
 DOMAIN = "trt"  # of TensorRT's own operators
 _SMALLEST_SCALE = np.float32(2.0**-126)
 _FLOAT, _E4M3 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 
 
 class Rounded(NamedTuple):
-    """Values that were FP8 or FP4, and what their product is to be multiplied by."""
+    """Values rounded to FP8 or FP4, and a scale to multiply their GEMM's result by."""
 
     values: str
     scale: str | None = None
@@ -34,7 +35,7 @@ class Rounded(NamedTuple):
 
 @dataclass
 class Inputs:
-    """The rounded inputs of one graph, which computes in `compute`, FLOAT16 or FLOAT."""
+    """The rounded activations of one graph, which computes in `compute`, FLOAT16 or FLOAT."""
 
     graph: Graph
     source: Source
@@ -42,7 +43,7 @@ class Inputs:
     _known: dict[tuple[object, ...], Rounded] = field(default_factory=dict)
 
     def rounded(self, linear: Linear, x: str, weights: TensorScheme, own: TensorScheme) -> Rounded:
-        """x [B, T, K] for a linear with those schemes; in blocks, [K/128, B·T, 128]."""
+        """Rounds x [B, T, K] for a linear with those schemes; with blocks, to [K/128, B·T, 128]."""
         scale: np.ndarray | None = None
         if not own.dynamic:
             scale = self.source.input_scale(linear)
@@ -74,7 +75,7 @@ class Inputs:
         return Rounded(self._fp8(scaled, None, name, _FLOAT), by)
 
     def _fp8(self, x: str, scale: np.ndarray | None, name: str, kind: int) -> str:
-        """float32 x by QuantizeLinear and DequantizeLinear with one scale, or 1; in `kind`."""
+        """Rounds float32 x by QuantizeLinear and DequantizeLinear, with a scale or 1, to `kind`."""
         graph = self.graph
         factor = one(graph) if scale is None else graph.array(f"{name}_scale", scale)
         zero = graph.array("zero.e4m3", np.zeros((), np.uint8), _E4M3)
@@ -82,13 +83,13 @@ class Inputs:
         return dequantize(graph, codes, factor, f"{name}.dequantized", kind)
 
     def _grouped(self, x: str, groups: int, name: str) -> str:
-        """[B, T, K] → [K/128, B·T, 128]."""
+        """Reshapes [B, T, K] → [K/128, B·T, 128]."""
         split = self.graph.array(f"shape.groups.{groups}", np.array([-1, groups, BLOCK], np.int64))
         grouped = self.graph.node("Reshape", [x, split], f"{name}.grouped")
         return self.graph.node("Transpose", [grouped], f"{name}.groups", perm=[1, 0, 2])
 
     def _divided(self, x: str, name: str) -> tuple[str, str]:
-        """x by the scale of each slice along the last axis, and those scales; float32."""
+        """Divides x by the scale of each slice along the last axis; returns both in float32."""
         graph = self.graph
         top = graph.array("e4m3.max", np.array(E4M3.max, np.float32))
         least = graph.array("scale.min", np.array(_SMALLEST_SCALE))
@@ -136,7 +137,7 @@ class Inputs:
 def dequantize(
     graph: Graph, codes: str, scale: str, name: str, kind: int, **attributes: int
 ) -> str:
-    """In `kind`, FLOAT or FLOAT16; scale and result of DequantizeLinear are float32.
+    """Dequantizes to `kind`, FLOAT or FLOAT16; DequantizeLinear's scale and result are float32.
 
     As FP16, small scales would lose bits, and not every TensorRT has rules for mixed types.
     """
@@ -147,7 +148,7 @@ def dequantize(
 
 
 def widened(graph: Graph, value: str, name: str, compute: int) -> str:
-    """`value`, of type `compute`, in float32."""
+    """Casts `value`, of type `compute`, to float32."""
     return value if compute == _FLOAT else graph.node("Cast", [value], name, to=_FLOAT)
 
 

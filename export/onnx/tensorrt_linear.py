@@ -1,20 +1,20 @@
-"""Projections as TensorRT multiplies them: both sides of every product are FP8, or both FP4.
+"""Projections for TensorRT: both operands of every GEMM are FP8, or both FP4.
 
-TensorRT fuses DequantizeLinear into a product only where its scale leaves the sum over K (a scale
-of the whole tensor, or of a weight's row) or where a kernel knows the groups. All others are taken
-out of the sum here and applied to the product, in float32:
+TensorRT fuses DequantizeLinear into a GEMM only if its scale factors out of the sum over K (a scale
+of the whole tensor, or of a weight's row) or if a kernel supports the groups. All other scales are
+applied here to the GEMM's result, in float32:
 
-| weights, inputs           | product                                                             |
+| weights, activations      | GEMM                                                                |
 |---------------------------|---------------------------------------------------------------------|
 | tensor or channel, tensor | Q/DQ of the input by its static scale                               |
 | channel, token            | x / s rounded to E4M3, s = max(amax / 448, 2^-126) of a row; · s    |
-| block, group or tensor    | K/128 products of 128 columns in one batch; each times the scales   |
-|                           | of the input's group and of the weight's block; their sum           |
+| block, group or tensor    | K/128 GEMMs of 128 columns in one batch; each times the scales of   |
+|                           | the input's group and of the weight's block; their sum              |
 | nvfp4                     | TRT_FP4DynamicQuantize, DQ of the scales by the global one, DQ      |
 | mxfp8                     | TRT_MXFP8DynamicQuantize and TRT_MXFP8DequantizeLinear              |
 
-So the numbers are the recipe's. Blocks cost scratch memory, float32 [K/128, B·T, N]: TensorRT has
-no FP8 kernel that scales within the sum.
+So the results are the recipe's. Blocks cost scratch memory, float32 [K/128, B·T, N], because
+TensorRT has no FP8 kernel that scales within the sum.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _FLOAT = TensorProto.FLOAT
 class EngineLinears(Linears):
     """Adds the linears of one model to `graph`; see `export.onnx.linear.Linears`.
 
-    `products` names, for each quantized linear, the MatMul that is to run in 8 or 4 bits.
+    `products` maps each quantized linear to its MatMul, which must run in 8 or 4 bits.
     """
 
     products: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class EngineLinears(Linears):
         self.inputs = Inputs(self.graph, self.source, self.compute)
 
     def apply(self, linear: Linear, x: str) -> str:
-        """x [B, T, K] → [B, T, N] in the compute type, the bias added if it has one."""
+        """Adds x [B, T, K] → [B, T, N] in the compute type, and the bias if there is one."""
         schemes = self.source.schemes(linear) if self.quantize else None
         if schemes is None:
             return super().apply(linear, x)
@@ -76,7 +76,7 @@ class EngineLinears(Linears):
         return value
 
     def _matrix(self, linear: Linear, scheme: TensorScheme, kind: int) -> str:
-        """The weight as [K, N] in `kind`."""
+        """Adds the weight as [K, N] in `kind`."""
         graph, name = self.graph, f"{linear.name}.weight"
         shape = (linear.out_features, linear.in_features)
         codes = self._codes(linear, scheme, shape, lambda: self.source.weight_codes(linear))
@@ -102,7 +102,7 @@ class EngineLinears(Linears):
         return graph.node("Transpose", [real], f"{name}.transposed", perm=[1, 0])
 
     def _blocks(self, linear: Linear) -> str:
-        """The weight's values without their scales, float32 [K/128, 128, N]."""
+        """Adds the weight's values without their scales, float32 [K/128, 128, N]."""
         groups, features = linear.in_features // BLOCK, linear.out_features
 
         def read() -> npt.NDArray[np.uint8]:
@@ -113,9 +113,9 @@ class EngineLinears(Linears):
         return dequantize(self.graph, codes, one(self.graph), name, _FLOAT)
 
     def _sum(self, linear: Linear, x: str, products: str) -> str:
-        """[K/128, B·T, N], times the scales of the weight's blocks, summed: float32 [B, T, N]."""
+        """Scales [K/128, B·T, N] by the weight's blocks and sums: float32 [B, T, N]."""
         graph, name, features = self.graph, linear.name, linear.out_features
-        # That of block row n // 128 and block column k // 128: [K/128, 1, N].
+        # The scale of block row n // 128 and block column k // 128: [K/128, 1, N].
         rows = self.source.weight_scale(linear).repeat(BLOCK, axis=0)[:features]
         blocks = graph.array(f"{name}.weight_scale", rows.T[:, None, :])
         scaled = graph.node("Mul", [products, blocks], f"{name}.product.by_block")
@@ -133,7 +133,7 @@ class EngineLinears(Linears):
         shape: tuple[int, ...],
         read: Callable[[], npt.NDArray[np.uint8]],
     ) -> str:
-        """The weight's codes under its name, in a shape of as many elements."""
+        """Adds the weight's codes under its name, in a shape of as many elements."""
         packed = scheme is not None and scheme.format == "e2m1"
         kind = TensorProto.FLOAT4E2M1 if packed else TensorProto.FLOAT8E4M3FN
         nbytes = linear.out_features * linear.in_features // (2 if packed else 1)

@@ -1,15 +1,15 @@
-"""calibration + checkpoint → the ONNX decoder: quantized weights and inputs, an FP8 cache.
+"""calibration + checkpoint → the ONNX decoder: quantized weights and activations, an FP8 cache.
 
-manifest.json, model.onnx (model.onnx.data above 2 GB), config.json, tokenizer, golden.json
+Writes manifest.json, model.onnx (model.onnx.data above 2 GB), config.json, tokenizer, golden.json.
 
-Two forms of one graph:
+The graph has two forms:
 
 - `onnxruntime`: float32 arithmetic, a cache of FLOAT8E5M2, FLOAT8E4M3FN or FLOAT16. ONNX Runtime
-  must be told `session.disable_quant_qdq=1`. Its CPU kernels lack FLOAT4E2M1: a graph with NVFP4 or
-  MXFP4 runs in `octet serve`, which rewrites it in memory, and in onnx.reference.
+  needs the option `session.disable_quant_qdq=1`. Its CPU kernels lack FLOAT4E2M1: a graph with
+  NVFP4 or MXFP4 runs in `octet serve`, which rewrites it in memory, and in onnx.reference.
 - `tensorrt`: the very graph that `octet build-engine` compiles, FP16 arithmetic. An E5M2 cache is
-  uint8 codes, looked up in a table, for TensorRT has no E5M2. That saves capacity, not bandwidth:
-  every step rebuilds an FP16 cache of what it reads.
+  uint8 codes, looked up in a table, because TensorRT has no E5M2. That saves capacity, not
+  bandwidth: every step rebuilds an FP16 cache of what it reads.
 """
 
 from pathlib import Path
@@ -47,14 +47,14 @@ def export_onnx(
     force: bool = False,
     judge: Judge | None = None,
 ) -> Manifest:
-    """Writes the ONNX directory `out`; `model` overrides where the checkpoint is.
+    """Writes the ONNX directory `out`; `model` overrides the path of the checkpoint.
 
     `kv_cache` defaults to the recipe's. `quantize=False` builds the same graph with the
     checkpoint's own weights and unrounded activations, to compare with; its cache defaults to
-    float16, and nothing is said of what the recipe costs. `judge` may refuse what was written.
-    Raises UnsupportedError for a model, a
-    recipe or a cache that `target` cannot express, and ArtifactError for a file that is altered
-    while it is read.
+    float16, and the recipe's expected cost is left out. `judge` may refuse what was written.
+
+    Raises UnsupportedError for a model, a recipe or a cache that `target` cannot express, and
+    ArtifactError for a file that is altered while it is read.
     """
     check_destination(out, force=force, inputs=[calibration])
     if not quantize and kv_cache is None:
@@ -86,14 +86,14 @@ def _graph(source: Source, target: Target, quantize: bool) -> Graph:
 
 
 def _least_onnxruntime(graph: Graph) -> str | None:
-    """The first release whose CPU kernels run the file as it is; None if none does yet."""
+    """Returns the first release whose CPU kernels run the file as it is; None if none does yet."""
     if any(weight.elem_type == TensorProto.FLOAT4E2M1 for weight in graph.weights.values()):
         return None
     return "1.27" if graph.opset == E8M0_OPSET else "1.23"
 
 
 def _document(source: Source, target: Target, quantize: bool) -> str:
-    """What a viewer of the graph shows first."""
+    """Returns the text that a viewer of the graph shows first."""
     recipe = f"recipe {source.recipe.name}" if quantize else "full precision"
     cache = f"KV cache {source.kv_cache}"
     text = f"{source.calibration.manifest.model.name}: {recipe}, {cache}, for {target}."

@@ -1,9 +1,9 @@
-"""config.pbtxt: what Triton must know of a model, as typed objects that are checked when made.
+"""Triton's model configuration, config.pbtxt, as typed objects that are checked when made.
 
 Field names, nesting and order of meaning are those of `ModelConfig` in Triton's
 model_config.proto; only the fields that our entries use are here. The rules are those of Triton's
-ValidateModelConfig, so that what it would refuse when it starts cannot be written; breaking one is
-a mistake of the caller and raises pydantic's ValidationError.
+ValidateModelConfig, so that a configuration that Triton refuses at start cannot be written.
+Breaking a rule is a mistake of the caller and raises pydantic's ValidationError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ _Size = Annotated[int, Field(ge=0)]
 
 
 class DataType(Enum):
-    """Types of tensors. Triton has none of 8-bit floating point; a string is bytes."""
+    """Types of tensors. Triton has no 8-bit floating point; a string is bytes."""
 
     BOOL = "TYPE_BOOL"
     UINT8 = "TYPE_UINT8"
@@ -55,7 +55,7 @@ class DataType(Enum):
 
 
 class Kind(Enum):
-    """Where an instance runs; MODEL leaves the choice of GPUs to the model itself."""
+    """The device of an instance; MODEL leaves the choice of GPUs to the model itself."""
 
     CPU = "KIND_CPU"
     GPU = "KIND_GPU"
@@ -63,7 +63,7 @@ class Kind(Enum):
 
 
 class TimeoutAction(Enum):
-    """What becomes of a request that waits too long."""
+    """The action on a request that waits too long."""
 
     REJECT = "REJECT"
     DELAY = "DELAY"
@@ -102,7 +102,7 @@ class Specific:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class VersionPolicy:
-    """Which of the numbered directories are served: one of the three."""
+    """Selects the numbered directories that are served, by one of the three policies."""
 
     latest: Latest | None = None
     all: All | None = None
@@ -122,10 +122,10 @@ class TransactionPolicy:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class InstanceGroup:
-    """`count` instances on each of `gpus` (KIND_GPU without any: on each that there is).
+    """`count` instances on each of `gpus` (KIND_GPU without any: on every GPU).
 
-    `profile` numbers the optimization profiles of a plan that an instance may use; for each
-    request it takes the one whose optimum is nearest.
+    `profile` lists the optimization profiles of a plan that an instance may use, by number; for
+    each request the instance takes the one whose optimum is nearest.
     """
 
     kind: Kind
@@ -153,7 +153,7 @@ class DynamicBatching:
     """Requests whose inputs have equal shapes are joined along the first dimension."""
 
     preferred_batch_size: tuple[_Count, ...] = ()
-    max_queue_delay_microseconds: _Size = 0  # what a request may wait for company
+    max_queue_delay_microseconds: _Size = 0  # how long a request may wait for others
     default_queue_policy: QueuePolicy | None = None
 
 
@@ -174,7 +174,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class WarmupInput:
-    """Zeros, or what `input_data_file` of the entry's directory `warmup` holds."""
+    """Zeros, or the content of `input_data_file` in the entry's directory `warmup`."""
 
     data_type: DataType
     dims: Annotated[tuple[_Count, ...], Field(min_length=1)]  # without the batch dimension
@@ -190,17 +190,17 @@ class WarmupInput:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Warmup:
-    """What an instance must answer before it is ready: `batch_size` requests of one row at once."""
+    """A test of an instance before it is ready: `batch_size` requests of one row at once."""
 
     name: _Name
-    batch_size: _Count  # Triton passes over a sample of 0 in silence
+    batch_size: _Count  # Triton silently skips a sample of 0
     inputs: Mapping[str, WarmupInput]
     count: _Count = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class ModelConfig:
-    """One entry. `max_batch_size` 0: dims are whole shapes, and Triton joins no requests."""
+    """One entry. With `max_batch_size` 0, dims are whole shapes and Triton joins no requests."""
 
     name: _Name
     platform: str = ""
@@ -241,7 +241,7 @@ class ModelConfig:
             raise ValueError(f"preferred_batch_size {largest} is above {self.max_batch_size}")
 
     def _check_warmup(self, sample: Warmup) -> None:
-        """Against the declared inputs, where the backend does not declare them itself."""
+        """Checks against the declared inputs, unless the backend declares them itself."""
         if sample.batch_size > max(self.max_batch_size, 1):
             raise ValueError(f"warm-up {sample.name}: batch_size is above {self.max_batch_size}")
         declared = {tensor.name: tensor for tensor in self.input}

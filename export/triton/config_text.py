@@ -1,4 +1,4 @@
-"""Protobuf's text format of a message that is a dataclass: `pbtxt(config)` is a config.pbtxt."""
+"""Writes a dataclass in protobuf's text format: `pbtxt(config)` is a config.pbtxt."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ def pbtxt(message: Any) -> str:
 
 
 def _message(message: Any) -> Iterator[str]:
-    """Lines of the fields. What is absent, false or empty is left out: it is protobuf's default."""
+    """Yields the fields' lines; leaves out absent, false and empty values, protobuf's defaults."""
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
         if value is None or value is False or value in ("", (), {}):
@@ -38,7 +38,7 @@ def _field(name: str, value: Any) -> Iterator[str]:
 
 
 def _block(name: str, lines: Sequence[str]) -> Iterator[str]:
-    """A message on one line if it fits."""
+    """Yields a message, on one line if it fits."""
     inline = " ".join([name, "{", *lines, "}"])
     if len(inline) <= WIDTH:
         yield inline

@@ -1,6 +1,6 @@
-"""What the version of a Triton entry holds: one writer for each backend.
+"""Fills the version directory of a Triton entry: one writer for each backend.
 
-The engine directory that an entry of a Triton model repository copies.
+A `Plan` is the engine directory that an entry of a Triton model repository copies.
 """
 
 import json
@@ -38,7 +38,7 @@ class Plan:
         return cls(engine, manifest)
 
     def copy(self, destination: Path) -> Manifest:
-        """Copies what the manifest lists; `destination` may exist."""
+        """Copies the files that the manifest lists; `destination` may exist."""
         require_space(destination, self.nbytes)
         for name in self._names:
             (destination / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Sequences in one decoding step, and tokens of the longest."""
+        """Returns the sequences in one decoding step, and the tokens of the longest."""
         return self.manifest.details["max_batch"], self.manifest.details["max_length"]
 
 
@@ -64,10 +64,10 @@ Backend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an entry is made from."""
+    """The inputs from which an entry is made."""
 
     calibration: Path
-    model: Path | None = None  # where the checkpoint is, if not where it was
+    model: Path | None = None  # overrides the path of the checkpoint
     plan: Plan | None = None
     judge: Judge | None = None
 
@@ -86,21 +86,21 @@ class Job:
 
     @property
     def judge(self) -> Judge | None:
-        """Of what the entry holds, which is refused as the entry."""
+        """Returns the judge of the entry's content, which refuses it in the name of the entry."""
         judge = self.inputs.judge
         if judge is None:
             return None
         return lambda directory, manifest, _content: judge(directory, manifest, self.out)
 
     def copied_plan(self, directory: Path) -> Manifest:
-        """The manifest of the plan that it copies there, with what the judge says of it."""
+        """Copies the plan there; returns its manifest with the details that the judge adds."""
         assert self.inputs.plan is not None
         manifest = self.inputs.plan.copy(directory)
         told = {} if self.judge is None else self.judge(directory, manifest, directory)
         return manifest.model_copy(update={"details": manifest.details | told})
 
 
-# The entry, the manifest of what it holds, and where that is in the version.
+# The entry, the manifest of its content, and the path of the content in the version.
 _Written = tuple[Entry, Manifest, str]
 
 
@@ -128,7 +128,7 @@ def _write_vllm(job: Job) -> _Written:
     content = export_checkpoint(
         given.calibration, job.version / "checkpoint", model=given.model, judge=job.judge
     )
-    # From the directory of model.json, where model.py goes; no name of a model on the Hub.
+    # Relative to model.json, whose directory model.py changes to; not a name of a model on the Hub.
     arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
     (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n")
     template = files("export.triton").joinpath("triton_vllm_model.py.txt")
@@ -142,7 +142,7 @@ def _write_onnxruntime(job: Job) -> _Written:
 
     given = job.inputs
     check_kernels(Manifest.load(given.calibration, "calibration", verify=False))
-    job.version.rmdir()  # the version itself is the export
+    job.version.rmdir()  # the export becomes the version directory itself
     content = export_onnx(
         given.calibration, job.version, model=given.model, kv_cache="float16", judge=job.judge
     )
@@ -150,7 +150,7 @@ def _write_onnxruntime(job: Job) -> _Written:
 
 
 def check_kernels(calibration: Manifest) -> None:
-    """Raises UnsupportedError for weights that ONNX Runtime cannot read as they are written."""
+    """Raises UnsupportedError for weights that ONNX Runtime cannot read as written (FP4)."""
     recipe = calibration.recipe
     schemes = [recipe.scheme_of(linear.name) for linear in calibration.model.spec.linears()]
     if any(scheme is not None and scheme[0].format == "e2m1" for scheme in schemes):

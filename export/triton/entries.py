@@ -1,6 +1,6 @@
-"""Entries that take text and give text: what Triton is told of them, and their warm-up.
+"""Entries that take and return text: their Triton configuration and their warm-up.
 
-Both are decoupled (any number of responses to a request) and batch by themselves, so that Triton's
+Both are decoupled (any number of responses to a request) and batch by themselves, so Triton's
 batcher is off:
   python  the embedded engine, over the ONNX export or a TensorRT engine
   vllm    vLLM, by Triton's own backend for it
@@ -29,7 +29,7 @@ from octet.model.spec import ModelSpec
 __all__ = ["SLOTS", "Entry", "python_entry", "vllm_engine", "vllm_entry"]
 
 SLOTS = 16  # requests that the embedded engine decodes together
-WARM_TOKENS = 16  # of the prompts that warm up
+WARM_TOKENS = 16  # length of the warm-up prompts
 
 _VLLM_CACHE = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
 _WARM_SAMPLING = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -47,10 +47,10 @@ class Entry:
 def python_entry(
     name: str, *, on_gpu: bool = False, slots: int = SLOTS, context: int = 1024
 ) -> Entry:
-    """`slots` and `threads` (0: one per core) are the embedded engine's.
+    """Returns the embedded engine's entry, with its `slots` and `threads` (0: one per core).
 
-    `context` is what prompt and answer may have together. On GPUs there is an engine, with a cache
-    of its own, on each.
+    `context` limits the tokens of prompt and answer together. On GPUs, each GPU has an engine with
+    its own cache.
     """
     flag, text = DataType.BOOL, DataType.STRING
     inputs = {
@@ -88,10 +88,10 @@ def python_entry(
 
 
 def vllm_entry(name: str) -> Entry:
-    """Triton's vLLM backend, which declares its tensors itself, loaded by 1/model.py.
+    """Returns the entry of Triton's vLLM backend, which declares its tensors itself.
 
-    `backend: "vllm"` would not read 1/model.py, and vLLM would look for the checkpoint where
-    tritonserver was started.
+    1/model.py loads the backend. `backend: "vllm"` would not read 1/model.py, and vLLM would look
+    for the checkpoint in the directory where tritonserver was started.
     """
     files = {"text_input": string("a"), "sampling_parameters": string(json.dumps(_WARM_SAMPLING))}
     inputs = {file: WarmupInput(DataType.STRING, (1,), input_data_file=file) for file in files}
@@ -106,7 +106,7 @@ def vllm_entry(name: str) -> Entry:
 
 
 def vllm_engine(checkpoint: str, spec: ModelSpec, kv_cache: str) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs for a checkpoint of ours."""
+    """Returns vLLM's AsyncEngineArgs for a checkpoint of ours."""
     engine = {
         "model": checkpoint,
         "dtype": "auto",
@@ -121,6 +121,6 @@ def vllm_engine(checkpoint: str, spec: ModelSpec, kv_cache: str) -> dict[str, An
 
 
 def string(text: str) -> bytes:
-    """A string as Triton reads it from a file of `warmup`: its length first."""
+    """Encodes a string as Triton reads it from a file of `warmup`: its length first."""
     encoded = text.encode()
     return struct.pack("<I", len(encoded)) + encoded

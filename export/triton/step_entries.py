@@ -1,14 +1,14 @@
-"""Entries that run one step of the decoder, for who brings the loop, the cache and the sampler.
+"""Entries that run one decoder step, for clients with their own loop, cache and sampler.
 
   onnxruntime   the ONNX graph. Every tensor has the batch first, so dynamic batching applies: steps
                 that wait while one runs are joined if their shapes are equal (equal windows).
   tensorrt      the plan, with both of its profiles. Triton's batcher is off and `dims` are whole
-                shapes: it would join prompts too, and the profile for those takes one sequence.
+                shapes: it would join prompts too, but the prefill profile takes one sequence.
 
-Inputs and outputs are those of the graph (see onnx_decoder.py and engine_graph.py). Triton has no
-8-bit floating point: the ONNX graph's cache is FP16; the plan's is read as UINT8 codes of E5M2, and
-its new rows are FP16, whose top bytes are their codes. There is no response cache: a step's inputs,
-cache and all, never come twice.
+Inputs and outputs are those of the graph (see decoder.py and tensorrt_decoder.py in export/onnx).
+Triton has no 8-bit floating point: the ONNX graph's cache is FP16; the plan's is read as UINT8
+codes of E5M2, and its new rows are FP16, whose top bytes are their codes. There is no response
+cache: a step's inputs, which include the KV cache, never repeat.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ _TYPES = {
     TensorProto.FLOAT16: DataType.FP16,
     TensorProto.FLOAT: DataType.FP32,
 }
-# What a plan reads of the cache, and what it gives back.
+# The types of the cache that a plan reads, and of the new rows that it returns.
 _PLAN_CACHES = {
     "e5m2": (DataType.UINT8, DataType.FP16),
     "float16": (DataType.FP16, DataType.FP16),
@@ -70,7 +70,7 @@ class GraphTensor:
         return Tensor(self.name, self.data_type, sizes)
 
     def warm(self, sizes: dict[str, int]) -> WarmupInput:
-        """Of these sizes: zeros, but True where it is a mask."""
+        """Returns a warm-up input of these sizes: zeros, or True for a mask."""
         dims = tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
         if self.data_type is DataType.BOOL:
             return WarmupInput(self.data_type, dims, input_data_file=MASK_FILE)
@@ -84,14 +84,17 @@ Tensors = Sequence[GraphTensor]
 
 
 def read_graph(path: Path) -> tuple[list[GraphTensor], list[GraphTensor]]:
-    """Inputs and outputs of an ONNX file. Raises UnsupportedError for a type that Triton lacks."""
+    """Reads an ONNX file's inputs and outputs.
+
+    Raises UnsupportedError for a type that Triton lacks.
+    """
     graph = onnx.load(path, load_external_data=False).graph
     inputs, outputs = ([_graph_tensor(v) for v in side] for side in (graph.input, graph.output))
     return inputs, outputs
 
 
 def plan_tensors(spec: ModelSpec, kv_cache: str) -> tuple[list[GraphTensor], list[GraphTensor]]:
-    """Inputs and outputs of a plan, by the model and the dtype of its cache."""
+    """Returns the inputs and outputs of a plan for the model and the dtype of its cache."""
     if kv_cache not in _PLAN_CACHES:
         raise UnsupportedError(
             f"a plan with a cache of {kv_cache} has no Triton entry;"
@@ -118,8 +121,10 @@ def plan_tensors(spec: ModelSpec, kv_cache: str) -> tuple[list[GraphTensor], lis
 
 
 def onnxruntime_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
-    """Only basic optimizations: from the next level on, ONNX Runtime fuses static FP8 Q/DQ into
-    kernels that refuse it, and Triton's backend passes no session option that would forbid that.
+    """Returns an entry with only basic optimizations.
+
+    From the next level on, ONNX Runtime fuses static FP8 Q/DQ into kernels that refuse it, and
+    Triton's backend passes no session option that would forbid that.
     """
     inputs, outputs = ([tensor.without_batch() for tensor in side] for side in (inputs, outputs))
     config = ModelConfig(
@@ -131,7 +136,7 @@ def onnxruntime_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
         instance_group=(InstanceGroup(Kind.CPU),),
         input=tuple(tensor.declared() for tensor in inputs),
         output=tuple(tensor.declared() for tensor in outputs),
-        # A batch is that many requests of one row.
+        # A batch of n is n requests of one row.
         model_warmup=(
             Warmup("prompt", 1, _step(inputs, 1, WARM_TOKENS)),
             Warmup("decode", 2, _step(inputs, 1, 1)),
@@ -143,9 +148,9 @@ def onnxruntime_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
 def tensorrt_entry(
     name: str, inputs: Tensors, outputs: Tensors, *, max_batch: int, max_length: int
 ) -> Entry:
-    """An instance on each GPU, with both profiles: the one that fits a request's shapes is taken.
+    """Returns an entry with an instance on each GPU, which picks the profile that fits a request.
 
-    `max_batch` and `max_length` are what the plan was built for.
+    `max_batch` and `max_length` are the limits that the plan was built for.
     """
     window, tokens = min(WARM_WINDOW, max_length), min(WARM_TOKENS, max_length)
     config = ModelConfig(
@@ -154,7 +159,7 @@ def tensorrt_entry(
         instance_group=(InstanceGroup(Kind.GPU, profile=("0", "1")),),
         input=tuple(tensor.declared() for tensor in inputs),
         output=tuple(tensor.declared() for tensor in outputs),
-        # Two tokens fit the profile of prompts alone, two sequences that of decoding alone.
+        # Two tokens fit only the prefill profile, two sequences only the decode profile.
         model_warmup=(
             Warmup("prompt", 1, _step(inputs, 1, tokens, window)),
             Warmup("decode", 1, _step(inputs, min(2, max_batch), 1, window)),

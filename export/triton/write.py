@@ -1,13 +1,13 @@
 """calibration + checkpoint → entries of a Triton model repository.
 
-An entry is a directory named as its model: manifest.json, golden.json, config.pbtxt, the inputs in
-`warmup`, and the version `1`, which holds the whole model:
+An entry is a directory with its model's name. It has manifest.json, golden.json, config.pbtxt, the
+inputs in `warmup`, and the version `1`, which holds the whole model:
   python       1/model.py and 1/onnx, or 1/engine: Octet's embedded engine
   vllm         1/model.py, 1/model.json and 1/checkpoint: Triton's vLLM backend
   onnxruntime  1/model.onnx: one step of the decoder, in ONNX Runtime
   tensorrt     1/model.plan: one step of the decoder, in TensorRT
-The first two take and give the vLLM backend's tensors, so that one client serves for either. Triton
-ignores the files that it does not know.
+The first two have the vLLM backend's inputs and outputs, so that one client works with either.
+Triton ignores the files that it does not know.
 """
 
 import shutil
@@ -29,7 +29,7 @@ __all__ = ["Backend", "Entries", "all_entries", "export_all", "export_triton"]
 VERSION = "1"
 CONFIG_FILE = "config.pbtxt"
 
-# What `export_all` writes, by suffix of the entry's name: the backend, and whether on an engine.
+# The entries of `export_all`, by suffix of the name: the backend, and True if it runs an engine.
 _ALL: dict[str, tuple[Backend, bool]] = {
     "": ("python", False),
     "-vllm": ("vllm", False),
@@ -37,14 +37,14 @@ _ALL: dict[str, tuple[Backend, bool]] = {
     "-engine": ("python", True),
     "-tensorrt": ("tensorrt", True),
 }
-# Of the content's manifest, in that of the entry too: what is doubtful, changed and expected.
+# Details copied from the content's manifest to the entry's: what is doubtful, changed, expected.
 _KEPT = ("warnings", "algorithm", "expected_divergence", "gate")
 _NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What became of each entry of a repository: its manifest, or why it was left out."""
+    """The result for each entry of a repository: its manifest, or why it was left out."""
 
     manifests: dict[str, Manifest] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -61,12 +61,12 @@ def export_triton(
     force: bool = False,
     judge: Judge | None = None,
 ) -> Manifest:
-    """Writes the entry `out`, a directory named as its model, in a model repository.
+    """Writes the entry `out`, a directory with its model's name, in a model repository.
 
-    `engine` is a directory of `build-engine` from the same calibration: what `tensorrt` serves, and
-    what `python` then runs in place of the ONNX export. `judge` may refuse what it holds. Raises
-    ConfigError if `name` is not that of the directory (Triton would not load such an entry),
-    UnsupportedError for what the backend cannot run.
+    `engine` is a directory of `build-engine` from the same calibration. `tensorrt` serves it, and
+    `python` runs it in place of the ONNX export. `judge` may refuse the entry's content. Raises
+    ConfigError if `name` is not that of the directory (Triton would not load such an entry), and
+    UnsupportedError for a model that the backend cannot run.
     """
     out = out.absolute()
     name = name or out.name
@@ -111,13 +111,13 @@ def export_all(
     force: bool = False,
     judge: Judge | None = None,
 ) -> Entries:
-    """Fills `repository` with every entry that can be written from what is given.
+    """Fills `repository` with every entry that can be written from the inputs.
 
-    They are `name` (default: the model's) for the Python backend, and beside it `-vllm`,
-    `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. What
-    a backend cannot run is left out, with the reason; what `judge` refuses ends it, and entries
-    that are there by then stay. Before the first entry is written, all that
-    can be known is raised: of both inputs, of the destinations, and of the space for all of them.
+    They are `name` (default: the model's) for the Python backend, and with suffixes `-vllm`,
+    `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. An
+    entry that its backend cannot run is left out, with the reason. A refusal by `judge` ends the
+    export, and the entries written by then stay. Errors that can be known in advance (in both
+    inputs, the destinations, and the space for all entries) are raised before the first is written.
     """
     repository = repository.absolute()
     name = name or Manifest.load(calibration, "calibration", verify=False).model.name
@@ -146,13 +146,16 @@ def export_all(
 
 
 def all_entries(calibration: Path, repository: Path, name: str | None = None) -> list[Path]:
-    """Those that `export_all` may write."""
+    """Lists the entries that `export_all` may write."""
     name = name or Manifest.load(calibration, "calibration", verify=False).model.name
     return [repository.absolute() / f"{name}{suffix}" for suffix in _ALL]
 
 
 def _nbytes(source: Source, backend: Backend, plan: Plan | None, *, on_engine: bool) -> int:
-    """What the entry will hold, but for small files. UnsupportedError where there can be none."""
+    """Returns the entry's size without small files.
+
+    Raises UnsupportedError if there can be no such entry.
+    """
     if on_engine:
         if plan is None:
             raise UnsupportedError(_NO_ENGINE)

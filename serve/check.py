@@ -1,4 +1,4 @@
-"""`octet serve --check`: what a configuration holds, and all that can be found wrong without it."""
+"""`octet serve --check`: lists a configuration, and all problems found without serving it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +30,9 @@ __all__ = ["check"]
 def check(path: Path, *, proof: bool = True) -> list[str]:
     """Reads the file as `octet serve` would, and makes its backends without starting them.
 
-    Without `proof`, as `octet serve --no-proof`. Returns what it found, a line each. Raises
-    OctetError for what cannot work: `Refused` with every problem of the file.
+    Without `proof`, reads it as `octet serve --no-proof` would. Returns its findings as lines.
+    Raises OctetError for a configuration that cannot work: `Refused` with every problem of the
+    file.
     """
     config = load_config(path)
     config = config if proof else config.without_proof()
@@ -58,7 +59,7 @@ def _tier(name: str, tier: Tier) -> str:
 
 
 def _model(name: str, model: ModelConfig) -> str:
-    """Its pools in the order in which they are asked, and with which share."""
+    """Lists a model's pools in the order in which they are used, with their shares."""
     main = model.pool if isinstance(model.pool, str) else name
     parts = [main]
     parts += [f"canary {canary.pool} ({canary.fraction:.4g})" for canary in model.canary]
@@ -73,7 +74,7 @@ def _model(name: str, model: ModelConfig) -> str:
 
 
 def _problems(config: GatewayConfig) -> Iterator[Problem]:
-    """What only the file system and the environment show."""
+    """Yields problems that only the file system and the environment show."""
     for name, loc, pool in pools_of(config):
         model = next(iter(config.models_of(name)), name)
         wrong: set[Loc] = set()
@@ -95,7 +96,7 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
 
 
 def _golden(pool: PoolConfig) -> dict[tuple[Path, bool], Loc]:
-    """The directories of golden records that its backends are proven with: where each is named."""
+    """Maps each directory of golden records, and whether an embedded backend's, to its place."""
     found: dict[tuple[Path, bool], Loc] = {}
     for i, entry in enumerate([*pool.backends, *([None] if pool.discover else [])]):
         directory = directory_of(pool.proof, entry)
@@ -107,7 +108,7 @@ def _golden(pool: PoolConfig) -> dict[tuple[Path, bool], Loc]:
 
 
 def _unprovable(loc: Loc, pool: PoolConfig, wrong: set[Loc]) -> Iterator[Problem]:
-    """Golden records that cannot be used, but for those of backends that are `wrong` altogether."""
+    """Yields problems of golden records, except those of backends that are already in `wrong`."""
     exams = Exams(pool.proof)
     for key, where in _golden(pool).items():
         if where[:-1] in wrong:
@@ -128,7 +129,7 @@ def _warnings(config: GatewayConfig) -> Iterator[str]:
 
 
 def _wrong_with(backend: BackendConfig, model: str) -> str | None:
-    """Why it could not be started; an embedded one's weights are not read."""
+    """Returns why a backend could not start, or None; does not read an embedded one's weights."""
     try:
         make_backend(model, backend)
         if isinstance(backend, EmbeddedConfig):

@@ -1,4 +1,4 @@
-"""`octet serve`: a gateway from its configuration to its end."""
+"""`octet serve`: runs a gateway, from its configuration to its end."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ def run(
     port: int | None = None,
     proof: bool = True,
 ) -> None:
-    """Serves until a signal: an export under its model's name, or what the file `config` lists.
+    """Serves until a signal: an export under its model's name, or the models of file `config`.
 
     `host` and `port` take precedence over the file's. Without `proof`, backends serve whatever
-    their numbers are. Raises an OctetError for a configuration
-    that cannot work, or an address that cannot be listened on; exits 1 if requests were cut short.
+    their log-probabilities are. Raises an OctetError for a configuration that cannot work, or an
+    address that cannot be listened on; exits 1 if requests were cut short.
     """
     settings = _settings(target, config)
     settings = settings if proof else settings.without_proof()
@@ -66,10 +66,10 @@ def run(
 
 
 def _spare_the_collector(_server: DrainingServer) -> None:
-    """What is loaded by now lives as long as the process: the collector need not look at it.
+    """Exempts all present objects from garbage collection: they live as long as the process.
 
-    A request makes some 300 objects, and hardly any in cycles; at Python's own thresholds all of
-    them are looked at every other request.
+    A request makes some 300 objects, hardly any of them in cycles; at Python's default thresholds
+    the collector would inspect all of them at every other request.
     """
     gc.collect()
     gc.freeze()
@@ -86,10 +86,9 @@ async def serve_gateway(
 ) -> bool:
     """Starts the backends, serves on `listener`, drains at a signal, closes the backends.
 
-    It listens before the backends are proven, so that /health and /ready can say so; or after the
-    first verdicts, if they are there within `patience_s`.
-    Administration is on `admin_listener`, if there is one. SIGHUP reads the configuration again.
-    Returns whether every request ran to its end.
+    It listens before the backends are proven, so that /health and /ready can report it; or after
+    the first verdicts, if they come within `patience_s`. Administration is on `admin_listener`, if
+    there is one. SIGHUP rereads the configuration. Returns whether every request ran to its end.
     """
     await gateway.start(patience_s=patience_s)
     server = DrainingServer(gateway, on_started)
@@ -113,7 +112,7 @@ async def _both(
     admin: AdminServer,
     admin_listener: socket.socket,
 ) -> None:
-    """Administration is there as long as the server is: it can be asked how a drain goes."""
+    """Serves administration until the server ends, so that it can report a drain's progress."""
     administration = asyncio.create_task(admin.serve(sockets=[admin_listener]))
     try:
         await server.serve(sockets=[listener])
@@ -124,7 +123,7 @@ async def _both(
 
 @contextlib.asynccontextmanager
 async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
-    """SIGHUP, as a callback of the event loop: nothing runs inside the signal's handler."""
+    """Reloads at SIGHUP in a callback of the event loop: nothing runs inside the signal handler."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
@@ -156,7 +155,7 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
         return load_config(config)
     if target is None:
         raise ConfigError("nothing to serve: give an export or a configuration file")
-    # Fails early on a directory that is neither; the runner verifies its hashes.
+    # Fails early for a directory of another kind; the runner verifies its hashes.
     manifest = Manifest.load(target, verify=False)
     if manifest.kind not in ("onnx", "engine"):
         raise ConfigError(
@@ -168,10 +167,10 @@ def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: before the backends run, nobody is kept waiting.
+    """Returns a bound socket that does not listen yet: no client waits before the backends run.
 
-    Its protocol is named, because asyncio turns off Nagle's algorithm only for sockets that say
-    they are TCP; without that, each small answer waits 40 ms for the client's delayed ACK.
+    Its protocol is given, because asyncio turns off Nagle's algorithm only for sockets whose
+    protocol is TCP; otherwise each small answer waits 40 ms for the client's delayed ACK.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

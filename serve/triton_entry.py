@@ -3,8 +3,8 @@
     Triton ──execute──▶ engine thread ──queue──▶ sender thread ──response senders──▶ Triton
 
 `execute` reads and checks requests and returns. The engine must not wait for Triton's shared
-memory, so a thread of its own sends: what has been queued of a request by then is one response.
-The same thread asks Triton, 20 times a second, whether anybody still waits for each request. Every
+memory, so a separate thread sends: all that is queued for a request at that moment is one response.
+The same thread checks 20 times a second whether Triton's client has cancelled a request. Every
 request gets exactly one final response, whatever happens.
 """
 
@@ -29,13 +29,13 @@ from serve.triton_messages import Asked, outputs, read_request
 __all__ = ["TritonEntry"]
 
 POLL_S = 0.05
-DRAIN_S = 30.0  # Triton unloads a model once its requests are done; this is for those that are not
+DRAIN_S = 30.0  # Triton unloads a model after its requests are done; this is for any that are not
 
 log = logging.getLogger(__name__)
 
 
 class TritonEntry:
-    """What a `TritonPythonModel` delegates to; `pb_utils` is triton_python_backend_utils."""
+    """Implements a `TritonPythonModel`; `pb_utils` is triton_python_backend_utils."""
 
     def __init__(
         self, runner: Runner, tokenizer: Tokenizer, pb_utils: Any, *, slots: int | None = None
@@ -45,7 +45,7 @@ class TritonEntry:
         self._queue: SimpleQueue[list[Delivery] | None] = SimpleQueue()
         engine = Engine(runner, self._queue.put, slots=slots)
         self._loaded = Loaded(engine, tokenizer, runner.spec)
-        # Requests without a final response; who takes one out of here sends it.
+        # Requests without a final response; code that removes one sends its final response.
         self._live: dict[Generation, _Answer] = {}
         self._sender = threading.Thread(target=self._send, name="octet-sender", daemon=True)
         engine.start()
@@ -53,12 +53,12 @@ class TritonEntry:
 
     @classmethod
     def load(cls, args: Mapping[str, str], pb_utils: Any) -> Self:
-        """From what Triton gives `initialize`.
+        """Loads the model from the arguments of `initialize`.
 
-        In the version's directory is `engine`, which runs on the GPU of this instance, or `onnx`.
-        Raises ArtifactError for what is not an unaltered export, UnsupportedError for an engine
-        that is not for this machine, ConfigError for the parameters `slots` and `threads` of
-        config.pbtxt.
+        The version's directory contains `engine`, which runs on the GPU of this instance, or
+        `onnx`. Raises ArtifactError for anything but an unaltered export, UnsupportedError for an
+        engine that is not for this machine, and ConfigError for invalid parameters `slots` and
+        `threads` of config.pbtxt.
         """
         version = Path(args["model_repository"]) / args["model_version"]
         parameters = json.loads(args["model_config"]).get("parameters", {})
@@ -116,9 +116,10 @@ class TritonEntry:
                 next_poll = time.monotonic() + POLL_S
 
     def _take(self, timeout_s: float) -> tuple[list[Delivery], bool]:
-        """All that is queued, and whether to stop; waits for it as long as there is a live request.
+        """Takes all that is queued; returns it, and whether to stop.
 
-        Without one there is nothing to look after meanwhile.
+        With live requests it waits at most `timeout_s`, so that they are checked for cancellation;
+        without any it waits until something is queued.
         """
         try:
             items = [self._queue.get(timeout=max(timeout_s, 0) if self._live else None)]
@@ -161,7 +162,7 @@ class TritonEntry:
 
 
 class _Answer:
-    """The response sender of one request, and what it has not sent yet."""
+    """The response sender of one request, and its events that are not sent yet."""
 
     def __init__(self, sender: Any, pb_utils: Any) -> None:
         self._sender = sender
@@ -179,7 +180,7 @@ class _Answer:
         return bool(self._sender.is_cancelled())
 
     def send(self) -> bool:
-        """Sends `events`, or if not streamed waits for the last; whether that was among them."""
+        """Sends `events`; if not streamed, only with the last. Returns whether the answer ended."""
         assert self._asked is not None
         ended = bool(self.events) and isinstance(self.events[-1], Finished)
         if not ended and not self._asked.stream:
@@ -200,12 +201,12 @@ class _Answer:
         response = pb_utils.InferenceResponse(error=_triton_error(error, pb_utils))
         try:
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        except Exception:  # nobody is left to tell
+        except Exception:  # there is no other way to report it to the client
             log.exception("a final response could not be sent")
 
 
 def _triton_error(error: Exception | None, pb_utils: Any) -> Any:
-    """A refusal is JSON with the field at fault, which the gateway reads back."""
+    """Makes Triton's error. A refusal is JSON with the field at fault, which the gateway reads."""
     kinds = pb_utils.TritonError
     if error is None:
         return kinds("the request was cancelled", kinds.CANCELLED)

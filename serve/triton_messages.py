@@ -1,13 +1,13 @@
-"""Requests and answers of Octet's Triton entry as tensors: those of Triton's vLLM backend.
+"""Requests and responses of Octet's Triton entry as tensors: those of Triton's vLLM backend.
 
-Inputs, all optional and of shape [1] but for the token ids:
+Inputs, all optional and of shape [1] except the token ids:
   text_input               the prompt; or input_ids, INT64 [T]
-  sampling_parameters      JSON object; without it, the request's own parameters are taken
-  stream                   whether answers come in pieces (default: not)
-  exclude_input_in_output  whether the text starts after the prompt (default: if streamed)
+  sampling_parameters      JSON object; without it, the request's own parameters are used
+  stream                   true: the answer comes in pieces (default: false)
+  exclude_input_in_output  true: the text starts after the prompt (default: same as stream)
   return_finish_reason, return_logprobs, return_num_input_tokens, return_num_output_tokens
 
-Outputs, of every response but what was not asked for:
+Outputs of every response; the reports only if requested:
   text_output              the next piece of the answer, or all of it
   finish_reason            "None" until the last response, then "stop" or "length"
   stop_reason              with it: the stop string or token id that ended the answer, as JSON
@@ -39,7 +39,7 @@ from serve.engine.request import (
 
 __all__ = ["Asked", "Tensors", "outputs", "read_request"]
 
-# Name → array, as a response's tensors are made of.
+# Name → array, for each tensor of a response.
 Tensors = dict[str, Any]
 
 SAMPLING = (
@@ -51,7 +51,7 @@ REPORTS = ("finish_reason", "logprobs", "num_input_tokens", "num_output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: what to generate, and how to say it."""
+    """One request: what to generate, and in which form to return it."""
 
     request: GenerateRequest
     stream: bool
@@ -90,7 +90,7 @@ def read_request(request: Any, pb_utils: Any) -> Asked:
 
 
 def outputs(asked: Asked, prompt_tokens: int, events: Sequence[Event], prefix: str) -> Tensors:
-    """The tensors of one response, which brings `events`; its text begins with `prefix`."""
+    """Returns the tensors of one response with `events`; its text begins with `prefix`."""
     deltas = [event for event in events if isinstance(event, Delta)]
     end = next((event for event in events if isinstance(event, Finished)), None)
     tensors = {"text_output": _strings(prefix + "".join(delta.text for delta in deltas))}
@@ -111,7 +111,7 @@ def outputs(asked: Asked, prompt_tokens: int, events: Sequence[Event], prefix: s
 
 
 def _own(request: Any) -> str:
-    """The request's own parameters, without those that are Triton's."""
+    """Returns the request's own parameters, without Triton's."""
     parameters = json.loads(request.parameters() or "{}")
     return json.dumps({k: v for k, v in parameters.items() if not k.startswith("triton_")})
 
@@ -134,7 +134,10 @@ def _sampling(encoded: str) -> dict[str, Any]:
 def _generate_request(
     request_id: str, prompt: str | list[int], sampling: Mapping[str, Any]
 ) -> GenerateRequest:
-    """With the gateway's ranges, and the default `max_tokens` of vLLM; null means no limit."""
+    """Makes the request, with the gateway's ranges and vLLM's default `max_tokens`.
+
+    A `max_tokens` of null means no limit.
+    """
     known = {name: sampling[name] for name in SAMPLING if name in sampling}
     extra = {name: value for name, value in sampling.items() if name not in known}
     refuse_unsupported(extra, dict.fromkeys(SAMPLING), "completion", "this model")
@@ -165,7 +168,10 @@ def _text(encoded: bytes, name: str) -> str:
 
 
 def _position(position: PositionLogprobs) -> dict[str, Any]:
-    """Keyed by token id, for texts collide. A chosen token among the likely ones is one entry."""
+    """Writes a position, keyed by token id because texts can collide.
+
+    A chosen token that is also among the most likely ones has one entry.
+    """
     ranks = {token.token_id: rank for rank, token in enumerate(position.top, 1)}
     chosen = _entry(position.chosen, ranks.get(position.chosen.token_id))
     entries = {str(position.chosen.token_id): chosen | {"text_offset": position.text_offset}}

@@ -1,1 +1,1 @@
-"""Who may ask: API keys, the models they may use, their rates and their quotas."""
+"""Access control: API keys, the models they may use, their rates and their quotas."""

@@ -1,4 +1,4 @@
-"""API keys: only their SHA-256 is known here, and all of it is compared in constant time."""
+"""API keys: only their SHA-256 is stored, and all of it is compared in constant time."""
 
 import hashlib
 import hmac
@@ -13,11 +13,11 @@ from serve.config import Access, KeyConfig
 
 __all__ = ["ANONYMOUS", "Keys", "Principal"]
 
-_NOBODY = "0" * 64  # what a key that nobody has is compared with
+_NOBODY = "0" * 64  # compared with the digest of an unknown key
 
 
 class Keys:
-    """The keys by their digest."""
+    """The API keys, by their digest."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Keys:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keys that were also in `before`, by name, go on with what they have spent.
+        """Keys whose names were also in `before` keep what they have spent.
 
-        Names and digests are there once each: the configuration sees to that. A key is needed if
-        there are any, or if `required`.
+        The configuration ensures that names and digests are unique. A key is needed if there are
+        any, or if `required`.
         """
         self.usage = usage or Usage(wall=wall)
         self._wall = wall
@@ -46,18 +46,18 @@ class Keys:
 
     @classmethod
     def from_config(cls, access: Access, before: "Keys | None" = None) -> "Keys":
-        """The keys of a loaded configuration; `before`, at a reload, is not changed."""
+        """Returns the keys of a loaded configuration; `before`, at a reload, is not changed."""
         usage = before.usage if before else None
         if usage is None or usage.path != access.usage_file:
             usage = Usage(access.usage_file, before=usage)
-        required = access.keys_file is not None  # one that is empty must not open the door
+        required = access.keys_file is not None  # an empty file must not give access to all
         return cls(access.keys, required=required, usage=usage, before=before)
 
     def authenticate(self, authorization: bytes | None) -> Principal:
-        """Whose key the header `Authorization: Bearer ...` holds.
+        """Returns the principal whose key the header `Authorization: Bearer ...` holds.
 
-        Raises RequestError (401, which goes out with `WWW-Authenticate: Bearer`) if a key is needed
-        and there is none, or one that is unknown or has expired.
+        Raises RequestError (401, sent with `WWW-Authenticate: Bearer`) if a key is needed and there
+        is none, or it is unknown or has expired.
         """
         if not self.required:
             return ANONYMOUS

@@ -1,4 +1,4 @@
-"""Who asks, and what they may."""
+"""The sender of a request, and its rights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ _NO_HEADERS: dict[str, str] = {}
 
 
 class Named(Protocol):
-    """What is needed of a route."""
+    """The part of a route that access control needs."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ class Named(Protocol):
 
 
 class Principal:
-    """Who asks: a key, or `anonymous` where no key is needed."""
+    """The sender of a request: a key, or `anonymous` if no key is needed."""
 
     __slots__ = ("_rates", "_usage", "config", "expires", "name", "priority", "weight")
 
@@ -43,19 +43,19 @@ class Principal:
         self.weight = config.weight if config else 1.0
         # Seconds since 1970.
         self.expires = config.expires.timestamp() if config and config.expires else None
-        # A key without limits is not counted: nothing would ask for the figures.
+        # A key without limits is not counted: nothing would read the counts.
         self._rates = rates if config and _is_limited(config) else None
         self._usage = usage
 
     def may_use(self, route: Named) -> bool:
-        """Whether this key may use the model, under any of its names."""
+        """Decides whether this key may use the model, under any of its names."""
         if self.config is None or self.config.models is None:
             return True
         allowed = self.config.models
         return any(name in allowed for name in (route.name, *route.aliases, *route.tier_aliases))
 
     def may_use_tier(self, route: Named, tier: str | None) -> bool:
-        """Whether it may use the model in this tier; or in none, and so with any pool of it.
+        """Decides whether this key may use the model in `tier`; None stands for any of its pools.
 
         The right to a tier's alias is the right to that tier alone.
         """
@@ -82,13 +82,16 @@ class Principal:
         )
 
     def charge(self, tokens: int) -> Charge | None:
-        """Counts a request on the key's limits; None if it has none. Raises RequestError (429)."""
+        """Counts a request against the key's limits; returns None if it has none.
+
+        Raises RequestError (429; 400 if the request can never fit a limit).
+        """
         if self._rates is None or self.config is None or self._usage is None:
             return None
         return self._rates.charge(self.config, self._usage, tokens)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's `x-ratelimit-*`, for an answer of any status; empty without limits."""
+        """Returns OpenAI's `x-ratelimit-*` for an answer of any status; empty without limits."""
         if self._rates is None or self.config is None:
             return _NO_HEADERS
         return self._rates.headers(self.config)

@@ -1,9 +1,8 @@
-"""One key's rates, quota and requests under way.
+"""One key's rates, quota and requests in flight.
 
-A request is charged its estimate when it comes in, and settled with true counts when they are
-known. Limits are not kept here: a reloaded configuration applies to what has been spent already.
-
-What was spent in the last minute, as a sliding window.
+A request is charged its estimate on arrival, and settled with the true counts when they are known.
+Limits are not kept here, so a reloaded configuration applies to what has been spent already. The
+last minute is a sliding window.
 """
 
 import math
@@ -17,16 +16,16 @@ from serve.config import KeyConfig
 __all__ = ["Charge", "Minute", "Rates"]
 
 
-# A second each. Two moments less than 60 s apart are at most 60 whole seconds apart, so that 61
-# slots hold every minute that ends now.
+# One second each. Two moments less than 60 s apart differ by at most 60 whole seconds, so 61 slots
+# hold every minute that ends now.
 SLOTS = 61
 
 
 class Minute:
-    """Amounts of the last minute, requests or tokens, in slots of one second.
+    """Requests or tokens of the last minute, in slots of one second.
 
     A token bucket that allows a minute's worth at once lets twice the limit through in some minute
-    (the burst, and what flows in meanwhile). Here the sum over any 60 seconds is at most the limit,
+    (the burst, and the refill meanwhile). Here the sum over any 60 seconds is at most the limit,
     and a whole minute's worth may still come at once. Times are seconds of one monotonic clock.
     """
 
@@ -45,9 +44,9 @@ class Minute:
         return self._newest
 
     def correct(self, slot: int, difference: int, now: float) -> None:
-        """Changes what was added to `slot`. Too much is taken back where it was; more counts now.
+        """Corrects an amount added to `slot`: takes an excess back there, counts a shortfall now.
 
-        What has left the window meanwhile is not changed.
+        An excess that has left the window meanwhile is not taken back.
         """
         self._advance(now)
         if difference > 0:
@@ -57,7 +56,7 @@ class Minute:
             self.used += difference
 
     def wait_s(self, amount: int, limit: int, now: float) -> float:
-        """Seconds until `amount` more is within `limit`: 0 if it is now, infinity if never."""
+        """Returns the seconds until `amount` more fits `limit`: 0 if now, infinity if never."""
         self._advance(now)
         excess = self.used + amount - limit
         if excess <= 0:
@@ -71,7 +70,7 @@ class Minute:
         raise AssertionError("the slots do not add up to what is used")
 
     def reset_s(self, now: float) -> float:
-        """Seconds until nothing is used."""
+        """Returns the seconds until nothing is used."""
         self._advance(now)
         for second in range(self._newest, self._newest - SLOTS, -1):
             if self._slots[second % SLOTS]:
@@ -79,7 +78,7 @@ class Minute:
         return 0.0
 
     def _advance(self, now: float) -> None:
-        """Empties the slots that the window has left."""
+        """Empties the slots that have left the window."""
         second = int(now)
         if second <= self._newest:
             return
@@ -93,7 +92,7 @@ SMOOTHING = 0.2  # weight of the newest request in the mean duration
 
 
 class Rates:
-    """What one key has spent."""
+    """The spending of one key."""
 
     __slots__ = ("clock", "duration_s", "in_flight", "requests", "reserved", "tokens")
 
@@ -102,14 +101,14 @@ class Rates:
         self.requests = Minute()
         self.tokens = Minute()
         self.in_flight = 0
-        self.reserved = 0  # estimated tokens of requests under way, not yet in `usage`
+        self.reserved = 0  # estimated tokens of requests in flight, not yet in `usage`
         self.duration_s = 0.0  # of a request, a moving average
 
     def charge(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
         """Counts a request of at most `tokens`, by estimate.
 
-        Raises RequestError if that is over a limit of `key`; then nothing is counted. 429 names the
-        time when it will not be; a request that never fits is a 400: nobody should try it again.
+        Raises RequestError, and counts nothing, if that is over a limit of `key`. A 429 states when
+        to retry. A request that can never fit gets a 400, so that clients do not retry it.
         """
         now = self.clock()
         if key.max_in_flight is not None and self.in_flight >= key.max_in_flight:
@@ -156,7 +155,7 @@ class Rates:
             )
 
     def headers(self, key: KeyConfig) -> dict[str, str]:
-        """OpenAI's `x-ratelimit-*` headers, for the limits that `key` has."""
+        """Returns OpenAI's `x-ratelimit-*` headers, for the limits that `key` has."""
         now = self.clock()
         found: dict[str, str] = {}
         for what, limit, minute in (
@@ -164,7 +163,7 @@ class Rates:
             ("tokens", key.tokens_per_minute, self.tokens),
         ):
             if limit is not None:
-                reset_s = minute.reset_s(now)  # and forgets what is older than a minute
+                reset_s = minute.reset_s(now)  # also drops what is older than a minute
                 found[f"x-ratelimit-limit-{what}"] = str(limit)
                 found[f"x-ratelimit-remaining-{what}"] = str(max(limit - minute.used, 0))
                 found[f"x-ratelimit-reset-{what}"] = f"{math.ceil(reset_s)}s"
@@ -172,7 +171,7 @@ class Rates:
 
 
 class Charge:
-    """What one request was charged. Exactly one of `release` and `refund` ends it."""
+    """The charge for one request. Exactly one of `release` and `refund` ends it."""
 
     __slots__ = ("_rates", "_since", "_slot", "_true", "_usage", "key", "tokens")
 
@@ -186,14 +185,14 @@ class Charge:
         self.tokens = tokens
 
     def settle(self, tokens: int) -> None:
-        """The true count takes the place of the estimate, or of an earlier true count."""
+        """Replaces the estimate, or an earlier true count, by the true count."""
         before = self.tokens if self._true is None else self._true
         self._true = tokens
         rates = self._rates
         rates.tokens.correct(self._slot, tokens - before, rates.clock())
 
     def release(self) -> None:
-        """The request has ended. Without true counts the estimate stands."""
+        """Ends the charge with its request. Without true counts the estimate stands."""
         rates = self._rates
         duration_s = rates.clock() - self._since
         newest = SMOOTHING if rates.duration_s else 1.0
@@ -201,7 +200,10 @@ class Charge:
         self._end(self.tokens if self._true is None else self._true)
 
     def refund(self, *, keep_request: bool) -> None:
-        """The request ended before it began: its tokens count no more, nor does it unless kept."""
+        """Ends the charge of a request that never began: its tokens do not count.
+
+        The request itself counts only with `keep_request`.
+        """
         rates = self._rates
         self.settle(0)
         if not keep_request:

@@ -1,4 +1,4 @@
-"""The tokens of each key today (UTC), remembered across restarts."""
+"""The tokens of each key today (UTC), kept across restarts."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 __all__ = ["Usage"]
 
-WRITE_EVERY_S = 10.0  # a crash forgets at most so much
+WRITE_EVERY_S = 10.0  # a crash loses at most the counts of this time
 DAY_S = 86_400
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class _Document(BaseModel):
 
 
 class Usage:
-    """Tokens by key name. `wall` gives seconds since 1970, whose days begin at midnight UTC."""
+    """Tokens by key name. `wall` gives seconds since 1970; days begin at midnight UTC."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Usage:
         *,
         before: "Usage | None" = None,
     ) -> None:
-        """Reads `path` if it is there. A file that cannot be used is said, and set aside.
+        """Reads `path` if it exists. An unusable file is logged and set aside.
 
-        What `before` knows of today counts too: another file does not give a quota twice.
+        Today's tokens in `before` count too, so that another file does not give a quota twice.
         """
         self.path = path
         self._wall = wall
-        self._clock = clock  # goes on when the other is set back
+        self._clock = clock  # goes on when `wall` is set back
         self._day = self._today()
         self._tokens: dict[str, int] = {}
         self._unwritten = False
@@ -56,12 +56,12 @@ class Usage:
             self._unwritten = True
 
     def spent(self, key: str) -> int:
-        """Tokens of `key` since midnight UTC."""
+        """Returns the tokens of `key` since midnight UTC."""
         self._turn_day()
         return self._tokens.get(key, 0)
 
     def add(self, key: str, tokens: int) -> None:
-        """Counts `tokens`, and writes the file if the last time was long ago."""
+        """Counts `tokens`, and writes the file if the last write is `WRITE_EVERY_S` ago."""
         self._turn_day()
         self._tokens[key] = self._tokens.get(key, 0) + tokens
         self._unwritten = True
@@ -69,11 +69,11 @@ class Usage:
             self.write()
 
     def reset_s(self) -> float:
-        """Seconds until midnight UTC."""
+        """Returns the seconds until midnight UTC."""
         return DAY_S - self._wall() % DAY_S
 
     def write(self) -> None:
-        """Writes the file, whole or not at all. A failure is logged: the requests go on."""
+        """Writes the file atomically. A failure is only logged: the requests go on."""
         if self.path is None or not self._unwritten:
             return
         self._next_write = self._clock() + WRITE_EVERY_S

@@ -1,1 +1,1 @@
-"""Whether a request may begin now: token budgets of pools, a fair queue, and memory."""
+"""Decides whether a request may begin now: token budgets of pools, a fair queue, and memory."""

@@ -1,4 +1,4 @@
-"""Whether a request may begin: its key's limits, its pool's token budget, and memory."""
+"""Decides whether a request may begin: by its key's limits, its pool's token budget, and memory."""
 
 import random
 import time
@@ -16,13 +16,13 @@ from serve.config import Limits, PoolConfig
 
 __all__ = ["Admission", "Ticket"]
 
-# Of a pool whose limit is not configured: a batch that fills the KV cache, and the next one.
+# Default limit of a pool, in KV-cache capacities: a batch that fills the cache, and the next one.
 CAPACITIES = 2
-LIMIT_EVERY_S = 1.0  # how often a pool is asked what its KV caches hold
+LIMIT_EVERY_S = 1.0  # how often the capacity of a pool's KV caches is read
 
 
 class Budgeted(Protocol):
-    """What is needed of a pool."""
+    """The part of a pool that admission needs."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +35,7 @@ class Budgeted(Protocol):
 
 
 class Admission:
-    """One for the gateway; pools are known by name, and keep their queue over a reload."""
+    """Admits the gateway's requests. Pools are known by name, and keep their queue at a reload."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Admission:
     ) -> None:
         limits = limits or Limits()
         self.gates: dict[str, Gate] = {}
-        self.rejections: Counter[tuple[str, str]] = Counter()  # by pool ("" before one) and reason
+        self.rejections: Counter[tuple[str, str]] = Counter()  # by pool ("" if none yet) and reason
         self.limits = limits
         self.memory = memory or Memory(limits.max_memory_bytes, clock=clock)
         self._clock = clock
@@ -55,9 +55,10 @@ class Admission:
         self._asked: dict[str, float] = {}  # when each pool's limit was last read
 
     def reload(self, limits: Limits) -> None:
-        """Takes over new limits; those of pools and keys come with each request.
+        """Applies new limits; those of pools and keys come with each request.
 
-        Gates that nobody uses are forgotten: their pool may be gone, and is made anew if it is not.
+        Unused gates are removed, because their pool may be gone. If it is not, its gate is made
+        anew.
         """
         if limits.max_memory_bytes != self.limits.max_memory_bytes:
             self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
@@ -69,10 +70,10 @@ class Admission:
             del self.gates[name], self._asked[name]
 
     def require_memory(self) -> None:
-        """Raises RequestError (503) if memory is short: for before a body is read, too.
+        """Raises RequestError (503) if memory is short. Also called before a body is read.
 
-        While nothing is under way a request is taken all the same. A heap that never shrinks would
-        close the door for good otherwise.
+        While nothing is in flight, a request is admitted anyway. Otherwise a heap that never
+        shrinks would refuse requests forever.
         """
         if self.memory.is_short() and any(gate.requests for gate in self.gates.values()):
             self.rejections["", "memory"] += 1
@@ -92,12 +93,12 @@ class Admission:
         deadline: float | None,
         prompt_tokens: int = 0,
     ) -> "Ticket":
-        """Returns when the request may begin; without yielding if there is room.
+        """Returns when the request may begin; without yielding if there is capacity.
 
         `tokens` are those of the prompt and of the longest answer, `prompt_tokens` the prompt's
         alone, both estimated. `deadline` is a time of `clock`. Raises RequestError: 400 for a
-        prompt over the configured limit, 429 for the key's limits, 503 if there is no room, 504 at
-        the deadline. A request larger than the whole budget goes alone.
+        prompt over the configured limit, 429 for the key's limits, 503 if there is no capacity, 504
+        at the deadline. A request larger than the whole budget runs alone.
         """
         most = self.limits.max_prompt_tokens
         if most is not None and prompt_tokens > most:
@@ -116,7 +117,7 @@ class Admission:
         try:
             await self._enter(ticket, pool, deadline)
         except BaseException as error:
-            # Refused by us, it does not count at all; a client that went has had its request.
+            # A refused request does not count at all; one whose client went away does.
             if charge is not None:
                 charge.refund(keep_request=not isinstance(error, RequestError))
             raise
@@ -160,7 +161,7 @@ class Admission:
         return gate
 
     def status(self) -> dict[str, Any]:
-        """What is under way and what waits, in tokens and requests, by pool."""
+        """Returns what is in flight and what is queued, in tokens and requests, by pool."""
         pools = {
             name: {
                 "limit_tokens": gate.limit,
@@ -179,7 +180,7 @@ class Admission:
 
 
 class Ticket:
-    """A request that may run, until `release`."""
+    """The right of a request to run, until `release`."""
 
     __slots__ = ("_admission", "_charge", "_gate", "_since", "principal", "queued_s", "tokens")
 
@@ -191,7 +192,7 @@ class Ticket:
         self._gate: Gate | None = None
         self._since = 0.0
         self.principal = principal
-        self.tokens = tokens  # that it counts for
+        self.tokens = tokens  # that the request counts for
         self.queued_s = 0.0
 
     def enter(self, gate: Gate, now: float) -> None:
@@ -199,7 +200,7 @@ class Ticket:
         self._since = now
 
     async def move_to(self, pool: Budgeted, *, deadline: float | None) -> None:
-        """Leaves its pool's budget for that of another one: a fallback.
+        """Moves from its pool's budget to that of another pool: a fallback.
 
         Raises RequestError as `admit` does; the ticket must be released all the same.
         """
@@ -209,19 +210,19 @@ class Ticket:
         await self._admission._enter(self, pool, deadline)
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """The true counts, for the key's rates and quota; 0 and 0 if no backend began.
+        """Records the true counts for the key's rates and quota; 0 and 0 if no backend began.
 
-        Without them the estimate stands: a client that goes mid-answer has used tokens.
+        Without them the estimate stands: a client that goes away mid-answer has used tokens.
         """
         if self._charge is not None:
             self._charge.settle(prompt_tokens + completion_tokens)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's `x-ratelimit-*` for the answer; empty for a key without limits."""
+        """Returns OpenAI's `x-ratelimit-*` for the answer; empty for a key without limits."""
         return self.principal.headers()
 
     def release(self) -> None:
-        """The request has ended, however it did. Once is enough, more does no harm."""
+        """Gives everything back, however the request ended. Idempotent."""
         self._leave()
         charge, self._charge = self._charge, None
         if charge is not None:

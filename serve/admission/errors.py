@@ -1,4 +1,4 @@
-"""The refusal of a request that the server has no room for, or no time left."""
+"""Refusals of requests for lack of capacity, or because the server is shutting down."""
 
 from octet.errors import RequestError
 
@@ -6,7 +6,7 @@ __all__ = ["Overloaded", "overloaded", "shutting_down"]
 
 
 class Overloaded(RequestError):
-    """503; `reason` (queue_full, queue_too_long, queue_timeout, memory) is for metrics."""
+    """A 503 error; `reason` (queue_full, queue_too_long, queue_timeout, memory) is for metrics."""
 
     reason = ""
 

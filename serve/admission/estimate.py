@@ -1,7 +1,7 @@
-"""How many tokens a prompt has, before any tokenizer has seen it.
+"""Estimates how many tokens a prompt has, before any tokenizer has seen it.
 
-English has about four characters a token, and other scripts about four bytes of UTF-8 (a Chinese
-character is three). Token ids are counted.
+English has about four characters per token, other scripts about four bytes of UTF-8 (a Chinese
+character has three). Token ids are counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +11,15 @@ __all__ = ["prompt_tokens"]
 
 BYTES_PER_TOKEN = 4
 PER_MESSAGE = 4  # its role, and what a chat template puts around it
-# An image, a sound or a file: as many as OpenAI counts for an image of 1024 by 1024 (765), up to
-# the next power of two. Its base64 says nothing.
+# An image, a sound or a file: OpenAI's count for an image of 1024 by 1024 (765), rounded up to the
+# next power of two. The length of its base64 means nothing.
 PER_ATTACHMENT = 1024
-SAMPLE = 4096  # characters that are looked at to know the bytes of a longer text
+SAMPLE = 4096  # characters that are sampled to estimate the bytes of a longer text
 _ATTACHMENTS = ("image", "audio", "video", "file")
 
 
 def prompt_tokens(prompts: str | Iterable[Any]) -> int:
-    """The estimate for a text, token ids, several of either, or the messages of a conversation.
+    """Estimates the tokens of a text, of token ids, of several of either, or of chat messages.
 
     Takes microseconds whatever the length: ids are only counted, texts only measured.
     """
@@ -51,7 +51,7 @@ def _text(text: str) -> int:
 
 
 def _message(message: Mapping[str, Any]) -> int:
-    """All texts of a message; only the parts of its content may be attachments."""
+    """Sums all texts of a message; only the parts of its content may be attachments."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return _values(message)
@@ -60,7 +60,7 @@ def _message(message: Mapping[str, Any]) -> int:
 
 
 def _part(part: Any) -> int:
-    """The attachment itself, such as `image_url`, is left out; a text beside it is not."""
+    """Counts an attachment, such as `image_url`, at a fixed size, and measures a text beside it."""
     if not isinstance(part, Mapping) or not _is_attachment(part.get("type", _ATTACHMENTS[0])):
         return _values(part)
     others = (value for name, value in part.items() if not _is_attachment(name))
@@ -73,7 +73,7 @@ def _is_attachment(name: Any) -> bool:
 
 
 def _values(found: Any) -> int:
-    """The texts anywhere in what JSON holds."""
+    """Sums the texts anywhere in a JSON value."""
     if isinstance(found, str):
         return _text(found)
     if isinstance(found, Mapping):

@@ -1,13 +1,14 @@
-"""Who goes next: priorities first, inside one the keys by weight, inside a key by arrival.
+"""Orders waiting requests: by priority, then among keys by weight, then within a key by arrival.
 
 The keys of a priority share by start-time fair queuing (Goyal, Vin and Cheng, "Start-time Fair
 Queuing", SIGCOMM 1996, section 2), in tokens. A key's next request starts, in virtual time, at
 S = max(v, F), where F = S + tokens / weight is when its last one ended and v the start of the
-request that went last; the smallest S goes. While two keys both wait, what they got, each divided
-by its weight, differs by at most one longest request of each, divided by its weight (theorem 1).
-S does not depend on the request itself, so one that leaves the queue changes nothing for others.
+request that went last; the smallest S goes. While two keys both wait, the tokens they got, each
+divided by its weight, differ by at most one longest request of each, divided by its weight
+(theorem 1). S does not depend on the request itself, so one that leaves the queue changes nothing
+for others.
 
-Which of many flows has the most waiting requests for its weight.
+`Longest` finds the flow with the most waiting requests for its weight.
 """
 
 import heapq
@@ -20,7 +21,7 @@ __all__ = ["FairQueue", "Flow", "Longest"]
 
 class Queued(Protocol):
     weight: float
-    bound: int  # of `Longest`: as many waiting requests as its entry says; 0: it has no entry
+    bound: int  # for `Longest`: the number of waiting requests in its entry; 0: it has no entry
 
     @property
     def waiting(self) -> "OrderedDict[object, int]": ...
@@ -30,31 +31,31 @@ F = TypeVar("F", bound=Queued)
 
 
 class Longest(Generic[F]):
-    """A heap with one valid entry a flow, which says at least as many as wait.
+    """A heap with one valid entry per flow: an upper bound on its number of waiting requests.
 
     A growing flow gets a new entry each time its length doubles, and the top is made exact when it
-    is asked for: O(log flows), spread over the operations, and nothing to do when a flow shrinks.
+    is read. That costs O(log flows), amortized, and nothing when a flow shrinks.
     """
 
     def __init__(self) -> None:
-        # (minus the length for the weight, order of entry, length, flow)
+        # (-length / weight, order of entry, length, flow)
         self._heap: list[tuple[float, int, int, F]] = []
         self._entries = 0
         self._flows = 0  # that have a valid entry
 
     def grew(self, flow: F) -> None:
-        """A request was added to `flow`."""
+        """Records that a request was added to `flow`."""
         length = len(flow.waiting)
         if length > flow.bound:
             self._flows += not flow.bound
             flow.bound = 1 << (length - 1).bit_length()
             heapq.heappush(self._heap, self._entry(flow))
-            if len(self._heap) > 4 * self._flows + 64:  # entries of the past
+            if len(self._heap) > 4 * self._flows + 64:  # mostly invalid entries
                 self._heap = [entry for entry in self._heap if entry[2] == entry[3].bound]
                 heapq.heapify(self._heap)
 
     def first(self) -> F | None:
-        """The longest flow for its weight; None if nothing waits."""
+        """Returns the longest flow for its weight; None if nothing waits."""
         heap = self._heap
         while heap:
             _, _, length, flow = heap[0]
@@ -77,7 +78,7 @@ class Longest(Generic[F]):
 
 
 class Flow:
-    """The requests of one key at one priority; times are virtual, in tokens for the weight."""
+    """The requests of one key at one priority; times are virtual, in tokens / weight."""
 
     __slots__ = ("bound", "finish", "key", "level", "listed", "start", "waiting", "weight")
 
@@ -88,8 +89,8 @@ class Flow:
         self.start = 0.0  # of its first waiting request
         self.finish = 0.0  # of the request that went last
         self.waiting: OrderedDict[object, int] = OrderedDict()  # oldest first, with their tokens
-        self.listed = False  # in the level's heap; an empty flow may stay there until it is met
-        self.bound = 0  # of Longest
+        self.listed = False  # in the level's heap; an empty flow may stay there until it is on top
+        self.bound = 0  # for `Longest`
 
 
 class _Level:
@@ -101,14 +102,14 @@ class _Level:
         self.priority = priority
         self.virtual = 0.0  # v
         self.requests = 0  # waiting
-        self.tokens = 0  # theirs
+        self.tokens = 0  # of the waiting requests
         self.flows: dict[str, Flow] = {}
-        # (start, order of entry, flow); a start may be too early, and is put right when met.
+        # (start, order of entry, flow); a start may be too early, and is corrected on top.
         self.heap: list[tuple[float, int, Flow]] = []
         self.longest: Longest[Flow] = Longest()
 
     def earliest(self) -> Flow:
-        """The flow whose first request starts first, with the top of the heap put right."""
+        """Returns the flow whose first request starts first; corrects the top of the heap."""
         heap = self.heap
         while True:
             start, order, flow = heap[0]
@@ -122,9 +123,9 @@ class _Level:
 
 
 class FairQueue:
-    """Waiting requests of any type, each with its tokens. O(log keys) an operation.
+    """Waiting requests of any type, each with its tokens. O(log keys) per operation.
 
-    Priorities are few (-100 to 100), and looked through in order.
+    Priorities are few (-100 to 100), and searched in order.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ class FairQueue:
         return self._requests
 
     def flow(self, key: str, priority: int, weight: float) -> Flow:
-        """The flow of `key`, for the methods below."""
+        """Returns the flow of `key`, for the methods below."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level(priority)
@@ -150,7 +151,7 @@ class FairQueue:
         return flow
 
     def pass_by(self, flow: Flow, tokens: int) -> None:
-        """A request went without waiting: it counts in its key's share like any other."""
+        """Counts a request that went without waiting: it is in its key's share like any other."""
         level = flow.level
         level.virtual = start = max(level.virtual, flow.finish)
         flow.finish = start + tokens / flow.weight
@@ -169,7 +170,7 @@ class FairQueue:
         self._count(level, 1, tokens)
 
     def first(self) -> tuple[Flow, object, int] | None:
-        """The request that goes next, with its flow and its tokens."""
+        """Returns the request that goes next, with its flow and its tokens."""
         for level in self._order:
             if level.requests:
                 flow = level.earliest()
@@ -178,25 +179,25 @@ class FairQueue:
         return None
 
     def pop(self, flow: Flow) -> None:
-        """Takes out the request that `first` gave: it goes."""
+        """Removes the request that `first` returned: it goes."""
         _, tokens = flow.waiting.popitem(last=False)
         flow.level.virtual = max(flow.level.virtual, flow.start)
         flow.start = flow.finish = flow.start + tokens / flow.weight
         self._count(flow.level, -1, -tokens)
 
     def remove(self, flow: Flow, request: object) -> None:
-        """Takes out a request that will not go; its key's share is as if it had never come."""
+        """Removes a request that will not go; its key's share is as if it had never come."""
         self._count(flow.level, -1, -flow.waiting.pop(request))
 
     def tokens_before(self, priority: int) -> int:
-        """Tokens of what waits at `priority` and above."""
+        """Returns the tokens that wait at `priority` and above."""
         return sum(level.tokens for level in self._order if level.priority >= priority)
 
     def tokens_ahead(self, flow: Flow) -> int:
-        """Tokens of what waits that goes before a new request of `flow`, if nothing else comes.
+        """Returns the waiting tokens that go before a new request of `flow`, if nothing else comes.
 
-        Those are of higher priorities, of its own flow, and of each other flow what starts before
-        it: as many as its weight gives that flow until then. O(waiting requests).
+        These are the tokens of higher priorities, of its own flow, and of each other flow those
+        that start before it: as many as its weight gives that flow until then. O(waiting requests).
         """
         level = flow.level
         ahead = sum(other.tokens for other in self._order if other.priority > level.priority)
@@ -209,11 +210,12 @@ class FairQueue:
         return ahead + mine
 
     def to_push_out(self, newcomer: Flow) -> tuple[Flow, object] | None:
-        """Whose place `newcomer` may take in a full queue: the last request of the longest flow.
+        """Returns the request whose place `newcomer` may take in a full queue.
 
-        That is one of the lowest priority that waits, with the most requests for its weight (the
-        fattest flow pays, as in RFC 8290, section 4.1.2): a key that floods the queue only pushes
-        out itself. None if the newcomer's own flow would be the longest.
+        That is the last request of the longest flow: of those of the lowest priority that waits,
+        the one with the most requests for its weight (the fattest flow pays, as in RFC 8290,
+        section 4.1.2). So a key that floods the queue only pushes out itself. None if that priority
+        is above the newcomer's, or if the newcomer's own flow would be the longest.
         """
         level = next(level for level in reversed(self._order) if level.requests)
         if level.priority > newcomer.level.priority:
@@ -222,7 +224,7 @@ class FairQueue:
         assert longest is not None
         if level is newcomer.level:
             with_it = (len(newcomer.waiting) + 1) / newcomer.weight
-            if len(longest.waiting) / longest.weight <= with_it:  # so it is if it is the newcomer
+            if len(longest.waiting) / longest.weight <= with_it:  # always, if it is the newcomer
                 return None
         return longest, next(reversed(longest.waiting))
 

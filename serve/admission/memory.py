@@ -1,4 +1,4 @@
-"""Whether this process is about to run out of memory."""
+"""Decides whether this process is about to run out of memory."""
 
 import logging
 import math
@@ -11,14 +11,14 @@ __all__ = ["Memory", "cgroup_limit"]
 
 READ_EVERY_S = 0.25
 PART_OF_CGROUP = 0.8
-# Version 1 writes "no limit" as the largest multiple of a page; so much memory nobody has.
+# Version 1 writes "no limit" as the largest multiple of a page, more than any machine has.
 NO_LIMIT = 1 << 60
 
 _log = logging.getLogger(__name__)
 
 
 class Memory:
-    """The resident size of this process against its limit; unknown figures never refuse."""
+    """Compares this process's resident size with its limit; an unknown value never refuses."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Memory:
         clock: Callable[[], float] = time.monotonic,
         root: Path = Path("/"),
     ) -> None:
-        """`limit` in bytes; None takes 80 % of the cgroup's, if it has one."""
+        """`limit` is in bytes; None takes 80 % of the cgroup's limit, if it has one."""
         self._clock = clock
         self._statm = root / "proc/self/statm"
         self.page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -38,12 +38,12 @@ class Memory:
         self._used: int | None = None
 
     def is_short(self) -> bool:
-        """Whether the limit is reached. Reads at most every 0.25 s."""
+        """Decides whether the limit is reached. Reads at most every 0.25 s."""
         return self.limit is not None and (self.used or 0) >= self.limit
 
     @property
     def used(self) -> int | None:
-        """Bytes, of at most 0.25 s ago; None where the system does not say."""
+        """Resident bytes, read at most 0.25 s ago; None if the system does not report them."""
         now = self._clock()
         if now >= self._next_read:
             self._next_read = now + READ_EVERY_S
@@ -51,7 +51,7 @@ class Memory:
         return self._used
 
     def warn(self) -> None:
-        """Logs a limit that is reached before anything is asked for."""
+        """Logs a warning if the limit is reached before any request."""
         if self.is_short():
             _log.warning(
                 "limits.max_memory_bytes is %s, but the process has %s already: one request at a "
@@ -69,7 +69,7 @@ class Memory:
 
 
 def cgroup_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's control group may use, its parents' limits included.
+    """Returns the bytes that this process's control group may use, its parents' limits included.
 
     Reads version 2 (memory.max) and version 1 (memory.limit_in_bytes), as cgroups(7) has them.
     None if there is no limit, or no cgroup.
@@ -89,10 +89,10 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
 
 
 def _along(mount: Path, path: str, name: str) -> list[int]:
-    """The limits from the group at `path` up to the mount.
+    """Returns the limits from the group at `path` up to the mount.
 
-    In a container with a view of its own, `path` may not exist below the mount: then the mount is
-    the container's group.
+    In a container with its own view of the cgroups, `path` may not exist below the mount: then the
+    mount is the container's group.
     """
     directory = mount / path.strip("/")
     found = []

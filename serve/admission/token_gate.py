@@ -1,6 +1,6 @@
 """One pool's token budget and the queue before it.
 
-How fast tokens leave a pool, and so when there is room again.
+`DrainRate` measures how fast tokens leave the pool, and so predicts when there is capacity again.
 """
 
 import asyncio
@@ -17,24 +17,24 @@ from serve.admission.fair_queue import FairQueue, Flow
 __all__ = ["DrainRate", "Gate"]
 
 
-KEPT = 0.8  # of the mean stay's past, at each request that ends
+KEPT = 0.8  # weight of the past in the mean stay, at each request that ends
 
 
-STAYS = 4  # the rate looks back over so many mean stays: requests of one batch end together
+STAYS = 4  # mean stays that the rate averages over: requests of one batch end together
 
 
-SHORTEST_S = 5.0  # but at least so far
+SHORTEST_S = 5.0  # least time that the rate averages over
 
 
 LONGEST_WAIT_S = 600.0
 
 
 class DrainRate:
-    """Tokens per second, counted while something waits: else it is the demand that is measured.
+    """Tokens per second that leave a pool, counted only while requests wait.
 
-    When a queue forms, the first estimate is Little's law: what is in flight, divided by the mean
-    time that a token of it stays. From then on it is an exponentially weighted average of what
-    really leaves, so that a backend that stands still shows.
+    Without a queue it would measure the demand. When a queue forms, the first estimate is Little's
+    law: the tokens in flight, divided by the mean time that a token stays. From then on it is an
+    exponentially weighted average of the tokens that really leave, so that a stalled backend shows.
     """
 
     __slots__ = ("_at", "_rate", "_since", "_stayed", "_tokens")
@@ -48,20 +48,20 @@ class DrainRate:
 
     @property
     def stay_s(self) -> float:
-        """The mean time that a token is in flight; 0 before any has left."""
+        """Mean time that a token is in flight; 0 before any has left."""
         return self._stayed / self._tokens if self._tokens else 0.0
 
     def queued(self, in_flight: int, now: float) -> None:
-        """A queue has formed while `in_flight` tokens were under way."""
+        """Records that a queue has formed with `in_flight` tokens in flight."""
         self._at = self._since = now
         self._rate = self._by_stay(in_flight)
 
     def emptied(self) -> None:
-        """Nothing waits any more."""
+        """Records that nothing waits any more."""
         self._since = None
 
     def left(self, tokens: int, stay_s: float, in_flight: int, now: float) -> None:
-        """A request of `tokens`, one of `in_flight` in all, has ended after `stay_s`."""
+        """Records that a request of `tokens`, out of `in_flight`, has ended after `stay_s`."""
         self._stayed = KEPT * self._stayed + tokens * stay_s
         self._tokens = KEPT * self._tokens + tokens
         if self._since is None:
@@ -73,7 +73,7 @@ class DrainRate:
         self._at = now
 
     def wait_s(self, tokens: int, in_flight: int, now: float) -> float:
-        """Seconds until `tokens` have left; at least 1, at most ten minutes."""
+        """Returns the seconds until `tokens` have left: at least 1, at most ten minutes."""
         if self._since is None:
             rate = self._by_stay(in_flight)
         else:
@@ -95,9 +95,9 @@ class DrainRate:
         return max(SHORTEST_S, STAYS * self.stay_s)
 
 
-# Clients told the same time would all come back at once: up to a quarter is added.
+# Clients given the same time would all come back at once, so up to a quarter is added.
 SPREAD = 0.25
-DOUBT = 2.0  # of the time that tokens stay: the next ones may be so much faster
+DOUBT = 2.0  # factor by which the next tokens may stay shorter than the mean
 
 
 class _Waiter:
@@ -112,7 +112,7 @@ class _Waiter:
 
 
 class Gate:
-    """Tokens under way are at most `limit`, except for one request that is larger and goes alone.
+    """Limits the tokens in flight to `limit`, except for one larger request, which runs alone.
 
     Its own methods change nothing but this object: all run on one event loop.
     """
@@ -125,7 +125,7 @@ class Gate:
     ) -> None:
         self.pool = pool
         self.limit: int | None = None  # tokens
-        self.tokens = 0  # under way
+        self.tokens = 0  # in flight
         self.requests = 0
         self.queue = FairQueue()
         self.drain = DrainRate()
@@ -138,7 +138,7 @@ class Gate:
             self._let_in()
 
     def try_enter(self, flow: Flow, tokens: int) -> bool:
-        """Lets a request in at once, if nobody waits and there is room."""
+        """Admits a request at once, if none waits and there is capacity."""
         if self.queue or not self._fits(tokens):
             return False
         self.queue.pass_by(flow, tokens)
@@ -149,10 +149,10 @@ class Gate:
     async def wait(
         self, flow: Flow, tokens: int, *, max_queue: int, max_wait_s: float, deadline: float | None
     ) -> None:
-        """Returns when the request is in. Cancelled, it leaves no trace.
+        """Returns when the request is admitted. If cancelled, it leaves no trace.
 
-        Raises RequestError: 503 if the queue is full, if `max_wait_s` is over or at once where
-        that is certain to happen, 504 at the deadline (a time of `clock`).
+        Raises RequestError: 503 if the queue is full, or `max_wait_s` is over, or at once if that
+        is certain to happen; 504 at the deadline (a time of `clock`).
         """
         self._require_hope(flow, tokens, max_wait_s)
         waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
@@ -170,7 +170,7 @@ class Gate:
             waiter.expiry.cancel()
 
     def leave(self, tokens: int, stay_s: float) -> None:
-        """A request that was in has ended, after `stay_s`."""
+        """Releases the tokens of an admitted request that ended after `stay_s`."""
         self.drain.left(tokens, stay_s, self.tokens, self._clock())
         self.tokens -= tokens
         self.requests -= 1
@@ -178,9 +178,10 @@ class Gate:
             self._let_in()
 
     def retry_after_s(self, tokens: int, priority: int = 0, max_wait_s: float = math.inf) -> float:
-        """When a request of `tokens` would find room, behind what waits now; at least 1.
+        """Returns the seconds until a request of `tokens` finds capacity behind the current queue.
 
-        After `max_wait_s` nobody waits any more who waits now.
+        The result is at least 1. After `max_wait_s`, every request that waits now has left the
+        queue.
         """
         before = self.queue.tokens_before(priority) + tokens
         room = self.limit - self.tokens if self.limit is not None else 0
@@ -188,10 +189,11 @@ class Gate:
         return max(1.0, min(wait_s, max_wait_s)) * (1.0 + SPREAD * self._chance())
 
     def _require_hope(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
-        """Raises RequestError (503) if a request would wait for nothing.
+        """Raises RequestError (503) if a request would wait in vain.
 
-        That is if its turn would not come in time even in a pool that is always full, and in which
-        tokens stay `DOUBT` times as short as they do. Nothing is known where none has left yet.
+        That is so if its turn would not come in time even in a pool that is always full, and in
+        which tokens stay shorter than the mean by the factor `DOUBT`. Before the first token has
+        left, nothing is known, and no request is refused.
         """
         assert self.limit is not None
         within = DOUBT * max_wait_s * self.limit  # token seconds
@@ -216,7 +218,7 @@ class Gate:
         if not self.queue:
             self.drain.queued(self.tokens, self._clock())
         self.queue.push(flow, waiter, tokens)
-        self._let_in()  # it may go before those that wait: a higher priority that fits
+        self._let_in()  # a higher priority that fits may go before those that wait
         return waiter
 
     def _make_place(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> None:
@@ -237,11 +239,11 @@ class Gate:
         )
 
     def _let_in(self) -> None:
-        """Lets in those whose turn it is, as long as they fit."""
+        """Admits the requests whose turn it is, as long as they fit."""
         while (found := self.queue.first()) is not None:
             flow, waiter, tokens = found
             assert isinstance(waiter, _Waiter)
-            if waiter.future.done():  # cancelled, and not yet told
+            if waiter.future.done():  # cancelled, but its task has not run yet
                 self.queue.remove(flow, waiter)
                 continue
             if not self._fits(tokens):
@@ -274,10 +276,10 @@ class Gate:
         waiter.future.set_exception(error)
 
     def _abandon(self, waiter: _Waiter) -> None:
-        """The request will not go, wherever it is by now."""
-        if waiter.granted:  # let in, but its task was cancelled before it knew
+        """Removes a request that will not run, whether it is queued or admitted by now."""
+        if waiter.granted:  # admitted, but its task was cancelled before it ran
             self.tokens -= waiter.tokens
             self.requests -= 1
         elif waiter in waiter.flow.waiting:
             self.queue.remove(waiter.flow, waiter)
-        self._let_in()  # it may have been the one that did not fit
+        self._let_in()  # the removed request may have been the one that did not fit

@@ -1,9 +1,10 @@
-"""What a backend's answer is, on its way to the client.
+"""A backend's answer on its way to the client.
 
-An `Answer` is opened before anything is sent to the client, its first event included. So a backend
-that cannot be reached, or dies before its first token, costs the client nothing but time.
+An `Answer` is opened, and its first event read, before anything is sent to the client. A backend
+that cannot be reached, or dies before its first token, therefore costs the client only time.
 
-What the pieces of a stream tell without being parsed: they may be one event, or many.
+The functions at the end count events in a piece of a stream without parsing it. A piece holds one
+event or many.
 """
 
 import asyncio
@@ -30,23 +31,23 @@ _log = logging.getLogger(__name__)
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-CLOSE_S = 5.0  # for a backend to let go of a stream that did not end by itself
+CLOSE_S = 5.0  # limit for closing a stream that did not end by itself
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
 class Tally:
-    """The tokens of one answer, once its backend has said; None until then."""
+    """The tokens of one answer; None until its backend reports them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    ended: bool = False  # all that is of use is with the client, or on its way: see EventReader
-    failed: OctetError | None = None  # what the backend itself reported inside of a stream
+    ended: bool = False  # everything useful is sent or being sent: see EventReader
+    failed: OctetError | None = None  # the error that the backend reported inside a stream
 
 
 @dataclass(slots=True)
 class Answer:
-    """What goes to the client: `first` is the whole body where `rest` is None.
+    """An answer for the client. `first` is the whole body if `rest` is None.
 
     Closing `rest` cancels the request at the backend.
     """
@@ -59,7 +60,10 @@ class Answer:
 
 
 async def close(rest: AsyncGenerator[bytes, None]) -> None:
-    """Frees the backend. That it fails to be freed is no reason to keep what else is held."""
+    """Closes `rest`, which frees the backend.
+
+    Only logs a failure, so that the caller goes on to release everything else it holds.
+    """
     try:
         async with asyncio.timeout(CLOSE_S):
             await rest.aclose()
@@ -71,17 +75,17 @@ _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
 def is_comment(piece: bytes) -> bool:
-    """Whether there are no data in it: servers write comments to keep a connection open."""
+    """Decides whether `piece` holds no data: servers send comments to keep a connection open."""
     return piece.startswith(b":") and b"\ndata:" not in piece
 
 
 def ended_in(piece: bytes) -> int:
-    """Choices that say how they ended."""
+    """Counts the choices that have a finish reason."""
     return len(_FINISHED.findall(piece))
 
 
 def events_in(piece: bytes) -> int:
-    """Events with tokens: neither `[DONE]` nor the usage."""
+    """Counts the events with tokens: neither `[DONE]` nor the usage."""
     events = piece.count(b"\n\n") or piece.count(b"\r\n\r\n")
     if b"[DONE]" in piece[-20:]:
         events -= 1

@@ -1,7 +1,7 @@
-"""The bytes of a request body as a JSON object: UTF-8, no repeated keys, bounded in every way.
+"""Decodes a request body as a JSON object: UTF-8, no repeated keys, bounded in every way.
 
-What arrives in a body goes to a backend byte for byte, so whatever two decoders might read in two
-ways is refused.
+The body is forwarded to a backend byte for byte, so anything that two decoders might read
+differently is refused.
 """
 
 from typing import Any
@@ -11,14 +11,15 @@ from serve.api.strict_json import loads, loads_large
 
 __all__ = ["LARGE", "decode", "require_json"]
 
-LARGE = 64 * 1024  # bytes: decoded and checked in less than a millisecond
-MAX_DEPTH = 256  # arrays and objects in each other
+LARGE = 64 * 1024  # bytes; a body up to this size is decoded and checked in under 1 ms
+MAX_DEPTH = 256  # nesting levels of arrays and objects
 
 
 def require_json(content_type: bytes | None) -> None:
-    """Raises RequestError for a body that says to be something else; one that says nothing passes.
+    """Raises RequestError if the content type is not JSON; a missing content type passes.
 
-    400 and not 415, as vLLM answers. Browsers send forms and plain text to anyone without asking.
+    The status is 400 and not 415, as in vLLM. The check matters because browsers send forms and
+    plain text to any site without a preflight request.
     """
     if content_type is None:
         return
@@ -43,10 +44,10 @@ def decode(body: bytes) -> dict[str, Any]:
         data = loads(text) if len(body) <= LARGE else loads_large(text)
         if not isinstance(data, dict):
             raise RequestError("the body should be a JSON object")
-        # The more brackets, the longer the look at them; most bodies have a handful.
+        # The depth check takes longer the more brackets there are; most bodies have a handful.
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
             _require_shallow(data)
-        if b"\\ud" in body or b"\\uD" in body:  # half of a pair, most likely
+        if b"\\ud" in body or b"\\uD" in body:  # most likely an escaped surrogate
             for name, value in data.items():
                 _require_unicode(name, name, value)
     except RecursionError:
@@ -67,7 +68,10 @@ def _require_shallow(data: dict[str, Any]) -> None:
 
 
 def _require_unicode(name: str, *values: Any) -> None:
-    """UTF-8 has no surrogates, but an escape can bring half a pair. `name` is of the field."""
+    """Raises RequestError for a lone surrogate: UTF-8 has none, but an escape can produce one.
+
+    `name` is the name of the field.
+    """
     for value in values:
         if isinstance(value, str):
             try:

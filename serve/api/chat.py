@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in, and how its choices are written."""
+"""POST /v1/chat/completions: reads its messages and writes its choices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,10 +41,10 @@ class ChatDialect:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], backend: str) -> list[dict[str, str]]:
-    """Messages of a role and a text each, and maybe a name, as chat templates take them.
+    """Returns messages as chat templates take them: a role, a text and optionally a name.
 
-    A list of text parts becomes one text. Raises RequestError for what is no text, and for
-    members that no template would see (a value of null, or an empty list, is no loss).
+    A list of text parts becomes one text. Raises RequestError for content that is not text, and
+    for fields that no template would see. A null value or an empty list is dropped, not refused.
     """
     return [_plain(message, f"messages.{i}", backend) for i, message in enumerate(messages)]
 

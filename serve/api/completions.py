@@ -1,4 +1,4 @@
-"""POST /v1/completions: how its choices and log-probabilities are written."""
+"""POST /v1/completions: writes its choices and log-probabilities."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def _choice(
 
 
 def _logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
-    """Parallel lists over the tokens. The first token of an echoed prompt has nulls."""
+    """Returns parallel lists over the tokens. The first token of an echoed prompt has nulls."""
     return {
         "tokens": [_name(p.chosen) for p in positions],
         "token_logprobs": [_finite(p.chosen.logprob) for p in positions],
@@ -52,16 +52,16 @@ def _logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
 
 
 def _top(position: PositionLogprobs) -> dict[str, float | None] | None:
-    """The most likely tokens, and the chosen one if it is not among them."""
+    """Returns the most likely tokens, and the chosen one if it is not among them."""
     if position.chosen.logprob is None:
         return None
     return {_name(token): _finite(token.logprob) for token in (*position.top, position.chosen)}
 
 
 def _name(token: TokenLogprob) -> str:
-    """The token's text; its bytes, in OpenAI's notation, where they are not whole UTF-8.
+    """Returns the token's text, or its bytes in OpenAI's notation if they are not whole UTF-8.
 
-    Tokens are the keys of `top_logprobs`: as U+FFFD, all such tokens would be one.
+    Tokens are the keys of `top_logprobs`. Written as U+FFFD, all such tokens would share one key.
     """
     if token.bytes and token.text != token.bytes.decode(errors="surrogateescape"):
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: passed through to a server that has them."""
+"""POST /v1/embeddings: relayed to a backend that serves embeddings."""
 
 from typing import Annotated, Any, Self
 
@@ -18,7 +18,7 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 
 def _inputs(value: Any) -> Any:
-    """As `prompt` of a completion; vLLM also takes conversations here."""
+    """Accepts the forms of a completion's `prompt`, and conversations, as vLLM does."""
     if value is None:
         return None
     if isinstance(value, list) and value and isinstance(value[0], dict | list) and value[0]:
@@ -41,7 +41,7 @@ class EmbeddingRequest(BaseModel):
 
     model: str
     input: Annotated[Any, BeforeValidator(_inputs), WithJsonSchema(_INPUT)] = None
-    messages: MaybeMessages = None  # vLLM's: of a multimodal model
+    messages: MaybeMessages = None  # vLLM's addition, for multimodal models
     encoding_format: str | None = None
     dimensions: Annotated[int, Field(gt=0, lt=2**31)] | None = None
 
@@ -53,7 +53,7 @@ class EmbeddingRequest(BaseModel):
 
 
 class Embeddings:
-    """An `Operation`. There is no text in its answer, so nothing is generated."""
+    """An `Operation`. Its answer holds no text, so nothing is generated."""
 
     name = "embeddings"
     path = "/v1/embeddings"

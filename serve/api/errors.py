@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that `error` ends a request with."""
+    """Returns the HTTP status of a request that ends with `error`."""
     if isinstance(error, RequestError):
         return error.status
     if _is_unavailable(error):
@@ -40,12 +40,12 @@ def status_of(error: Exception) -> int:
 
 
 def _is_unavailable(error: Exception) -> bool:
-    """Whether no backend took the request; else one took it, and made a mess of it."""
+    """Returns True if no backend took the request, False if one took it and failed."""
     return isinstance(error, BackendUnavailable) and error.kind not in ("failed", "garbled")
 
 
 def code_of(error: Exception) -> str:
-    """The code that metrics know `error` by: one of a few, whatever a server calls it."""
+    """Returns the code of `error` for metrics: one of a few, whatever code a server uses."""
     if isinstance(error, Refusal):
         return "refused_by_backend"
     if isinstance(error, RequestError):
@@ -56,7 +56,7 @@ def code_of(error: Exception) -> str:
 
 
 def error_headers(error: Exception) -> dict[str, str]:
-    """The content type, and when to come again or what to come with."""
+    """Returns the content type, and when to retry or how to authenticate."""
     headers = {"content-type": "application/json"}
     status = status_of(error)
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
@@ -68,7 +68,7 @@ def error_headers(error: Exception) -> dict[str, str]:
 
 
 def error_bytes(error: Exception) -> bytes:
-    """The error object of `error`, as JSON. A defect of ours shows no detail but is logged."""
+    """Returns the error object as JSON. A defect of the gateway shows no detail but is logged."""
     param: str | None = None
     if isinstance(error, RequestError):
         message, kind, param, code = str(error), error.kind, error.param, error.code
@@ -83,7 +83,7 @@ def error_bytes(error: Exception) -> bytes:
 
 
 def sse_error(error: Exception) -> bytes:
-    """The error object as a server-sent event, for an answer that has begun."""
+    """Returns the error object as a server-sent event, for an answer that has begun."""
     if not isinstance(error, OctetError):
         _log.error("a streamed answer failed", exc_info=error)
     return b"data: " + error_bytes(error) + b"\n\n"
@@ -94,7 +94,7 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
 
 
 def install(app: FastAPI) -> None:
-    """Makes every failure of `app` an error object, unknown paths and defects included."""
+    """Turns every failure of `app` into an error object, including unknown paths and defects."""
 
     async def ours(request: Request, error: Exception) -> Response:
         _count(request, error)
@@ -121,7 +121,7 @@ def install(app: FastAPI) -> None:
 
 
 def _count(request: Request, error: Exception) -> None:
-    observation = request.scope.get("octet")  # none on the port of the administration
+    observation = request.scope.get("octet")  # none on the administration port
     if observation is not None:
         observation.refused(code_of(error))
 

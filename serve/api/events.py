@@ -1,10 +1,10 @@
-"""Server-sent events of a backend: passed on whole, read only where they must be.
+"""Server-sent events of a backend: forwarded whole, parsed only where necessary.
 
-A stream is cut between events alone. So a backend that dies half-way through one leaves no half
-event with the client, and the error that follows can be read.
+A stream is cut only between events. A backend that dies in the middle of an event therefore leaves
+no half event with the client, and the client can read the error event that follows.
 
-Searches for member names look at JSON from outside: inside of a JSON string each quote is escaped,
-so generated text cannot match.
+Searches for names of JSON fields run on the raw bytes. Generated text cannot match, because inside
+a JSON string every quote is escaped.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ __all__ = [
     "read_usage",
 ]
 
-MAX_EVENT = 8 * 1024 * 1024  # bytes of one event; some log-probabilities of an echoed prompt are 1M
-END_S = 1.0  # after [DONE], for the end of the body
+MAX_EVENT = 8 * 1024 * 1024  # bytes; log-probabilities of an echoed prompt can take 1M
+END_S = 1.0  # limit of the wait for the end of the body after [DONE]
 Rewrite = Callable[[bytes], bytes]
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
-# What a line of a stream may begin with; an empty one may be left over from the event before.
+# Valid beginnings of a line; an empty line may be left over from the previous event.
 _BEGINNINGS = (b"data:", b":", b"event:", b"id:", b"retry:", b"\n", b"\r\n")
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _NO_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
 
 
 class EventReader:
-    """One stream: `first()`, then all of `rest()`. Closing `rest()` closes `body`."""
+    """Reads one stream: `first()`, then all of `rest()`. Closing `rest()` closes `body`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EventReader:
         *,
         hides_usage: bool = False,
     ) -> None:
-        """`hides_usage`: takes out the usage, which the gateway asked for and not the client."""
+        """`hides_usage` removes the usage, which the gateway requested and not the client."""
         self.tally = Tally()
         self._name = name
         self._body = body
@@ -59,34 +59,35 @@ class EventReader:
         self._rest = self._events()
 
     async def first(self) -> bytes:
-        """The first event with a token, and what comes before it: comments, a chat's roles.
+        """Returns the first event with a token, and those before it: comments, a chat's roles.
 
-        Raises BackendError if it is none, RequestError if it is an error of the client's making.
+        Raises BackendError if no such event comes, RequestError if the backend reports an error
+        that the client made.
         """
         before = b""
         async for events in self._rest:
             before += events
             if self._begin(events):
                 return before
-            if _is_done(events):  # vLLM leaves out a reason that comes with no token: it was abort
+            if _is_done(events):  # vLLM omits a reason that comes with no token: it was abort
                 raise lost_by_abort(self._name)
             if len(before) > MAX_EVENT:
                 raise self._garbled("sent nothing but comments")
         raise self._garbled("ended before its first event")
 
     def rest(self) -> AsyncGenerator[bytes, None]:
-        """What comes after `first()`, as it comes. Raises BackendError for a stream that breaks."""
+        """Yields the events after `first()` as they come. Raises BackendError if they break off."""
         return self._rest
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        held = bytearray()  # of an event that has not ended
+        held = bytearray()  # the beginning of an event that has not ended
         done = False
         try:
             async for piece in self._body:
                 if not held and piece.endswith(_ENDS):
                     events = piece
                 else:
-                    searched = max(0, len(held) - 3)  # a blank line may lie across the pieces
+                    searched = max(0, len(held) - 3)  # a blank line may span two pieces
                     held += piece
                     end = _end_of_events(held, searched)
                     if end == 0:
@@ -120,14 +121,14 @@ class EventReader:
         yield bytes(held)
 
     async def _end(self) -> None:
-        """Waits for the end of a body that is complete, so that its connection can be kept."""
+        """Waits for the end of a complete body, so that its connection can be reused."""
         with contextlib.suppress(TimeoutError, BackendError):
             async with asyncio.timeout(END_S):
                 async for _piece in self._body:
                     pass
 
     def _begin(self, events: bytes) -> bool:
-        """Whether there is more in them than usage, and who is going to speak."""
+        """Decides whether `events` hold more than usage and a role. Raises if one is an error."""
         data = _first_data(events)
         if data is None or data == b"[DONE]":
             return False
@@ -157,10 +158,10 @@ class EventReader:
                 self.tally.failed = from_event(self._name, error)
 
     def _counted(self, events: bytes) -> bytes:
-        """Reads the usage; what is left for the client.
+        """Reads the usage, and returns the events that remain for the client.
 
-        It comes in an event of its own before [DONE], and with every event where that was asked
-        for. Some servers write `null` into the others.
+        Usage comes in an event of its own before [DONE], and in every event if the request
+        enables that. Some servers write `null` into the other events.
         """
         if self._hides_usage:
             events = _NO_USAGE.sub(b"", events)
@@ -179,9 +180,10 @@ class EventReader:
 
 
 def aborted_at(answer: bytes) -> int:
-    """Where `answer` says that the server broke it off; -1: nowhere.
+    """Returns the offset of a finish reason `abort` in `answer`, or -1 if there is none.
 
-    vLLM ends all of its requests so when it is stopped, with what there was of them, be it nothing.
+    A vLLM server that is stopped ends all its requests this way, with whatever was generated,
+    which may be nothing.
     """
     found = _ABORTED.search(answer) if b'"abort"' in answer else None
     return -1 if found is None else found.start()
@@ -192,7 +194,7 @@ def lost_by_abort(name: str) -> BackendError:
 
 
 def decoded(data: bytes) -> Any:
-    """JSON. Raises ValueError for what is none, or nests deeper than anything that makes sense."""
+    """Decodes JSON. Raises ValueError if it is invalid or nested unreasonably deep."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -200,25 +202,25 @@ def decoded(data: bytes) -> Any:
 
 
 def read_usage(answer: dict[str, Any], tally: Tally) -> bool:
-    """Notes the usage that `answer` has; whether it has any."""
+    """Records the usage of `answer` in `tally`; returns whether there is any."""
     try:
         usage = answer["usage"]
         tally.prompt_tokens = int(usage["prompt_tokens"])
         tally.completion_tokens = int(usage.get("completion_tokens") or 0)
     except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
-        return False  # not ours to judge: the client gets the bytes all the same
+        return False  # not for the gateway to judge: the client gets the bytes anyway
     return True
 
 
 async def close(body: AsyncIterator[bytes]) -> None:
-    """Ends what still runs behind `body`."""
+    """Closes `body`, which ends whatever still runs behind it."""
     aclose = getattr(body, "aclose", None)
     if aclose is not None:
         await aclose()
 
 
 def _end_of_events(held: bytearray, start: int) -> int:
-    """Where the last whole event of `held` ends, if that is after `start`; else 0.
+    """Returns where the last whole event of `held` ends, if that is after `start`; else 0.
 
     Lines may end in CRLF.
     """
@@ -227,7 +229,7 @@ def _end_of_events(held: bytearray, start: int) -> int:
 
 
 def _is_done(events: bytes | bytearray) -> bool:
-    """Whether [DONE] is among `events`: generated text that says so is not alone on its line."""
+    """Decides whether a data line holds only [DONE]; a line with generated text holds more."""
     return b"[DONE]" in _data_lines(events)
 
 
@@ -236,7 +238,7 @@ def _data_lines(events: bytes | bytearray) -> list[bytes]:
 
 
 def _first_data(events: bytes) -> bytes | None:
-    """The data of the first event that has any."""
+    """Returns the data of the first event that has any."""
     end = 0
     while end < len(events):
         begin, end = _event_around(events, end)
@@ -251,7 +253,7 @@ def _speaks(chunk: dict[str, Any]) -> bool:
 
 
 def _is_role(choice: Any) -> bool:
-    """Some servers send it before any token."""
+    """Decides whether `choice` holds only a role, which some servers send before any token."""
     delta = choice.get("delta") if isinstance(choice, dict) else None
     if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
         return False
@@ -259,7 +261,7 @@ def _is_role(choice: Any) -> bool:
 
 
 def _event_around(events: bytes, at: int) -> tuple[int, int]:
-    """Begin and end of the event that byte `at` is in."""
+    """Returns the begin and end of the event that contains byte `at`."""
     blank = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     begin, end = events.rfind(blank, 0, at), events.find(blank, at)
     size = len(blank)
@@ -267,7 +269,7 @@ def _event_around(events: bytes, at: int) -> tuple[int, int]:
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """The JSON object of `line`; an empty one if it is none."""
+    """Returns the JSON object in `line`, or an empty one if there is none."""
     try:
         found = decoded(line)
     except ValueError:
@@ -276,7 +278,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def error_of(chunk: dict[str, Any]) -> Any:
-    """What an error object says, in either of the shapes that servers write; None for no error."""
+    """Returns the error in `chunk`, in either of the shapes that servers use; None if none."""
     if chunk.get("choices") is not None:
         return None
     return chunk if chunk.get("object") == "error" else chunk.get("error")

@@ -1,7 +1,7 @@
 """Answers of backends that yield tokens: the events of each choice, merged and rendered.
 
 `n` choices are n requests to the backend. Choice j of a request with a seed gets `seed + j`: the
-first is what `n: 1` gives, and each can be asked for again alone.
+first equals the answer to `n: 1`, and each can be reproduced alone.
 """
 
 import asyncio
@@ -28,27 +28,27 @@ from serve.engine.request import (
 __all__ = ["LOWEST_LOGPROB", "Dialect", "open_generate", "requests_of"]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's stand-in for a probability of zero
-PENDING_EVENTS = 64  # of one answer: a client slower than its choices holds them back
+PENDING_EVENTS = 64  # per answer; beyond it, the choices wait for a slow client
 
 
 class Dialect(Protocol):
-    """How one endpoint writes choices; the envelope around them is the same for both."""
+    """Writes the choices of one endpoint; the envelope around them is the same for both."""
 
     id_prefix: str
     object: str
     chunk_object: str
 
     def choice(self, index: int, deltas: Sequence[Delta], end: Finished) -> dict[str, Any]:
-        """A whole choice."""
+        """Returns a whole choice."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of the chunk that comes before the first event, if there is one."""
+        """Returns the choice of the chunk before the first event, or None for no such chunk."""
 
     def delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk."""
+        """Returns the choice of a chunk."""
 
     def end(self, index: int, end: Finished) -> dict[str, Any]:
-        """The choice of the last chunk of `index`."""
+        """Returns the choice of the last chunk of `index`."""
 
 
 def requests_of(
@@ -57,7 +57,7 @@ def requests_of(
     request_id: str,
     headers: Mapping[str, str] | None = None,
 ) -> list[GenerateRequest]:
-    """One request a choice, prompt by prompt; `headers` go with each."""
+    """Builds one request per choice, prompt by prompt; each carries `headers`."""
     n = body.n or 1
     return [
         GenerateRequest(
@@ -88,7 +88,7 @@ async def open_generate(
 ) -> Answer:
     """Starts every choice, and waits for the first event, or for all of them if not streamed.
 
-    Raises what the backend refuses the request with.
+    Raises the error with which the backend refuses the request.
     """
     tally = Tally()
     envelope = {
@@ -170,9 +170,9 @@ async def _chunks(
 
 
 async def _in_step(stream: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """The same events, each log-probability not before the text of its token.
+    """Yields the same events, but holds each log-probability back until its token's text is sent.
 
-    A stop string's tokens have no text in the answer, so they have no place in its lists either.
+    The tokens of a stop string have no text in the answer, so their log-probabilities are dropped.
     """
     shown = 0  # characters
     held: list[PositionLogprobs] = []
@@ -191,9 +191,9 @@ async def _in_step(stream: AsyncGenerator[Event, None]) -> AsyncGenerator[Event,
 
 
 async def _named_by_id(stream: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """The same events, each token of their log-probabilities called `token_id:<id>`, as in vLLM.
+    """Yields the same events, with tokens in log-probabilities named `token_id:<id>`, as in vLLM.
 
-    Texts are no names: several tokens have the same one, or are half a character.
+    A text does not identify a token: several tokens have the same text, or are half a character.
     """
     async with aclosing(stream) as events:
         async for event in events:
@@ -214,7 +214,10 @@ def _position_by_id(position: PositionLogprobs) -> PositionLogprobs:
 async def _merge(
     streams: Sequence[AsyncGenerator[Event, None]],
 ) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all streams as they come, each with its index; the first failure ends all."""
+    """Yields the events of all streams as they come, with the stream's index.
+
+    The first failure ends all streams.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for event in stream:
@@ -246,7 +249,7 @@ async def _merge(
 
 
 def _add(tally: Tally, end: Finished, *, counts_prompt: bool) -> None:
-    """Adds one choice: a prompt counts once, however many answers it gets."""
+    """Adds one choice to the tally. A prompt counts once, however many choices it gets."""
     prompt = end.usage.prompt_tokens if counts_prompt else 0
     tally.prompt_tokens = (tally.prompt_tokens or 0) + prompt
     tally.completion_tokens = (tally.completion_tokens or 0) + end.usage.completion_tokens

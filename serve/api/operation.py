@@ -1,6 +1,6 @@
-"""What a POST path does: the interface of an operation.
+"""The interface of an operation, which answers one POST path.
 
-One request, checked: what the operation and the backends need of it.
+A `Call` is one checked request, as the operation and the backends need it.
 """
 
 from dataclasses import dataclass, field
@@ -25,18 +25,18 @@ class Call:
     data: dict[str, Any]
     body: Any
     route: Route
-    headers: dict[str, str] = field(default_factory=dict)  # to send on: request id, traceparent
-    streamed: bool = False  # the client asked for events, of an operation that has them
+    headers: dict[str, str] = field(default_factory=dict)  # to forward: request id, traceparent
+    streamed: bool = False  # the client requested events, and the operation has them
 
     @property
     def model(self) -> str:
-        """The name that the client used: an alias is answered under itself."""
+        """The name that the client used: a request for an alias is answered with the alias."""
         model: str = self.data.get("model") or self.route.name
         return model
 
 
 class Operation(Protocol):
-    """One POST path. Instances have no state of a request's."""
+    """One POST path. Instances hold no state of a request."""
 
     @property
     def name(self) -> str:
@@ -47,22 +47,22 @@ class Operation(Protocol):
 
     @property
     def runs_model(self) -> bool:
-        """Whether an answer shows that the model works: else a server gives it with a dead one."""
+        """True if an answer proves that the model works; false if a server answers without it."""
 
     @property
     def schema(self) -> type[BaseModel]:
-        """Of the body; its `model` names what is asked for."""
+        """The schema of the body; its `model` field names the requested model."""
 
     def cost(self, body: Any, unlimited: int) -> tuple[int, int]:
-        """Tokens of the prompt, estimated, and of the longest answer (all choices together).
+        """Returns the prompt's estimated tokens and the longest answer's (all choices together).
 
         A choice whose length the body does not limit counts `unlimited` tokens.
         """
 
     async def open(self, backend: Backend, call: Call) -> Answer:
-        """Asks `backend`, and waits for the first event, or for the whole body if not streamed.
+        """Sends the request, and waits for the first event, or for the whole body if not streamed.
 
-        Raises BackendError if the backend fails before that, UnsupportedField if another one
-        may take the request, RequestError if none would. What was opened is closed if it raises or
-        is cancelled.
+        Raises BackendError if the backend fails before that, UnsupportedField if another backend
+        may accept the request, RequestError if none would. If it raises or is cancelled, it closes
+        everything that it opened.
         """

@@ -1,12 +1,9 @@
-"""Answers of backends that speak OpenAI's protocol: their bytes pass through.
+"""Relays requests to backends that speak OpenAI's protocol; the bytes of answers pass through.
 
-The request body was parsed once, to be checked; it goes on verbatim but for what splice.py puts in.
-What comes back is JSON, or a stream of events (events.py).
-
-A request's body as the backend gets it: the client's bytes, with a member changed in place.
-
-A large body is not written anew, and whatever the client wrote in its own way stays as it was.
-Where the bytes leave a doubt, they are written anew from what was decoded.
+The request body was parsed once, to be checked. The backend gets the client's bytes, with single
+fields changed in place (`outgoing`). So a large body is not serialized again, and everything else
+stays as the client wrote it. If the bytes are ambiguous, the body is serialized from the decoded
+form. The answer is JSON, or a stream of events (events.py).
 """
 
 import functools
@@ -41,7 +38,10 @@ _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def outgoing(raw: bytes, data: dict[str, Any], model: str, *, counted: bool) -> bytes:
-    """`raw`, whose decoded form is `data`, asking for `model`; `counted`: and for its usage."""
+    """Returns `raw`, whose decoded form is `data`, with `model` as its model.
+
+    `counted` also requests the usage.
+    """
     changes: dict[str, Any] = {}
     if data.get("model", model) != model:
         changes["model"] = model
@@ -50,7 +50,7 @@ def outgoing(raw: bytes, data: dict[str, Any], model: str, *, counted: bool) -> 
         renamed = raw
     if counted:
         options = dict(data.get("stream_options") or {})
-        # Means something with include_usage only: the client did not ask for what it would bring.
+        # Has an effect only with include_usage, which the client did not set.
         options.pop("continuous_usage_stats", None)
         changes["stream_options"] = options | {"include_usage": True}
         if renamed is not None:
@@ -61,10 +61,10 @@ def outgoing(raw: bytes, data: dict[str, Any], model: str, *, counted: bool) -> 
 
 
 def _with_model(raw: bytes, model: str) -> bytes | None:
-    """None if the member cannot be found for certain.
+    """Replaces the model's name in the bytes; None if the field cannot be found for certain.
 
-    Objects inside of others may have a `model` too, and a key may be written with escapes. Without
-    an escape of one of its letters, the one and only `"model"` is the one that was decoded.
+    Nested objects may have a `model` too, and a key may be written with escapes. If none of its
+    letters is escaped anywhere, a `"model"` that occurs only once is the one that was decoded.
     """
     if raw.count(b'"model"') != 1 or _ESCAPED_LETTER.search(raw):
         return None
@@ -79,16 +79,16 @@ def _with_usage(raw: bytes) -> bytes:
     return raw[:at] + b'"stream_options":{"include_usage":true},' + raw[at:]
 
 
-PARSED = 64 * 1024  # bytes of JSON that are parsed in 0.3 ms; of a larger answer, its usage alone
+PARSED = 64 * 1024  # bytes, parsed in 0.3 ms; of a larger answer, only the usage is parsed
 MAX_WHOLE = 256 * 1024 * 1024  # bytes of an answer that is not streamed
-MAX_REFUSAL = 64 * 1024  # bytes that are kept of an error's body
+MAX_REFUSAL = 64 * 1024  # bytes of an error's body
 _FORWARDED = ("content-type", "retry-after")
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 Rewrite = Callable[[bytes], bytes]
 
 
 class AnsweredFailure(BackendUnavailable):
-    """A failure that the backend put into words: the client gets them if nobody does better."""
+    """A failure with an answer of the backend, sent to the client if no other backend succeeds."""
 
     def __init__(self, error: BackendError, answer: Answer) -> None:
         super().__init__(str(error), kind=error.kind, retry_after_s=error.retry_after_s)
@@ -96,15 +96,15 @@ class AnsweredFailure(BackendUnavailable):
 
 
 def relays(backend: Backend) -> TypeGuard[RelayingBackend]:
-    """As `isinstance`, which takes microseconds for a protocol."""
+    """Replaces `isinstance`, which takes microseconds for a protocol."""
     return hasattr(backend, "relay")
 
 
 async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
-    """Sends the request on, and waits for the first whole event, or for the whole body.
+    """Forwards the request, and waits for the first whole event, or for the whole body.
 
-    Raises BackendError if the backend fails before that. An answer whose status is not 200 says
-    what is wrong with the request.
+    Raises BackendError if the backend fails before that. An answer whose status is not 200
+    describes what is wrong with the request.
     """
     data, name = call.data, backend.name
     options = data.get("stream_options")
@@ -127,22 +127,22 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
 
 
 async def _refusal(name: str, path: str, relay: Relay) -> Answer:
-    """What a backend refuses a request with, as an error object.
+    """Returns a backend's refusal of a request as an error object.
 
-    Raises BackendError if the backend is at fault, UnsupportedField if it does not have `path`, or
-    the model: another one may.
+    Raises BackendError if the backend is at fault, UnsupportedField if it lacks `path` or the
+    model, because another backend may have it.
     """
     body = await _read(name, relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
-    if relay.status == 501:  # vLLM, of what its model is not made for
-        raise _unfit(f"{name} cannot do this: {error}", 400)  # clients try a 5xx again
+    if relay.status == 501:  # vLLM's status for what its model does not support
+        raise _unfit(f"{name} cannot do this: {error}", 400)  # clients retry a 5xx
     if not _is_error_object(body):
         if relay.status in (404, 405):
             raise _unfit(f"{name} does not have {path} ({error})", relay.status)
-        # A framework's own words, a proxy's page, or none: only the status stays.
+        # A framework's own message, a proxy's page, or nothing: only the status is kept.
         body = error_bytes(error)
-    elif relay.status == 404:  # it is the gateway that says under which name it is to be there
+    elif relay.status == 404:  # the gateway chose the model's name at the backend, not the client
         raise UnsupportedField(str(error), status=404, param="model", code="model_not_found")
     headers["content-type"] = JSON
     answer = Answer(relay.status, headers, body)
@@ -217,7 +217,7 @@ def _headers(relay: Relay, content_type: str) -> dict[str, str]:
 
 @functools.lru_cache(1024)
 def _renamer(served_name: str, alias: str) -> Rewrite:
-    """Puts `alias` where the `model` member says `served_name`.
+    """Returns a function that replaces `served_name` by `alias` in the `model` field.
 
     Generated text cannot match: inside a JSON string each quote is escaped.
     """

@@ -1,6 +1,7 @@
 """The bodies of completion and chat requests, checked before any backend sees them.
 
-Fields outside the schema stay in `model_extra`, for the backend to take or refuse (fields.py).
+Fields outside the schema stay in `model_extra`, for the backend to accept or refuse
+(unsupported.py).
 Types are strict: `"max_tokens": "5"` and `"n": true` are errors.
 """
 
@@ -38,12 +39,12 @@ __all__ = [
 
 Prompt = str | tuple[int, ...]
 S = TypeVar("S", bound=BaseModel)
-_thread = ThreadPoolExecutor(1, "parse")  # not one a body: they would share one lock
+_thread = ThreadPoolExecutor(1, "parse")  # not one per body: they would share one lock
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
 
 
 def _strings(value: Any) -> Any:
-    """`stop` as a tuple of non-empty strings, from null, a string or a list."""
+    """Returns `stop` as a tuple of non-empty strings, from null, a string or a list."""
     if value is None:
         return ()
     items = [value] if isinstance(value, str) else value
@@ -55,7 +56,7 @@ def _strings(value: Any) -> Any:
 
 
 def prompts_of(value: Any) -> Any:
-    """OpenAI's four forms of `prompt` as a tuple of prompts, each text or token ids."""
+    """Returns OpenAI's four forms of `prompt` as a tuple of prompts, each text or token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
         value = [value]
     if not isinstance(value, list):
@@ -251,7 +252,7 @@ def _within(value: int | None, limit: int) -> int | None:
 
 
 def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, Any]]:
-    """The checked request, and the object it came from.
+    """Returns the checked request, and the decoded object it came from.
 
     Raises RequestError (400) naming the field for anything that does not fit the schema.
     """
@@ -260,7 +261,7 @@ def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, An
 
 
 async def parse_body(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, Any]]:
-    """As `parse`; a large body beside the event loop, one at a time."""
+    """Does the same as `parse`, but parses large bodies on a thread, one at a time."""
     if len(body) <= LARGE:
         return parse(schema, body, limits)
     loop = asyncio.get_running_loop()

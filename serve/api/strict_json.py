@@ -1,8 +1,8 @@
-"""JSON without repeated keys and without NaN; large texts are decoded with the lock let go.
+"""Decodes JSON without repeated keys and without NaN; large texts do not block the event loop.
 
-The C decoder holds the interpreter's lock from its first byte to its last, 0.1 s for three million
-token ids. For `loads_large` on a thread, containers are walked in Python, and numbers are decoded
-some thousands at a time: in between, the event loop runs.
+The C decoder holds the interpreter's lock from its first byte to its last: 0.1 s for three million
+token ids. `loads_large` runs on a thread. It walks containers in Python and decodes numbers some
+thousands at a time, and the event loop runs in between.
 """
 
 import json
@@ -13,7 +13,7 @@ from octet.errors import RequestError
 
 __all__ = ["loads", "loads_large"]
 
-# Numbers in arrays not counted. Freeing millions of objects would hold the lock too.
+# Does not count numbers in arrays. Freeing millions of objects would hold the lock too.
 MAX_VALUES = 2**18
 _RUN = 32 * 1024  # characters of an array of numbers, decoded at once
 _DIGITS = frozenset("-0123456789")
@@ -21,17 +21,20 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def loads(text: str) -> Any:
-    """Raises ValueError; RecursionError for what is nested too deeply."""
+    """Decodes `text`. Raises ValueError, or RecursionError if it is nested too deeply."""
     return _decoder.decode(text)
 
 
 def loads_large(text: str) -> Any:
-    """As `loads`. Raises RequestError (413) for more than `MAX_VALUES` values."""
+    """Does the same as `loads`. Raises RequestError (413) for more than `MAX_VALUES` values."""
     return _Large(text).decode()
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A repeated key would be read one way here and another by the backend that gets the bytes."""
+    """Builds a dict from `pairs`. Raises ValueError for a repeated key.
+
+    The backend gets the same bytes, and might resolve the repetition differently.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -63,7 +66,7 @@ class _Large:
         return value
 
     def _value(self, at: int) -> tuple[Any, int]:
-        """The value that begins at `at`, and where the next thing after it and its spaces is."""
+        """Returns the value that begins at `at`, and the offset after it and its spaces."""
         self.values += 1
         if self.values > MAX_VALUES:
             raise RequestError(
@@ -93,7 +96,7 @@ class _Large:
             at = self._comma(at)
 
     def _numbers(self, values: list[Any], at: int) -> int:
-        """Appends the numbers from `at` on, all but the last; returns where the next value is."""
+        """Appends the numbers from `at` on, except the last; returns the next value's offset."""
         while self.text[at : at + 1] in _DIGITS:
             run = self.text[at : at + _RUN]
             for other in '[]{}"':
@@ -127,7 +130,7 @@ class _Large:
             at = self._comma(at)
 
     def _skip(self, at: int) -> int:
-        """Where the spaces that begin at `at` end."""
+        """Returns where the spaces that begin at `at` end."""
         match = _SPACE.match(self.text, at)
         assert match is not None
         return match.end()

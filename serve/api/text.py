@@ -19,7 +19,7 @@ from serve.backends.base import Backend
 
 __all__ = ["Chats", "Completions"]
 
-LONG_TEXT = 20_000  # characters that take milliseconds to tokenize: not on the event loop
+LONG_TEXT = 20_000  # characters; more take milliseconds to tokenize, so on a thread
 Prompts: TypeAlias = Sequence[str | tuple[int, ...]]
 
 

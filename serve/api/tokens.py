@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's form.
 
-A server that has them is asked; else the tokenizer answers that this process has for the backend.
+A relaying backend answers them itself. For any other backend, this process uses the tokenizer that
+it has for it.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]
 
-MAX_CHARACTERS = 2**20  # of one text: it takes 0.2 KB of memory a token while it is tokenized
+MAX_CHARACTERS = 2**20  # of one text; tokenizing takes 0.2 KB of memory per token
 MAX_TOKENS = 2**20
-INLINE = 20_000  # characters, or tokens: more take milliseconds, so not on the event loop
+INLINE = 20_000  # characters or tokens; more take milliseconds, so on a thread
 
 
 class TokenizeRequest(BaseModel):
@@ -60,7 +61,7 @@ class Tokenize:
     schema: type[BaseModel] = TokenizeRequest
 
     def cost(self, body: TokenizeRequest, unlimited: int) -> tuple[int, int]:
-        return 0, 0  # nothing of a model's memory is taken
+        return 0, 0  # uses none of the model's memory
 
     async def open(self, backend: Backend, call: Call) -> Answer:
         if isinstance(backend, RelayingBackend):
@@ -126,7 +127,7 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, backend: str) -> list[i
 
 
 def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """With its special tokens spelled out, as vLLM does."""
+    """Decodes `ids` with special tokens spelled out, as vLLM does."""
     wrong = next((i for i in ids if i >= tokenizer.vocab_size), None)
     if wrong is not None:
         raise RequestError(
@@ -136,7 +137,7 @@ def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _characters(body: TokenizeRequest) -> int:
-    """Raises RequestError (413) for more than one process should tokenize at once."""
+    """Counts the characters. Raises RequestError (413) if they are too many to tokenize here."""
     if body.prompt is not None:
         count = len(body.prompt)
     else:
@@ -152,7 +153,7 @@ def _characters(body: TokenizeRequest) -> int:
 
 
 async def _beside(function: Any, *arguments: Any, size: int) -> Any:
-    """Calls `function`; beside the event loop if it takes long."""
+    """Calls `function`, on a thread if it takes long."""
     if size < INLINE:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -1,7 +1,8 @@
 """Request fields beyond those that every backend serves: refused by name, never dropped.
 
 A server that speaks OpenAI's protocol gets them verbatim and decides itself. The other backends
-refuse what would change the answer. A value that changes nothing (`presence_penalty: 0`) passes.
+refuse a field that would change the answer. A value that changes nothing (`presence_penalty: 0`)
+passes.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from octet.errors import UnsupportedField, nearest
 
 __all__ = ["UNSUPPORTED", "refuse_unsupported"]
 
-# Field -> the values, beside null, that ask for nothing.
+# Field -> the values, besides null, that have no effect.
 _PENALTIES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -37,7 +38,7 @@ _PENALTIES: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "return_token_ids": (False,),
 }
-# vLLM 0.32's own, beside those above.
+# vLLM 0.32's own fields, besides those above.
 _VLLM: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "include_reasoning": (True, False),
@@ -54,7 +55,7 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
 }
-# What describes the caller or how to account for the call: it has no bearing on the answer.
+# Fields that describe the caller or the accounting of the call: they do not affect the answer.
 _ANY = object()
 _CALLER: dict[str, tuple[Any, ...]] = {
     "user": (_ANY,),

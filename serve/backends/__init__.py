@@ -1,1 +1,1 @@
-"""Where tokens come from: the embedded engine, vLLM over HTTP, Triton over gRPC."""
+"""Backends, which generate tokens: the embedded engine, vLLM over HTTP, Triton over gRPC."""

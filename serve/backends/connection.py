@@ -1,7 +1,7 @@
-"""A connection that carries nothing: its end says that the server, or its whole host, is gone.
+"""Holds a connection that carries nothing: its end shows that the server, or its host, is gone.
 
-The kernel of a server that is killed closes its connections, which is seen here at once. A host
-that vanishes closes nothing: the kernel's keepalive probes, one a second, find out in GONE_AFTER_S.
+When a server is killed, its kernel closes the connections, which is detected at once. A host that
+vanishes closes nothing: the kernel's keepalive probes, one a second, detect it in GONE_AFTER_S.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from octet.errors import BackendUnavailable
 __all__ = ["hold_open", "kept_alive", "reason_of"]
 
 GONE_AFTER_S = 3
-# A server that closes idle connections has let this one live for a while.
+# A server that only closes idle connections keeps this one open for at least so long.
 IDLE_S = 1.0
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # nothing is acknowledged
 
 
 def kept_alive(address: tuple[int, int, int, str, object]) -> socket.socket:
-    """A socket that notices when the server's host is gone, however long a request has to wait."""
+    """Makes a socket that detects a vanished server host, however long a request waits."""
     created = socket.socket(*address[:3])
     created.setblocking(False)
     _keep_alive(created)
@@ -32,7 +32,7 @@ def kept_alive(address: tuple[int, int, int, str, object]) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Has the kernel notice, in GONE_AFTER_S, that the peer's host no longer answers."""
+    """Makes the kernel detect within GONE_AFTER_S that the peer's host no longer answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 1),  # seconds
@@ -52,11 +52,11 @@ async def hold_open(
     timeout_s: float,
     reopened: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Returns when the server is gone: whether its whole host is, and what was sent is lost.
+    """Waits until the server is gone. Returns True if its whole host is: data in flight is lost.
 
-    Raises BackendUnavailable if it cannot be reached at all. Where it only closed a connection for
-    being idle, the next one is opened at once. A server that ends in order, and another one that is
-    there already, look the same: `reopened` is told.
+    Raises BackendUnavailable if it cannot be reached at all. If it only closed an idle connection,
+    opens the next one at once. A server that shut down in order and was replaced at once looks the
+    same, so `reopened` is called before each new connection.
     """
     loop = asyncio.get_running_loop()
     reader, writer = await _open(name, host, port, tls, timeout_s)
@@ -72,12 +72,12 @@ async def hold_open(
         try:
             reader, writer = await _open(name, host, port, tls, timeout_s)
         except BackendUnavailable:
-            return False  # it may finish what it has begun
+            return False  # the server may still finish the requests it has begun
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Made once: reading the system's certificates takes 15 ms."""
+    """Returns the TLS context, made once: reading the system's certificates takes 15 ms."""
     return ssl.create_default_context()
 
 
@@ -94,9 +94,9 @@ async def _open(
 
 
 def reason_of(error: OSError) -> str:
-    """A few words for people, never those of `str(error)`: they have the address in them."""
+    """Describes `error` in a few words. Never uses `str(error)`, which contains the address."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        # Of a certificate for others, OpenSSL's words name the host that was asked for.
+        # For a certificate of other hosts, OpenSSL's message goes on with the requested host.
         words = getattr(error, "verify_message", "").partition(",")[0]
         return f"TLS: {words.lower() or 'the certificate is not valid'}"
     if isinstance(error, ssl.SSLError):
@@ -109,7 +109,7 @@ def reason_of(error: OSError) -> str:
 
 
 async def _until_its_end(reader: asyncio.StreamReader) -> Literal["in order", "reset", "silent"]:
-    """How the connection ended; what comes over it is thrown away."""
+    """Waits for the connection to end and returns how it did; discards what comes over it."""
     try:
         while await reader.read(4096):
             pass

@@ -1,4 +1,4 @@
-"""The engine in this process as a backend: tokenizes, submits, and streams what the engine says."""
+"""The engine in this process as a backend: tokenizes, submits, and streams the engine's events."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from serve.runner.protocol import Runner
 
 __all__ = ["EmbeddedBackend", "Loaded", "load_export"]
 
-# A prompt of so many characters takes about 10 ms to tokenize: done beside the event loop.
+# Tokenizing a prompt of so many characters takes about 10 ms, so it is done outside the event loop.
 _LONG_TEXT = 20_000
 
 
@@ -44,7 +44,7 @@ class EmbeddedBackend:
     ) -> None:
         """`path` is opened by `start`: an ONNX export, an engine, or what `load` opens.
 
-        `model` is the name it answers to (default: the directory's). `slots` requests are decoded
+        `model` is the name that it serves (default: the directory's). `slots` requests are decoded
         together (default: 16, or what an engine was built for). `context` limits prompt and answer
         together (default: the model's). `threads` compute one operator on the CPU (0: one per
         core).
@@ -88,7 +88,7 @@ class EmbeddedBackend:
         return self._started.engine.stats if self._started else None
 
     async def start(self) -> None:
-        """Loads the model. Raises ArtifactError for what is not a whole, unaltered export."""
+        """Loads the model. Raises ArtifactError for an incomplete or altered export."""
         runner, tokenizer = await asyncio.to_thread(self._load)
         loop = asyncio.get_running_loop()
 
@@ -96,7 +96,7 @@ class EmbeddedBackend:
             loop.call_soon_threadsafe(self._dispatch, deliveries)
 
         def stopped() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop may have been closed before
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
                 loop.call_soon_threadsafe(self._stopped.set)
 
         engine = Engine(
@@ -138,7 +138,7 @@ class EmbeddedBackend:
         await self._stopped.wait()
 
     async def incarnation(self) -> Incarnation | None:
-        """One: an engine that stops does not come back."""
+        """Returns a constant: an engine that has stopped does not restart."""
         return Incarnation((self._model,), started=0.0)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class EmbeddedBackend:
         return self._started
 
     def _dispatch(self, deliveries: list[Delivery]) -> None:
-        """Hands one step's outcomes to those who wait for them; runs in the event loop."""
+        """Hands one step's outcomes to the waiting requests; runs in the event loop."""
         for generation, outcome in deliveries:
             stream = self._streams.get(generation)  # None: cancelled meanwhile
             if stream is not None:
@@ -180,7 +180,7 @@ class EmbeddedBackend:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What answers requests: an engine, and the model and tokenizer that it runs with."""
+    """A loaded model: its engine, its tokenizer and its specification."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -194,9 +194,10 @@ class Loaded:
         return self.checked(request, await self._prompt_ids(request))
 
     def require_fitting(self, characters: int, param: str) -> None:
-        """Raises RequestError for a text that no tokens could bring into the context.
+        """Raises RequestError for a text too long for the context, however it is tokenized.
 
-        Said before it is tokenized: a megabyte takes a second, and hundreds of megabytes of memory.
+        Called before tokenizing: a megabyte of text takes a second, and hundreds of megabytes of
+        memory.
         """
         most = self.engine.context * self.tokenizer.longest_token
         if characters > most:
@@ -208,7 +209,10 @@ class Loaded:
             )
 
     def checked(self, request: GenerateRequest, prompt: Sequence[int]) -> Generation:
-        """`request` with its prompt as token ids. Raises RequestError for what cannot be run."""
+        """Makes the Generation of `request` with its prompt as token ids.
+
+        Raises RequestError for a request that cannot be run.
+        """
         if not prompt:
             raise RequestError("the prompt is empty: it has no token", param="prompt")
         if len(prompt) >= self.engine.context:
@@ -226,7 +230,8 @@ class Loaded:
                 param="prompt",
             )
         if request.max_tokens is not None and request.max_tokens > self.engine.context:
-            # As vLLM: what the prompt leaves of the context is a limit, more than all a mistake.
+            # As in vLLM: a max_tokens beyond what the prompt leaves of the context is clipped;
+            # one beyond the whole context is a mistake.
             raise RequestError(
                 f"max_tokens of {request.max_tokens} is more than this model's context of"
                 f" {self.engine.context}",
@@ -252,7 +257,7 @@ class Loaded:
 
 
 class _Stream:
-    """Events on their way from the engine to one iterator; used in the event loop alone."""
+    """Queue of events from the engine to one iterator; used only in the event loop."""
 
     def __init__(self) -> None:
         self._events: deque[Event | BackendError] = deque()
@@ -266,7 +271,7 @@ class _Stream:
         self._arrived.set()
 
     async def get(self) -> Event:
-        """The next event. Raises the BackendError that ended the request."""
+        """Waits for the next event. Raises the BackendError that ended the request."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
@@ -277,5 +282,5 @@ class _Stream:
 
 
 def load_export(path: Path, threads: int = 0, device: int = 0) -> tuple[Runner, Tokenizer]:
-    """What `load_runner` loads, with the tokenizer beside it."""
+    """Loads the runner (see `load_runner`) and the tokenizer of the same directory."""
     return load_runner(path, threads, device), Tokenizer.load(path)

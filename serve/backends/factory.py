@@ -1,4 +1,4 @@
-"""Backends from their configuration; the libraries of a kind are imported only where one is."""
+"""Makes backends from their configuration; imports a kind's libraries only when it is used."""
 
 from octet.errors import OctetError
 from serve.backends.base import Backend
@@ -8,7 +8,7 @@ __all__ = ["make_backend"]
 
 
 def make_backend(model: str, config: BackendConfig) -> Backend:
-    """The backend that `config` describes, for the public name `model`; not yet started.
+    """Makes the backend that `config` describes, for the public name `model`; does not start it.
 
     Raises OctetError if its library, its files or its secrets are missing.
     """

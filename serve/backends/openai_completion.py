@@ -1,4 +1,4 @@
-"""Completions in OpenAI's protocol: a request as its body, the events of its stream as ours."""
+"""Completions in OpenAI's protocol: writes a request's body, reads its stream as our events."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -20,13 +20,13 @@ from serve.engine.request import (
 __all__ = ["completion_body", "completion_events"]
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-_TOO_LARGE = (OverflowError, RecursionError)  # of a number, of what is nested
+_TOO_LARGE = (OverflowError, RecursionError)  # raised for a number, for deep nesting
 
 
 def completion_body(request: GenerateRequest, model: str, limit: int | None) -> dict[str, Any]:
-    """The body of a streamed completion; what is at its default is left to the server's.
+    """Returns the body of a streamed completion; most options at their default are left out.
 
-    `limit` stands in for a `max_tokens` of None: without one, an answer ends after 16 tokens.
+    `limit` replaces a `max_tokens` of None: without one, an answer ends after 16 tokens.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -53,9 +53,9 @@ def completion_body(request: GenerateRequest, model: str, limit: int | None) -> 
 async def completion_events(
     name: str, content: AsyncIterator[bytes], alternatives: int
 ) -> AsyncGenerator[Event, None]:
-    """The Deltas of a streamed completion, then its Finished.
+    """Yields the Deltas of a streamed completion, then its Finished.
 
-    Raises BackendError (garbled) for what is not such a stream, or ends before its usage.
+    Raises BackendError (garbled) for a stream of any other form, or one that ends before its usage.
     """
     reason: str | None = None
     stop_reason: str | int | None = None
@@ -87,7 +87,7 @@ async def completion_events(
 
 
 def _stop_reason(choice: dict[str, Any], before: str | int | None) -> str | int | None:
-    """vLLM's `stop_reason`; SGLang calls it `matched_stop`."""
+    """Reads vLLM's `stop_reason`, which SGLang calls `matched_stop`."""
     for name in ("stop_reason", "matched_stop"):
         found = choice.get(name)
         if isinstance(found, str | int):
@@ -96,9 +96,9 @@ def _stop_reason(choice: dict[str, Any], before: str | int | None) -> str | int 
 
 
 def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
-    """A Delta from a streamed choice that begins `offset` characters into the answer.
+    """Returns the Delta of a streamed choice that begins `offset` characters into the answer.
 
-    Token ids are there only if the server sends them. vLLM lists the chosen token beside the
+    It has token ids only if the server sends them. vLLM lists the chosen token in addition to the
     `alternatives` most likely ones.
     """
     text, token_ids = choice.get("text") or "", tuple(map(_count, choice.get("token_ids") or ()))
@@ -110,7 +110,7 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     tops = found.get("top_logprobs") or [None] * len(found["tokens"])
     positions = []
     for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
-        # Of an echoed prompt's first token there are none.
+        # The first token of an echoed prompt has no log-probabilities.
         known = [item for item in (top or {}).items() if item[1] is not None]
         likely = sorted(known, key=lambda item: -item[1])[:alternatives]
         best = tuple(_token(other, value) for other, value in likely)
@@ -119,7 +119,7 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
 
 
 def _token(name: str, logprob: Any) -> TokenLogprob:
-    """A token by the name the server gives it: `token_id:N` from vLLM, else its text alone."""
+    """Reads a token from the server's name for it: `token_id:N` from vLLM, else its text alone."""
     number = name.removeprefix("token_id:")
     if number != name and number.isdigit():
         return TokenLogprob(int(number), "", b"", _nats(logprob))
@@ -127,14 +127,14 @@ def _token(name: str, logprob: Any) -> TokenLogprob:
 
 
 def _count(value: Any) -> int:
-    """A number of tokens, or the id of one."""
+    """Checks a number of tokens, or a token id. Raises TypeError."""
     if not isinstance(value, int) or value < 0:
         raise TypeError(f"{str(value)[:80]!r} is no number of tokens, nor the id of one")
     return value
 
 
 def _nats(value: Any) -> float | None:
-    """NaN and infinities are a matter for who judges them."""
+    """Reads a log-probability. Lets NaN and infinities pass: they are judged elsewhere."""
     if value is None:
         return None
     if not isinstance(value, int | float):
@@ -143,7 +143,7 @@ def _nats(value: Any) -> float | None:
 
 
 async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each event. Comments, event names and ids are passed over; lines may end in CRLF.
+    """Yields the JSON of each event. Skips comments, event names and ids; lines may end in CRLF.
 
     Raises ValueError for data that is not a JSON object, and for an event cut off at the end.
     """

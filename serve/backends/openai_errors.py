@@ -1,4 +1,4 @@
-"""What went wrong with a server that speaks OpenAI's protocol, as the gateway's errors."""
+"""Translates failures of a server that speaks OpenAI's protocol into the gateway's errors."""
 
 import email.utils
 import json
@@ -22,38 +22,38 @@ __all__ = [
     "retry_after",
 ]
 
-LONGEST_S = 86_400.0  # that a server may send clients away for; some digits are infinity
+LONGEST_S = 86_400.0  # longest Retry-After that is honoured; enough digits parse as infinity
 
-# vLLM's EngineDeadError, and its predecessors', whether the type's name is shown or its text.
+# vLLM's EngineDeadError and its predecessors, by the type's name or by its text.
 _DEAD = (
     "EngineDeadError",
     "EngineCore encountered an issue",
     "Background loop has errored",
     "Background loop is stopped",
-    "cannot schedule new futures after",  # Python's; vLLM's that was told to stop, and drains
+    "cannot schedule new futures after",  # Python's, from a vLLM that is stopping and drains
     "is not healthy",
 )
 
 
 class Refusal(RequestError):
-    """What a server refuses a request with, in its own words: `code` may be anything."""
+    """A server's refusal of a request, with the server's own message; `code` may be anything."""
 
 
 def failure(
     name: str, status: int, headers: Mapping[str, str], body: bytes
 ) -> BackendUnavailable | RequestError:
-    """The error for an answer that is not a 200; of `body` its beginning is enough.
+    """Returns the error for a response that is not a 200; the beginning of `body` is enough.
 
-    A 429 or 503 is `overloaded`, other 5xx are `failed`, and so is a refusal of the gateway's own
-    key. What is left, a 501 too, is the client's: a RequestError with the server's status, field
-    and code.
+    429 and 503 are `overloaded`. Other 5xx, and a refusal of the gateway's own key, are `failed`.
+    Other 4xx, and 501, are the client's mistake: a RequestError with the server's status, field and
+    code.
     """
     message, param, code = _said(body)
     kind = kind_of(status, body)
     if kind is None:
         message = message or f"the backend answered {status}"
         return Refusal(message, status=status, param=param, code=code)
-    if status < 400:  # a redirect's page tells a place that is nobody's business
+    if status < 400:  # a redirect's page contains an address that clients must not see
         message = f"answered {status}, which is not followed"
     line = f"{name}: {message or f'answered {status}'}"
     if status in (401, 403, 407):
@@ -63,12 +63,12 @@ def failure(
 
 
 def kind_of(status: int, body: bytes) -> FailureKind | None:
-    """What an answer that is not a 200 says of the server; None if the fault is the client's."""
+    """Returns the kind of failure that a non-200 response shows; None if it is the client's."""
     if status >= 500 and is_dead(_said(body)[0]):
         return "dead"
     if status in (429, 503):
         return "overloaded"
-    if status == 501:  # it works, and does not do this
+    if status == 501:  # the server works, but does not implement this
         return None
     if status >= 500 or status in (401, 403, 407):
         return "failed"
@@ -76,12 +76,12 @@ def kind_of(status: int, body: bytes) -> FailureKind | None:
 
 
 def from_event(name: str, error: Any) -> BackendError | RequestError:
-    """The error for an event of a stream that has an `error` member."""
+    """Returns the error for a stream event that has an `error` member."""
     body = json.dumps({"error": error}).encode()
     message, param, code = _said(body)
     line = f"{name}: {message or 'failed while answering'}"
     status = error.get("code") if isinstance(error, dict) else None
-    # Before its words are looked at, which may quote the client's.
+    # Check the status before the message, which may quote the client.
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
         return Refusal(message, status=status, param=param, code=code)
     if is_dead(message):
@@ -90,12 +90,12 @@ def from_event(name: str, error: Any) -> BackendError | RequestError:
 
 
 def is_dead(message: str) -> bool:
-    """Whether a server says that it will serve nobody any more."""
+    """Decides whether a server's message reports that it will serve no more requests."""
     return any(sign in message for sign in _DEAD)
 
 
 def no_answer(name: str, error: Exception) -> BackendUnavailable:
-    """The error for a request to which no status line came."""
+    """Returns the error for a request to which no status line came."""
     kind: FailureKind = "lost"
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         kind = "refused"
@@ -109,12 +109,12 @@ def no_answer(name: str, error: Exception) -> BackendUnavailable:
 
 
 def lost_while_answering(name: str, error: Exception) -> BackendError:
-    """The error for a body that ended, or stopped making sense, before its end."""
+    """Returns the error for a body that broke off, or became unreadable, before its end."""
     return BackendError(f"{name}: failed while answering ({_reason(error)})", kind="lost")
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds, from the header's seconds or date, a day at most; None for neither."""
+    """Returns seconds, from a header of seconds or a date, a day at most; None for neither."""
     if value is None:
         return None
     try:
@@ -129,12 +129,12 @@ def _until(date: str) -> float:
 
 
 def _said(body: bytes) -> tuple[str, str | None, str | None]:
-    """Message, field and code of an error object, however this server shapes it."""
+    """Returns message, field and code of an error object, in any server's format."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
         return " ".join(body[:200].decode(errors="replace").split()), None, None
-    # vLLM, SGLang: {"error": {...}}; older ones without the wrapping; FastAPI: {"detail": ...}
+    # vLLM, SGLang: {"error": {...}}; older ones without this wrapper; FastAPI: {"detail": ...}
     error = data.get("error", data) if isinstance(data, dict) else data
     if not isinstance(error, dict):
         return str(error)[:500], None, None
@@ -145,14 +145,14 @@ def _said(body: bytes) -> tuple[str, str | None, str | None]:
 
 
 def _reason(error: Exception) -> str:
-    """A few words for people. aiohttp's own repeat the address, which is no client's business."""
+    """Describes `error` in a few words. aiohttp's own repeat the address, which stays private."""
     if isinstance(error, aiohttp.ClientResponseError):
-        return error.message.partition("\n")[0].rstrip(" :")  # what follows is what it sent
+        return error.message.partition("\n")[0].rstrip(" :")  # the rest quotes what it sent
     if isinstance(error, aiohttp.ClientConnectorError):
         return reason_of(error.os_error)
     if isinstance(error, OSError):  # TimeoutError is one
         return reason_of(error)
-    if type(error) is aiohttp.ClientConnectionError:  # ours: see OpenAiHttpBackend.close
+    if type(error) is aiohttp.ClientConnectionError:  # our own: see OpenAiHttpBackend.close
         return str(error)
     known = (kind for kind in _WORDS if isinstance(error, kind))
     return _WORDS.get(next(known, type(error)), "the connection failed")

@@ -1,9 +1,9 @@
 """vLLM, or any other server that speaks OpenAI's protocol, over HTTP.
 
-`relay` is the gateway's hot path: bytes in, bytes out. `generate` asks the same server as a
-`Backend`, for those who want tokens and log-probabilities rather than bytes.
+`relay` is the gateway's hot path: bytes in, bytes out. `generate` queries the same server as a
+`Backend`, for callers that need tokens and log-probabilities rather than bytes.
 
-What a server of OpenAI's protocol says of itself: how busy it is, how long its context.
+The module also reads the server's load, context length and incarnation.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 def _server_load(body: bytes) -> LoadReport | None:
-    """vLLM's /load, with --enable-server-load-tracking: requests that it has, running or not."""
+    """Reads vLLM's /load (--enable-server-load-tracking): its requests, running or waiting."""
     try:
         return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -54,7 +54,7 @@ LOAD_SOURCES: tuple[Source, ...] = (
 
 
 def context_length(body: bytes, served_name: str) -> int | None:
-    """`max_model_len` of the model, as vLLM and SGLang list it; None where it is not given."""
+    """Reads `max_model_len` of the model, as vLLM and SGLang list it; None if it is missing."""
     try:
         models = json.loads(body)["data"]
         lengths = {model["id"]: model.get("max_model_len") for model in models}
@@ -65,10 +65,11 @@ def context_length(body: bytes, served_name: str) -> int | None:
 
 
 def incarnation(models: bytes, metrics: bytes, served_name: str) -> Incarnation | None:
-    """By /v1/models and the Prometheus page (empty: it has none); None for no list of models.
+    """Reads the incarnation from /v1/models and the Prometheus page (empty if there is none).
 
-    vLLM names the checkpoint (`root`) and the context that it was started with. Its counters are
-    for where several processes answer, whose page has no start time.
+    Returns None if `models` is no list of models. vLLM names the checkpoint (`root`) and the
+    context that it was started with. Its counters serve where several processes answer, because
+    their page has no start time.
     """
     try:
         cards = {card["id"]: card for card in json.loads(models)["data"]}
@@ -83,32 +84,32 @@ def incarnation(models: bytes, metrics: bytes, served_name: str) -> Incarnation 
 
 
 _FAILED = (aiohttp.ClientError, OSError)
-# Uvicorn, under all these servers, closes a connection after 5 s without a request: by letting go
-# of it before, no request is written to one that is being closed.
+# Uvicorn, which all these servers run on, closes a connection after 5 s without a request. Closing
+# it here first means that no request is written to a connection that is being closed.
 KEEP_ALIVE_S = 4.0
-ASIDE_TIMEOUT_S = 5.0  # for what is read beside the requests: readiness, load, the model's context
-SPECIAL_TOKENS = 8  # more than any tokenizer puts around a text
-READ_BUFFER = 64 * 1024  # bytes of an answer; at twice as many, reading waits for the reader
+ASIDE_TIMEOUT_S = 5.0  # for reads other than requests: readiness, load, the model's context
+SPECIAL_TOKENS = 8  # more than any tokenizer adds to a text
+READ_BUFFER = 64 * 1024  # bytes of a response; at twice as many, reading waits for the consumer
 
 
 class OpenAiHttpBackend:
-    """One upstream, over a pool of kept-alive connections without a limit."""
+    """One server, over an unlimited pool of kept-alive connections."""
 
     accepts_extra = True
     tokenizer: None = None
 
     def __init__(self, model: str, config: HttpConfig) -> None:
-        """`model` is the public name; raises ConfigError if the key's variable is not set."""
+        """`model` is the public name. Raises ConfigError if the key's variable is not set."""
         self.name = f"{config.type} {config.url}"
         self.served_name = config.model or model
         self.models = (model,)
-        self.context_length: int | None = None  # known once the server was ready
+        self.context_length: int | None = None  # known once the server has been ready
         self.url = config.url
         self._config = config
         self._urls: dict[str, URL] = {}
-        self._probe = 0  # which of `_probes` this server takes
-        self._load_from = LOAD_SOURCES  # where it may say how busy it is
-        # All that aiohttp would add by itself, which takes it longer.
+        self._probe = 0  # index in `_PROBES` of the probe that this server takes
+        self._load_from = LOAD_SOURCES  # places where it may report its load
+        # All headers that aiohttp would otherwise add by itself, which takes longer.
         self._headers = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "octet"}
         if key := config.key():
             self._headers["authorization"] = f"Bearer {key}"
@@ -135,11 +136,11 @@ class OpenAiHttpBackend:
             self._session = None
 
     async def ready(self) -> bool:
-        """GET /health for vLLM; other servers may have none, so /v1/models."""
+        """Sends GET /health to vLLM, and GET /v1/models to others, which may have no /health."""
         path = "/health" if self._config.type == "vllm" else "/v1/models"
         status, body = await self.get(path)
         if status != 200:
-            self.context_length = None  # what comes back may be another model
+            self.context_length = None  # the server may come back with another model
             self._load_from = LOAD_SOURCES
             return False
         if self.context_length is None:
@@ -149,7 +150,10 @@ class OpenAiHttpBackend:
         return True
 
     async def load(self) -> LoadReport | None:
-        """What its metrics say, of those that are known; else vLLM's /load; else None."""
+        """Reads the load from its metrics, if their names are known; else vLLM's /load; else None.
+
+        Remembers the source that worked, and the lack of any.
+        """
         answered = True
         for source in self._load_from:
             path, read = source
@@ -160,11 +164,11 @@ class OpenAiHttpBackend:
                 return report
             answered = answered and status != 0
         if answered:
-            self._load_from = ()  # it has none: do not ask every second
+            self._load_from = ()  # it has none: do not query it every second
         return None
 
     async def probe(self) -> None:
-        """One token, by a completion; a chat or an embedding of a server that has only those."""
+        """Generates one token by a completion; else by a chat; else computes an embedding."""
         refusal: RequestError | None = None
         for turn in range(len(_PROBES)):
             which = (self._probe + turn) % len(_PROBES)
@@ -180,7 +184,7 @@ class OpenAiHttpBackend:
             if not isinstance(error, RequestError):
                 raise error
             refusal = refusal or error  # 404, or vLLM's 400 "does not support Completions API"
-        # The requests were ours: no client made a mistake.
+        # The requests were ours, so this is no client's mistake.
         line = f"{self.name}: refuses to generate a token: {refusal}"
         raise BackendUnavailable(line, kind="failed")
 
@@ -204,24 +208,25 @@ class OpenAiHttpBackend:
             timeout_s=self._config.connect_timeout_s,
             reopened=reopened,
         )
-        if vanished:  # what it has not acknowledged, the kernel would send again for minutes
+        if vanished:  # else the kernel would resend unacknowledged data for minutes
             self._end_answers("its host is gone")
             for connection in list(self._connections):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     async def incarnation(self) -> Incarnation | None:
-        """By its list of models, and by its metrics' start time and counters, where it has them."""
+        """Reads the list of models, and the start time and counters of the metrics if there are."""
         status, models = await self.get("/v1/models")
         page_status, page = await self.get(self._metrics_path)
-        # An error of this moment says nothing; where there is no such page, none says anything.
+        # After a transient error the incarnation is unknown. A server without a metrics page is
+        # identified by its models alone.
         if status != 200 or page_status in (0, 429) or (page_status >= 500 and page_status != 501):
             return None
         return incarnation(models, page if page_status == 200 else b"", self.served_name)
 
     @property
     def _metrics_path(self) -> str:
-        """Where its load was found, if it was found."""
+        """The metrics page where its load was found, else /metrics."""
         path = self._load_from[0][0] if self._load_from else _METRICS
         return path if path.endswith(_METRICS) else _METRICS
 
@@ -242,9 +247,9 @@ class OpenAiHttpBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         if request.max_tokens is None and self.context_length is None:
-            await self.ready()  # which asks for it
+            await self.ready()  # reads the context length
         fields = completion_body(request, self.served_name, self._longest_answer(request.prompt))
-        if self._config.type == "vllm":  # OpenAI's own dialect names tokens by their text alone
+        if self._config.type == "vllm":  # plain OpenAI names tokens by their text alone
             fields |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         headers = {**_JSON, "x-request-id": request.request_id, **request.headers}
         relay = await self.relay("/v1/completions", json.dumps(fields).encode(), headers)
@@ -263,7 +268,7 @@ class OpenAiHttpBackend:
                 raise sooner_or_later(error, started=started) from error
 
     def _end_answers(self, reason: str) -> None:
-        for response in self._answering:  # aiohttp would leave who reads them waiting
+        for response in self._answering:  # aiohttp would leave their readers waiting
             response.content.set_exception(aiohttp.ClientConnectionError(reason))
 
     def _connection(self, address: aiohttp.AddrInfoType) -> socket.socket:
@@ -272,11 +277,11 @@ class OpenAiHttpBackend:
         return connection
 
     def _longest_answer(self, prompt: str | tuple[int, ...]) -> int | None:
-        """Tokens that an answer may have where the request sets no limit; None: unknown.
+        """Returns the tokens that an answer may have if the request sets no limit; None: unknown.
 
-        vLLM takes the whole context, and clips it to what the prompt leaves. Others may refuse it,
-        so it is what the prompt leaves for certain: a text has no more tokens than bytes, but for
-        those that a tokenizer puts around it.
+        vLLM accepts the whole context and clips it to what the prompt leaves. Others may refuse
+        that, so they get what the prompt leaves for certain: a text has at most as many tokens as
+        bytes, plus those that a tokenizer adds.
         """
         if self.context_length is None or self._config.type == "vllm":
             return self.context_length
@@ -284,14 +289,14 @@ class OpenAiHttpBackend:
         return max(self.context_length - taken, 1)
 
     def _url(self, path: str) -> URL:
-        """Parsed once; `path` is one of the gateway's own, never a client's."""
+        """Parses each URL once; `path` is one of the gateway's own, never a client's."""
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(self._config.url + path)
         return url
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of what it says of itself; status 0 where there was no answer."""
+        """GETs `path`; returns status and body, or status 0 if there was no response."""
         if self._session is None:
             return 0, b""
         timeout = aiohttp.ClientTimeout(
@@ -307,12 +312,12 @@ class OpenAiHttpBackend:
 
 
 class _Body:
-    """The bytes of an answer as they come. Closed before its end, the server sees it and stops."""
+    """The bytes of a response as they come. Closing it early makes the server stop generating."""
 
     def __init__(
         self, name: str, response: aiohttp.ClientResponse, answering: set[aiohttp.ClientResponse]
     ) -> None:
-        """The response is in `answering` until its end."""
+        """Keeps the response in `answering` until its end."""
         self._name = name
         self._response = response
         self._answering = answering
@@ -339,7 +344,7 @@ class _Body:
 
     async def aclose(self) -> None:
         self._answering.discard(self._response)
-        self._response.close()  # nothing, after the end
+        self._response.close()  # no effect after the end
 
 
 _METRICS = "/metrics"

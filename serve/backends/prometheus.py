@@ -1,7 +1,7 @@
-"""How busy a server is, from its Prometheus page: the few lines needed, found by their names.
+"""Reads a server's load from its Prometheus page: only the few lines needed, found by name.
 
-A page of vLLM has some 500 lines, most of them of histograms; a parser of them all would cost more
-than the request that asked. The names were read in each server's source or documentation.
+A page of vLLM has some 500 lines, most of them histograms; parsing them all would cost more than
+the request for the page. The names come from each server's source or documentation.
 """
 
 import re
@@ -15,15 +15,15 @@ __all__ = ["load_of", "samples"]
 Sample = tuple[dict[str, str], float]  # labels and value
 Samples = Mapping[str, list[Sample]]
 
-_MOST = 1e15  # more than any server has of anything
+_MOST = 1e15  # larger than any real value
 _DIGITS = re.compile(r"[0-9]{1,15}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def load_of(page: bytes) -> LoadReport | None:
-    """The figures of whichever server wrote `page`; None where it has none that are known.
+    """Returns the load that `page` reports, of any known server; None if it has no known names.
 
-    Several engines (data parallel) are added up, and their KV usages averaged.
+    Adds up several engines (data parallel), and averages their KV usages.
     """
     for server in _SERVERS:
         found = samples(page, server.names)
@@ -40,7 +40,7 @@ def load_of(page: bytes) -> LoadReport | None:
 
 
 def samples(page: bytes, names: Iterable[str]) -> Samples:
-    """Name -> each sample whose name is one of `names`; a line that is not a sample is no error."""
+    """Maps each of `names` that occurs to its samples; skips lines that are not samples."""
     wanted = b"|".join(re.escape(name.encode()) for name in names)
     line = re.compile(rb"^(" + wanted + rb")(?:\{(.*)\})? ([^ \r\n]+)", re.MULTILINE)
     found: dict[str, list[Sample]] = {}
@@ -49,7 +49,7 @@ def samples(page: bytes, names: Iterable[str]) -> Samples:
             sample = (dict(_LABEL.findall(labels.decode(errors="replace"))), float(value))
         except ValueError:
             continue
-        if 0 <= sample[1] <= _MOST:  # neither NaN, of an engine that has not measured yet, nor Inf
+        if 0 <= sample[1] <= _MOST:  # no NaN (an engine that has not measured yet) and no Inf
             found.setdefault(name.decode(), []).append(sample)
     return found
 
@@ -59,12 +59,12 @@ Which = tuple[str, Mapping[str, str]]  # a metric, and labels that its samples m
 
 @dataclass(frozen=True)
 class _Server:
-    """Where one kind of server says what."""
+    """Names of the metrics of one kind of server."""
 
     running: Which
     waiting: Which
     kv_usage: Which  # 0 to 1
-    capacity: Callable[[Samples], int]  # tokens; 0 if it does not say
+    capacity: Callable[[Samples], int]  # tokens; 0 if it is not reported
     capacity_name: str | None = None
     names: tuple[str, ...] = field(init=False)
 
@@ -79,7 +79,7 @@ def _values(found: Samples, name: str, labels: Mapping[str, str]) -> list[float]
 
 
 def _vllm_capacity(found: Samples) -> int:
-    """Blocks times tokens of a block. Both are "None" until the engine has measured."""
+    """Multiplies blocks by tokens per block. Both are "None" until the engine has measured."""
     total = 0
     for labels, _ in found.get("vllm:cache_config_info", ()):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")

@@ -1,7 +1,8 @@
-"""What a failed call to Triton means for the request, and for the server.
+"""Classifies a failed call to Triton: the request's fault, or which failure of the server.
 
-The gRPC status says little: an error of the model comes as a message of the stream, without one,
-and a model whose process died stays "ready". So it is told by what Triton and its backends write.
+The gRPC status is not enough: an error of the model comes as a message of the stream, without a
+status, and a model whose process died stays "ready". So the text of Triton's and its backends'
+messages decides.
 """
 
 import json
@@ -18,8 +19,8 @@ _Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
 
 # In the order in which they are tried.
 _KINDS: _Signs = (
-    # The Python backend of a process that is gone; the vLLM backend of an engine that is; our own
-    # entry of its engine, or its GPU.
+    # From the Python backend about a dead process, from the vLLM backend about a dead engine, from
+    # our own entry about its engine or its GPU.
     ("dead", re.compile(r"Stub process .* is not healthy|due to unhealthy vLLM engine")),
     ("dead", re.compile(r"^the embedded engine (is not running|failed;)|^the GPU failed \(")),
     ("lost", re.compile(r"^the embedded engine was stopped")),
@@ -28,7 +29,7 @@ _KINDS: _Signs = (
     ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),
     ("timeout", re.compile(r"[Rr]equest timeout expired")),
 )
-# What the backends say of a request that is plainly the client's mistake: pattern, param, code.
+# The backends' messages about a request that is plainly the client's mistake: pattern, param, code.
 _CONTEXT = ("prompt", "context_length_exceeded")
 _CLIENT = (
     # vLLM's input processor and its renderer.
@@ -37,14 +38,14 @@ _CLIENT = (
     (re.compile(r"prompt cannot be empty"), "prompt", None),
     (re.compile(r"Token id \d+ is out of vocabulary"), "prompt", None),
     (re.compile(r"Requested sample logprobs of \d+.*max allowed"), "logprobs", None),
-    # Its backend for Triton logs why it cannot make SamplingParams, and goes on with None.
+    # vLLM's backend for Triton logs why it cannot make SamplingParams, and goes on with None.
     (re.compile(r"'NoneType' object has no attribute 'lora_name'"), "sampling_parameters", None),
     # TensorRT-LLM's executor.
     (re.compile(r"[Pp]rompt length \(\d+\) exceeds maximum input length"), *_CONTEXT),
     (re.compile(r"number of context tokens \(\d+\) exceeds the limit"), *_CONTEXT),
     (re.compile(r"max_tokens must be a single value > 0"), "max_tokens", None),
 )
-# Where gRPC has looked for the server: "ipv4:10.0.0.1:8001: ", "for triton.internal:8001".
+# Addresses in gRPC's messages: "ipv4:10.0.0.1:8001: ", "for triton.internal:8001".
 _ADDRESS = re.compile(
     r"\b(?:ipv[46]|unix|dns|vsock):\S*\s?|\bname=\S+\s?"
     r"|(?<=failed) for \S+?(?=:? )|(?<=resolving) \S+?(?=:? )"
@@ -58,12 +59,12 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 
 
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
-    """The error for a call that ended with `details`."""
+    """Returns the error for a call that ended with `details`."""
     said = " ".join(details.split())
-    # Refusals first: they may quote the request, and with it anything.
+    # Refusals first: they may quote the request, which may contain anything.
     if (refusal := _own_refusal(details) or _known_refusal(said)) is not None:
         return refusal
-    if code is not None:  # of gRPC itself
+    if code is not None:  # an error of gRPC itself
         said = _ADDRESS.sub("", said)
     return BackendError(f"{name}: {said}", kind=_kind(code, said) or "failed")
 
@@ -74,14 +75,14 @@ def _kind(code: grpc.StatusCode | None, said: str) -> FailureKind | None:
     for kind, sign in _KINDS:
         if sign.search(said):
             return kind
-    if code == grpc.StatusCode.UNAVAILABLE:  # of the connection: it broke, or none could be made
+    if code == grpc.StatusCode.UNAVAILABLE:  # the connection broke, or could not be made
         unmade = ("onnect" in said and "reset" not in said) or "resol" in said
         return "refused" if unmade else "lost"
     return _STATUS.get(code) if code is not None else None
 
 
 def _own_refusal(details: str) -> RequestError | None:
-    """What our own entry says of a request that it refuses: JSON, with the field at fault."""
+    """Reads the refusal that our own entry returns: JSON, with the field at fault. Else None."""
     try:
         error = json.loads(details)
         return Refusal(str(error["message"]), param=error["param"], code=error["code"])

@@ -1,15 +1,15 @@
 """Triton over gRPC streaming: the vLLM backend, our own Python entry, TensorRT-LLM's models.
 
-One ModelStreamInfer call a request, on a shared channel. The generated stubs are used directly:
-tritonclient's own asyncio client drops request parameters and the status of errors. (The header
-`triton_grpc_error` would give errors of the model a status; but with it Triton 2.51 crashes after a
-few refused requests.)
+Each request is one ModelStreamInfer call on a shared channel. The generated stubs are used
+directly: tritonclient's own asyncio client drops request parameters and the status of errors. (The
+header `triton_grpc_error` would give errors of the model a status, but with it Triton 2.51 crashes
+after a few refused requests.)
 
-There are no keepalive pings: as it comes, Triton answers those of a waiting client with GOAWAY
-"too_many_pings" (2.51: 4 s after the first, at one a second), and closes the connection. That a
-host is gone is seen by `hold`, which then ends the calls that wait for it.
+There are no keepalive pings: by default Triton answers those of a waiting client with GOAWAY
+"too_many_pings" (2.51: 4 s after the first, at one a second) and closes the connection. `hold`
+detects a vanished host, and then ends the calls that wait for it.
 
-What Triton says of itself: how busy it is, and which life of a model answers.
+The module also reads Triton's load and the incarnation of a model.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _PENDING = "nv_inference_pending_request_count"
 
 
 async def load_report(metrics_url: str, model: str, timeout_s: float) -> LoadReport | None:
-    """From Triton's metrics page, which is on HTTP."""
+    """Reads the load from Triton's metrics page, which is served over HTTP."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
@@ -64,7 +64,7 @@ async def load_report(metrics_url: str, model: str, timeout_s: float) -> LoadRep
 
 
 async def described(stub: Any, model: str, timeout_s: float) -> dict[str, Any] | None:
-    """What it tells about itself and the model: None if it does not answer."""
+    """Returns Triton's version and the model's configuration; None if it does not answer."""
     try:
         server = await stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=timeout_s)
         answer = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)
@@ -80,11 +80,11 @@ async def described(stub: Any, model: str, timeout_s: float) -> dict[str, Any] |
 
 
 async def incarnation(stub: Any, model: str, timeout_s: float) -> Incarnation | None:
-    """By the model's configuration, versions and statistics.
+    """Reads the incarnation from the model's configuration, versions and statistics.
 
-    Loading a model again sets its statistics to zero (2.51: those of ModelStatistics;
-    `nv_inference_count` goes on), and nothing else shows it: the connections stay, and the model is
-    READY before and after. Triton loads again only if a file of the model has changed.
+    A reload resets the model's statistics to zero (2.51: those of ModelStatistics;
+    `nv_inference_count` goes on). Nothing else indicates it: the connections stay, and the model is
+    READY before and after. Triton reloads only if a file of the model has changed.
     """
     try:
         config = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)
@@ -104,13 +104,13 @@ async def incarnation(stub: Any, model: str, timeout_s: float) -> Incarnation | 
     return Incarnation(settings, counts=tuple(counts))
 
 
-READY_TIMEOUT_S = 5.0  # longer than a health check waits: it tells "no" from "no answer"
-# What reading a response may raise that is not as it should be.
+READY_TIMEOUT_S = 5.0  # longer than a health check waits: it distinguishes "no" from "no answer"
+# Exceptions that reading a malformed response may raise.
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # gRPC would wait up to two minutes before it tries again to reach a server that was away.
+    # By default gRPC waits up to two minutes before it reconnects to a server that was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
@@ -121,16 +121,16 @@ class Answer(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete, though the model may go on."""
+        """True once the answer is complete, though the model may go on."""
 
     def read(self, outputs: Outputs) -> Delta | None: ...
 
     def finish(self) -> list[Event]:
-        """The last events. Raises BackendError for an answer that lacks its end."""
+        """Returns the last events. Raises BackendError for an answer that lacks its end."""
 
 
 class Dialect(Protocol):
-    """How one kind of model is asked."""
+    """The interface of one kind of model: writes its inputs, reads its responses."""
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None: ...
 
@@ -141,7 +141,7 @@ class TritonBackend:
     """One decoupled model of one Triton server."""
 
     accepts_extra = False
-    context_length: int | None = None  # Triton does not say; the model behind it refuses
+    context_length: int | None = None  # Triton does not report it; the model itself refuses
 
     def __init__(self, model: str, config: TritonConfig) -> None:
         self.name = f"triton {config.url}"
@@ -150,10 +150,10 @@ class TritonBackend:
         self._config = config
         self.tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
         self._channel: grpc.aio.Channel | None = None
-        self._spoken: tuple[Signature, Dialect] | None = None  # once its metadata was read
-        self._calls: set[Any] = set()  # those under way
-        self._given_up: dict[Any, BackendError] = {}  # of these, those that we end, and why
-        self._instances = 1  # of the model: each a process of its own, in the Python backend
+        self._spoken: tuple[Signature, Dialect] | None = None  # set once its metadata was read
+        self._calls: set[Any] = set()  # in progress
+        self._given_up: dict[Any, BackendError] = {}  # calls that we end, and why
+        self._instances = 1  # of the model; in the Python backend, each is a process of its own
 
     async def start(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._config.url, options=_OPTIONS)
@@ -166,7 +166,7 @@ class TritonBackend:
             await channel.close(grace=None)
 
     async def ready(self) -> bool:
-        """What Triton says of the model: it says ready of a Python model whose process died."""
+        """Returns Triton's own state of the model: still ready if a Python model's process died."""
         if self._channel is None:
             return False
         try:
@@ -177,7 +177,7 @@ class TritonBackend:
         return bool(answer.ready)
 
     async def load(self) -> LoadReport | None:
-        """From Triton's own metrics page, which is on HTTP: None without `metrics_url`."""
+        """Reads the load from Triton's metrics page over HTTP; None without `metrics_url`."""
         if self._config.metrics_url is None:
             return None
         return await load_report(self._config.metrics_url, self._model, READY_TIMEOUT_S)
@@ -188,7 +188,7 @@ class TritonBackend:
         return await incarnation(self._stub, self._model, READY_TIMEOUT_S)
 
     async def described(self) -> dict[str, Any] | None:
-        """What it says of itself and of the model; None if it does not answer."""
+        """Returns Triton's version and the model's configuration; None if it does not answer."""
         if self._channel is None:
             return None
         return await described(self._stub, self._model, READY_TIMEOUT_S)
@@ -201,7 +201,7 @@ class TritonBackend:
             async with aclosing(self.generate(request)) as events:
                 async for _ in events:
                     pass
-        except RequestError as error:  # the request is ours: no client made a mistake
+        except RequestError as error:  # the request is ours, so this is no client's mistake
             raise BackendUnavailable(
                 f"{self.name}: refuses to generate a token: {error}", kind="failed"
             ) from error
@@ -216,7 +216,7 @@ class TritonBackend:
             timeout_s=self._config.connect_timeout_s,
             reopened=reopened,
         )
-        self._give_up("its host is gone", "lost")  # if it vanished, they would wait for ever
+        self._give_up("its host is gone", "lost")  # calls to a vanished host would wait forever
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str | tuple[int, ...]:
         if self.tokenizer is None:  # another backend of the pool may have one
@@ -266,8 +266,8 @@ class TritonBackend:
     async def _responses(
         self, message: pb.ModelInferRequest, headers: Mapping[str, str]
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """One call, cancelled when the iterator is closed. Raises BackendError, RequestError."""
-        # What describes a body of HTTP is gRPC's own affair here.
+        """Makes one call, cancelled when the iterator closes. Raises BackendError, RequestError."""
+        # The client's content-type describes an HTTP body; gRPC sets its own.
         metadata = tuple(item for item in headers.items() if item[0] != "content-type")
         call = self._stub.ModelStreamInfer(metadata=metadata)
         self._calls.add(call)
@@ -293,13 +293,13 @@ class TritonBackend:
             call.cancel()  # dropping the call would leave the model running
 
     def _give_up(self, reason: str, kind: FailureKind) -> None:
-        """Ends the calls under way: whoever waits for one gets a BackendError."""
+        """Ends the calls in progress: their requests fail with a BackendError."""
         for call in self._calls:
             self._given_up[call] = BackendError(f"{self.name}: {reason}", kind=kind)
             call.cancel()
 
     async def _speak(self) -> tuple[Signature, Dialect]:
-        """Asks once how the model is to be asked."""
+        """Reads the model's inputs and configuration once, and chooses its dialect."""
         timeout = self._config.connect_timeout_s
         try:
             metadata = await self._stub.ModelMetadata(
@@ -320,7 +320,7 @@ class TritonBackend:
 
     def _dialect(self, signature: Signature, config: Any) -> Dialect:
         inputs = signature.inputs
-        # An ensemble is decoupled if one of its models is, and need not say so itself.
+        # An ensemble is decoupled if one of its models is; its own configuration may not show it.
         stream = config.platform == "ensemble" or config.model_transaction_policy.decoupled
         if "sampling_parameters" in inputs:
             return VllmDialect(self.name, signature, self.tokenizer)
@@ -343,9 +343,9 @@ class TritonBackend:
     def _error(self, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
         error = error_of(self.name, code, details)
         if isinstance(error, BackendError) and error.kind in ("refused", "lost", "dead", "failed"):
-            self._spoken = None  # the model may come back, or have been loaded, as another
-            # Triton leaves the requests of a process that died without an answer. With several
-            # instances it is unknown which of them were its own: the deadlines end those.
+            self._spoken = None  # the model may come back, or be reloaded, with other inputs
+            # Triton never answers the requests of a process that died. With several instances it
+            # is unknown which requests those are, so their deadlines end them.
             if error.kind == "dead" and self._instances <= 1:
                 self._give_up("its model died", "dead")
         return error

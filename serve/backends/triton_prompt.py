@@ -1,4 +1,4 @@
-"""What a Triton model needs of a tokenizer: ids of a text, a text of ids, its end tokens."""
+"""Tokenizer functions that a Triton model needs: text to ids, ids to text, its end tokens."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ Prompt = str | tuple[int, ...]
 
 
 def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
-    """A text that the model's tokenizer turns into exactly `prompt`. Raises UnsupportedField.
+    """Returns a text that the model's tokenizer turns into exactly `prompt`.
 
-    The tokenizer at the other end may put a BOS in front, so one in `prompt` is left out.
+    Tries it without the first token too: the server's tokenizer may add a BOS itself. Raises
+    UnsupportedField if there is no such text, or no tokenizer here.
     """
     if isinstance(prompt, str):
         return prompt
@@ -30,7 +31,7 @@ def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
 
 
 def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequence[int]:
-    """Token ids. Raises UnsupportedField for a text that nobody here can tokenize."""
+    """Returns token ids. Raises UnsupportedField for a text without a tokenizer here."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
@@ -39,12 +40,12 @@ def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequen
 
 
 def unsupported(name: str, field: str, reason: str) -> UnsupportedField:
-    """The refusal of a field that another backend of the pool may take."""
+    """Returns the refusal of a field that another backend of the pool may accept."""
     return _unfit(field, f"'{field}' is not supported by {name}: {reason}")
 
 
 def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids after which the model is done, from the files beside its tokenizer; may be none."""
+    """Returns the model's end token ids, from the files beside its tokenizer; may be none."""
     for file in ("generation_config.json", "config.json"):
         found = _read(directory / file).get("eos_token_id")
         if isinstance(found, int):

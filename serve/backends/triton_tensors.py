@@ -1,4 +1,4 @@
-"""Triton's tensors: what a model takes, a request's inputs written, a response's outputs read."""
+"""Triton's tensors: reads a model's signature, writes request inputs, reads response outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model takes: input name → datatype and number of dimensions, the batch's included."""
+    """A model's inputs: name → datatype and number of dimensions, the batch's included."""
 
     inputs: Mapping[str, tuple[str, int]]
 
@@ -46,12 +46,12 @@ class Signature:
         )
 
     def first(self, *names: str) -> str | None:
-        """The first of `names` that the model has: some inputs were renamed over the years."""
+        """Returns the first of `names` that the model has: some inputs have older names."""
         return next((name for name in names if name in self.inputs), None)
 
 
 class Inputs:
-    """The inputs of one request, each of the datatype and rank that the model has it with."""
+    """The inputs of one request, each with the datatype and rank that the model expects."""
 
     def __init__(self, message: pb.ModelInferRequest, signature: Signature) -> None:
         self._message = message
@@ -61,7 +61,7 @@ class Inputs:
         return name in self._signature.inputs
 
     def add(self, name: str, *values: Any, shape: Sequence[int] = ()) -> None:
-        """Writes `values`; `shape` is that of the last dimensions, by default so many in one.
+        """Writes `values`; `shape` is that of the last dimensions (default: one, of all values).
 
         Raises UnsupportedField for a number that the model's datatype cannot hold.
         """
@@ -80,7 +80,7 @@ class Inputs:
             ) from None
 
     def add_if_known(self, name: str, value: Any) -> bool:
-        """Writes `value` if the model has such an input; whether it has."""
+        """Writes `value` if the model has such an input; returns whether it has."""
         if name not in self:
             return False
         self.add(name, value)
@@ -88,7 +88,7 @@ class Inputs:
 
 
 def read_outputs(response: pb.ModelInferResponse) -> Outputs:
-    """The output tensors that have any element, of the datatypes that are known."""
+    """Returns the output tensors that are not empty and have a known datatype."""
     found: dict[str, list[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if not raw:
@@ -101,7 +101,7 @@ def read_outputs(response: pb.ModelInferResponse) -> Outputs:
 
 
 def _strings(raw: bytes) -> list[str]:
-    """Each is a u32 little-endian length, then so many bytes."""
+    """Decodes strings: each is a little-endian u32 length, then that many bytes."""
     strings, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")

@@ -1,11 +1,13 @@
 """TensorRT-LLM's two interfaces in Triton: text in and out, and the engine's own token ids.
 
 `ensemble` and `tensorrt_llm_bls` tokenize: text_input → text_output. The bare `tensorrt_llm` takes
-and returns ids, and our tokenizer does the rest. Read in TensorRT-LLM's triton_backend: responses
-of a stream bring the new tokens alone, except from a BLS model with `accumulate_tokens`, which
-sends the whole text again each time; nobody says why an answer ended; counts are of one response;
-a stop string is part of the text; a limit beyond the context is clipped to it. Log-probabilities
-are those of the chosen tokens only, so they are refused.
+and returns ids, and our tokenizer does the rest. From TensorRT-LLM's triton_backend source:
+
+- A streamed response has only the new tokens, except from a BLS model with `accumulate_tokens`,
+  which sends the whole text each time.
+- No response gives the reason why an answer ended. Counts are those of one response.
+- A stop string is part of the text. A limit beyond the context is clipped to it.
+- Log-probabilities are those of the chosen tokens only, so requests for them are refused.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ _COUNTS = ("return_num_input_tokens", "return_num_output_tokens")
 class TextDialect:
     """`text_input` and `max_tokens` → `text_output`.
 
-    `cumulative` if each response brings the whole text; `stream` if there may be several.
+    `cumulative`: each response has the whole text. `stream`: there may be several responses.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class TextDialect:
         self._counts = all(name in signature.inputs for name in _COUNTS)
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None:
-        """Raises RequestError for what the model cannot do."""
+        """Writes the inputs. Raises RequestError for a field that the model does not support."""
         if request.logprobs is not None:
             raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
         if request.stop_token_ids:
@@ -84,7 +86,7 @@ class IdsDialect:
         self._stream = stream
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None:
-        """Raises RequestError for what the model cannot do."""
+        """Writes the inputs. Raises RequestError for a field that the model does not support."""
         if request.logprobs is not None:
             raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
         if self._tokenizer is None or not (self._ends or request.ignore_eos):
@@ -121,21 +123,21 @@ class _Answer:
     """The text of one answer up to the first stop string, and why it ended."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.ended = False  # whether it is complete, though the model may go on
+        self.ended = False  # True once it is complete, though the model may go on
         self._stops = StopChecker(request.stop)
         self._limit = request.max_tokens or NO_LIMIT
         self._stopped_by: str | int | None = None
         self._read = self._written = 0  # tokens
 
     def _show(self, text: str) -> str:
-        """What of `text` is certain not to begin a stop string."""
+        """Returns the part of `text` that cannot be the beginning of a stop string."""
         safe, stop = self._stops.push(text)
         if stop is not None:
             self.ended, self._stopped_by = True, stop
         return safe
 
     def _finish(self, rest: str) -> list[Event]:
-        """The last events; `rest` is text that was held back for want of its other half."""
+        """Returns the last events; `rest` is text held back because a character was incomplete."""
         length = not self.ended and self._written >= self._limit
         text = "" if self._stopped_by is not None else self._show(rest) + self._stops.flush()
         length = length and self._stopped_by is None
@@ -146,7 +148,7 @@ class _Answer:
 
 
 class TextAnswer(_Answer):
-    """Responses with the next piece of the text, or with all of it so far."""
+    """Reads responses with the next piece of the text, or with all of it so far."""
 
     def __init__(
         self, request: GenerateRequest, tokenizer: Tokenizer | None, *, cumulative: bool
@@ -164,7 +166,7 @@ class TextAnswer(_Answer):
         piece = (outputs.get("text_output") or [""])[0]
         self._text = piece or self._text if self._cumulative else self._text + piece
         if self._cumulative:
-            # Half a character is a replacement character, until a response has its other half.
+            # An incomplete character is U+FFFD until a later response completes it.
             piece = self._text.rstrip("\ufffd")[self._shown :]
         self._shown += len(piece)
         text = self._show(piece)
@@ -179,7 +181,7 @@ class TextAnswer(_Answer):
 
 
 class IdsAnswer(_Answer):
-    """Responses with new token ids, padded with -1."""
+    """Reads responses with new token ids, padded with -1."""
 
     def __init__(
         self,
@@ -216,7 +218,11 @@ class IdsAnswer(_Answer):
 def _add_sampling(
     name: str, request: GenerateRequest, inputs: Inputs, top_k: str, top_p: str
 ) -> None:
-    """Left out, top_k is 1; at 0 it is off. Greedy is top_k 1: a temperature of 0 divides."""
+    """Writes top_k, top_p, temperature and seed.
+
+    If top_k is left out, the model uses 1; 0 turns it off. Greedy is sent as top_k 1, because the
+    model would divide by a temperature of 0. Raises UnsupportedField for a seed without an input.
+    """
     greedy = request.temperature == 0
     inputs.add(top_k, 1 if greedy else request.top_k)
     if not greedy:

@@ -1,7 +1,7 @@
-"""The interface of Triton's vLLM backend, which our own Python entry has too.
+"""The interface of Triton's vLLM backend, which our own Python entry shares.
 
-Text in (ours: or token ids), SamplingParams as JSON; text, reason, counts and log-probabilities
-out, each of one response alone.
+Inputs are the text (our entry also takes token ids) and SamplingParams as JSON. Outputs are text,
+finish reason, counts and log-probabilities, each of one response alone.
 """
 
 import json
@@ -31,7 +31,7 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmDialect:
-    """`tokenizer` spells token ids for a model that takes text alone."""
+    """Writes inputs for the vLLM backend. `tokenizer` turns ids into text if it takes only text."""
 
     def __init__(self, name: str, signature: Signature, tokenizer: Tokenizer | None) -> None:
         self._name = name
@@ -40,13 +40,13 @@ class VllmDialect:
         self._tokenizer = tokenizer
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None:
-        """Raises RequestError for what the model has no input for."""
+        """Writes the inputs. Raises RequestError for a field that the model has no input for."""
         prompt = request.prompt
         if not isinstance(prompt, str) and self._takes_ids:
             inputs.add("input_ids", *prompt)
         else:
             inputs.add("text_input", prompt_text(self._name, self._tokenizer, prompt))
-        # vLLM's backend drops a null and falls back to 16 tokens; ours means what it says.
+        # vLLM's backend drops a null and falls back to 16 tokens; ours takes it as no limit.
         limit = request.max_tokens or (None if self._takes_ids else NO_LIMIT)
         inputs.add("sampling_parameters", json.dumps({"max_tokens": limit} | _sampling(request)))
         flags = ["stream", "exclude_input_in_output", *(f"return_{report}" for report in _REPORTS)]
@@ -64,7 +64,7 @@ class VllmDialect:
 class VllmAnswer:
     """Reads the responses of one request: deltas as they come, the counts at the end."""
 
-    ended = False  # the backend itself says when
+    ended = False  # the backend itself ends the stream
 
     def __init__(self, name: str, request: GenerateRequest) -> None:
         self._name = name
@@ -75,7 +75,7 @@ class VllmAnswer:
         self._offset = 0  # characters before the next token
 
     def read(self, outputs: Outputs) -> Delta | None:
-        """The delta of one response, or None if it brings no text, token or log-probability."""
+        """Returns the Delta of one response; None if it has no text, token or log-probability."""
         reason = _first(outputs, "finish_reason", "")
         if reason and reason != "None":  # the vLLM backend writes Python's None until the end
             self._reason = reason
@@ -92,8 +92,8 @@ class VllmAnswer:
         return Delta(text, token_ids, positions) if text or token_ids else None
 
     def finish(self) -> list[Event]:
-        """The events that end the answer. Raises BackendError where its end was not seen."""
-        if self._reason == "abort":  # vLLM ends all of its requests so when it is stopped
+        """Returns the events that end the answer. Raises BackendError if its end did not come."""
+        if self._reason == "abort":  # vLLM ends all its requests like this when it is stopped
             raise BackendError(f"{self._name}: aborted the request", kind="lost")
         if self._reason not in _REASONS:
             said = f"with '{self._reason}'" if self._reason else "without a finish_reason"
@@ -105,7 +105,7 @@ class VllmAnswer:
         return [Finished(_REASONS[self._reason], usage, self._stop_reason)]
 
     def _position(self, entries: dict[str, dict[str, Any]]) -> PositionLogprobs:
-        """One position: token id -> {logprob, rank, decoded_token}, the chosen token first.
+        """Reads a position: token id → {logprob, rank, decoded_token}, the chosen token first.
 
         Our own entry adds `bytes`, and to the chosen token its `text_offset`.
         """
@@ -126,12 +126,12 @@ def _first(outputs: Outputs, name: str, default: Any) -> Any:
 
 def _bytes_of(entry: Mapping[str, Any]) -> bytes:
     if "bytes" in entry:
-        return bytes(list(entry["bytes"]))  # of a number, `bytes` would make so many zeros
+        return bytes(list(entry["bytes"]))  # bytes(n) of a number would make n zeros
     return str(entry.get("decoded_token") or "").encode()
 
 
 def _sampling(request: GenerateRequest) -> dict[str, Any]:
-    """vLLM's SamplingParams, but for max_tokens; what is at its default is left out."""
+    """Returns vLLM's SamplingParams without max_tokens; omits optional ones at their default."""
     parameters: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,

@@ -1,4 +1,4 @@
-"""Who may ask, for what, how often; and who may administer."""
+"""Access: the clients' API keys with their models, rates and quotas; and administration."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ def _in_utc(moment: datetime) -> datetime:
 
 
 class KeyConfig(Section):
-    """One API key. The key itself is nowhere in the file: `octet keys new` prints both."""
+    """One API key. The file has only its SHA-256; `octet keys new` prints key and SHA-256."""
 
     name: Name  # in metrics and logs
     sha256: Digest
@@ -27,20 +27,20 @@ class KeyConfig(Section):
     tokens_per_minute: Count | None = None
     tokens_per_day: Count | None = None  # quota; the day is UTC's
     max_in_flight: Count | None = None  # requests
-    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # UTC, if it says no other
+    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # without a zone: UTC
 
 
 class Access(Section):
-    """Without keys, everybody who can reach the address may ask."""
+    """Access of clients. Without keys, anybody who can reach the address may send requests."""
 
     keys: tuple[KeyConfig, ...] = ()
     keys_file: Path | None = None  # a YAML list of more keys; `keys` has them all once loaded
-    usage_file: Path | None = None  # where quotas are remembered across restarts
+    usage_file: Path | None = None  # keeps used quotas across restarts
     cors_origins: tuple[str, ...] = ()
 
 
 class Admin(Section):
-    """/status, /metrics and /admin on an address of their own, or /admin by a key of its own."""
+    """Puts /status, /metrics and /admin on a separate address, or gives /admin a separate key."""
 
     host: str = "127.0.0.1"
     port: Port | None = None

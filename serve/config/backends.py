@@ -22,9 +22,9 @@ __all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig"]
 
 
 def _of_a_header(key: str) -> str:
-    """`key` without the line end that a file or a Docker secret leaves there.
+    """Returns `key` without the line end that a file or a Docker secret leaves there.
 
-    Raises ValueError, which does not show it, for what no `Authorization` can hold.
+    Raises ValueError, which does not contain the key, if no `Authorization` header can hold it.
     """
     key = key.removesuffix("\n").removesuffix("\r")
     if not key:
@@ -39,8 +39,8 @@ def _secret(key: SecretStr) -> SecretStr:
 
 
 class _Backend(Section):
-    name: Name | None = None  # in metrics, logs and errors; else the pool's name and a number
-    max_in_flight: Count | None = None  # requests; beyond it others are asked
+    name: Name | None = None  # in metrics, logs and errors; default: the pool's name and a number
+    max_in_flight: Count | None = None  # requests; beyond it, they go to other backends
 
 
 class EmbeddedConfig(_Backend):
@@ -48,24 +48,24 @@ class EmbeddedConfig(_Backend):
 
     type: Literal["embedded"]
     path: Path
-    # Requests decoded together; 16, or what an engine was built for.
+    # Requests decoded together; default: 16, or what an engine was built for.
     slots: Count | None = None
-    # Tokens of prompt and answer together; what the model has, or an engine was built for.
+    # Tokens of prompt and answer together; default: the model's, or what an engine was built for.
     context: Count | None = None
-    threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator; 0: each usable core
+    threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator; 0: one per usable core
     max_waiting: Count = 1024  # requests
 
 
 class HttpConfig(_Backend):
     """A server that speaks OpenAI's protocol: its bytes pass through.
 
-    `vllm` is read as vLLM writes: /health, /metrics, /load. `openai` is any other: SGLang,
+    `vllm` is read through vLLM's /health, /metrics and /load. `openai` is any other: SGLang,
     TensorRT-LLM's trtllm-serve, Dynamo.
     """
 
     type: Literal["vllm", "openai"]
     url: str  # without /v1
-    model: str | None = None  # the name the server knows; the public name if left out
+    model: str | None = None  # its name on the server; default: the public name
     # For `Authorization`; write it as ${VARIABLE}.
     api_key: Annotated[SecretStr, AfterValidator(_secret)] | None = None
     api_key_env: str | None = None  # or the name of the environment variable that holds it
@@ -93,7 +93,7 @@ class HttpConfig(_Backend):
         return variable
 
     def key(self) -> str | None:
-        """What `Authorization` is to say. Raises ConfigError if its variable does not hold it."""
+        """Returns the key for `Authorization`. Raises ConfigError if its variable holds none."""
         if self.api_key is not None:
             return self.api_key.get_secret_value()
         variable = self.api_key_env
@@ -113,9 +113,9 @@ class TritonConfig(_Backend):
     type: Literal["triton"]
     url: str  # host:port of the gRPC endpoint
     model: str | None = None
-    # A directory with the tokenizer's files: for chat templates, and token ids sent as text.
+    # Directory of the tokenizer's files, for chat templates and for token ids sent as text.
     tokenizer: Path | None = None
-    metrics_url: str | None = None  # such as http://host:8002/metrics: queue and KV usage
+    metrics_url: str | None = None  # such as http://host:8002/metrics, for queue and KV usage
     connect_timeout_s: Seconds = 2.0
 
     @field_validator("metrics_url")
@@ -137,12 +137,12 @@ class TritonConfig(_Backend):
 
 
 def _has_host_and_port(url: str, needs_port: bool = False) -> bool:
-    if not url.isprintable() or " " in url:  # of which urlsplit would remove some
+    if not url.isprintable() or " " in url:  # urlsplit would remove some of these characters
         return False
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0 and bool(parts.port or not needs_port)
-    except ValueError:  # a port that is no number, a bracket that is not closed
+    except ValueError:  # a port that is not a number, or an unclosed bracket
         return False
 
 

@@ -1,4 +1,4 @@
-"""What only the whole file shows: names that lead nowhere, and names that are there twice."""
+"""Checks that need the whole file, such as for unknown names and names that occur twice."""
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
@@ -27,8 +27,8 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 def load_config(path: Path) -> GatewayConfig:
     """Reads and validates `path`; relative paths in it are relative to its directory.
 
-    Raises ConfigError with one line: the file, the key, what is wrong with it, and how many more
-    problems there are.
+    Raises ConfigError with one line: the file, the key, its problem, and the number of further
+    problems.
     """
     document = Document.read(path)
     config = validated(path, document, GatewayConfig, GatewayConfig).with_keys_file()
@@ -37,7 +37,7 @@ def load_config(path: Path) -> GatewayConfig:
 
 
 def problems(config: GatewayConfig) -> list[Problem]:
-    """In the order of the file's documentation: access, names, tiers, pools, models."""
+    """Lists problems in the documentation's order: access, names, tiers, pools, models."""
     found = [*_access(config), *_names(config), *tiers.problems(config)]
     for name, loc, pool in pools_of(config):
         found += _pool(config, name, loc, pool)
@@ -47,7 +47,7 @@ def problems(config: GatewayConfig) -> list[Problem]:
 
 
 def warnings(config: GatewayConfig) -> list[str]:
-    """What works, and is likely not meant."""
+    """Lists settings that work but are probably a mistake."""
     unused = [name for name in config.pools if not config.models_of(name)]
     now = datetime.now(UTC)
     expired = [key for key in config.access.keys if key.expires is not None and key.expires <= now]
@@ -59,7 +59,7 @@ def warnings(config: GatewayConfig) -> list[str]:
 
 
 def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig | TritonConfig:
-    """The backend of `template` at one address. Raises pydantic's ValidationError."""
+    """Makes the backend of `template` at one address. Raises pydantic's ValidationError."""
     bracketed = f"[{host}]" if ":" in host else host
     scheme = "" if template.backend.get("type") == "triton" else "http://"
     url = f"{scheme}{bracketed}:{template.port}"
@@ -67,7 +67,7 @@ def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig
 
 
 def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
-    """What is wrong with a backend that several models use, and that does not say its own."""
+    """Returns the problem of a backend that several models use and that names no `model`."""
     models = sorted(models)
     if len(models) < 2 or isinstance(config, EmbeddedConfig) or config.model:
         return None
@@ -75,7 +75,7 @@ def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
 
 
 def pools_of(config: GatewayConfig) -> Iterator[tuple[str, Loc, PoolConfig]]:
-    """Each pool with its name, and where in the file it is."""
+    """Yields each pool with its name and its place in the file."""
     for name, pool in config.pools.items():
         yield name, ("pools", name), pool
     for name, model in config.models.items():

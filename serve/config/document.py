@@ -1,4 +1,4 @@
-"""A YAML file as plain data: no key twice, and environment variables put in."""
+"""Reads a YAML file as plain data: refuses repeated keys, fills in environment variables."""
 
 import os
 import re
@@ -14,16 +14,16 @@ from octet.errors import ConfigError
 __all__ = ["Document", "Loc", "Problem"]
 
 Loc = tuple[str | int, ...]  # keys and indices, from the top of the file
-Problem = tuple[Loc, str]  # where, and what is wrong there
+Problem = tuple[Loc, str]  # place, and the problem there
 
 # `$${` is a literal `${`; `${NAME:-text}` is `text` where NAME is not set, or empty.
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})?")
-_SHORTEST_SECRET = 4  # characters; a shorter value is no secret, and occurs in any text
+_SHORTEST_SECRET = 4  # characters; a shorter value is no secret, and may occur in any text
 
 
 @dataclass
 class Document:
-    """What a file says. `problems` are the variables that are not set."""
+    """The data of a file. `problems` lists its variables that are not set."""
 
     data: Any
     problems: list[Problem] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Document:
 
     @classmethod
     def read(cls, path: Path, environment: Mapping[str, str] = os.environ) -> Self:
-        """Raises ConfigError for a file that is not there, not text or not YAML."""
+        """Reads `path`. Raises ConfigError for a file that is missing, not text or not YAML."""
         try:
             data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
         except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ class Document:
         return document
 
     def redacted(self, line: str) -> str:
-        """`line` with the values of variables as the file has them: by their names."""
+        """Returns `line` with the values of variables replaced by their names, as in the file."""
         for value, name in sorted(self._values.items(), key=lambda item: -len(item[0])):
             line = line.replace(value, name)
         return line
@@ -80,10 +80,10 @@ class Document:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a repeated key replace the first in silence; here it is an error."""
+    """Makes a repeated key an error; in YAML it silently replaces the first."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """PyYAML's own errors, of 2026-02-30 for one, say neither where nor what."""
+        """Adds line and type to PyYAML's errors that have neither, such as for 2026-02-30."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, AttributeError, LookupError):
@@ -91,7 +91,7 @@ class _UniqueKeys(yaml.SafeLoader):
             raise yaml.YAMLError(f"line {line}: not a valid {kind}") from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Checked as it is written: merging (<<) then repeats keys, as it should."""
+        """Checks the keys as written, because merging (<<) rightly repeats keys later."""
         node = super().compose_mapping_node(anchor)
         seen: set[Any] = set()
         for key in _scalars(node):
@@ -107,7 +107,7 @@ def _scalars(node: yaml.MappingNode) -> Iterator[yaml.ScalarNode]:
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """Where and what; without the excerpt of the file, which may hold a secret."""
+    """Returns line, column and problem, without the file's excerpt, which may hold a secret."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

@@ -16,14 +16,14 @@ __all__ = ["GatewayConfig", "Limits", "Listen"]
 
 
 class Listen(Section):
-    """Where to accept connections; port 0 takes a free one."""
+    """The address to accept connections on; port 0 takes a free one."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
 
 
 class Limits(Section):
-    """What one request may ask for; beyond it is a 400, a 413 for the body, a 431 for headers."""
+    """Limits of requests; a request beyond them gets a 400, 413 (body) or 431 (headers)."""
 
     max_body_bytes: Count = 16 * 1024 * 1024
     max_header_bytes: Count = 64 * 1024  # of all header fields of a request together
@@ -36,7 +36,7 @@ class Limits(Section):
     max_connections: Count = 4096
     max_memory_bytes: Count | None = None  # of this process; null: 80 % of what its cgroup may use
     read_timeout_s: Seconds = 30.0  # for the headers, then for the body
-    write_timeout_s: Seconds = 60.0  # a client that takes nothing for so long
+    write_timeout_s: Seconds = 60.0  # for a client that reads nothing
 
 
 class GatewayConfig(Section):
@@ -56,7 +56,7 @@ class GatewayConfig(Section):
 
     @property
     def all_pools(self) -> dict[str, PoolConfig]:
-        """By name; a pool written in a model's own section has that model's name."""
+        """All pools by name; a pool written in a model's own section has that model's name."""
         inline = {
             name: model.pool
             for name, model in self.models.items()
@@ -65,7 +65,7 @@ class GatewayConfig(Section):
         return self.pools | inline
 
     def without_proof(self) -> Self:
-        """The same, but no backend has to prove anything: `octet serve --no-proof`."""
+        """Returns a copy in which no backend has to be proven: `octet serve --no-proof`."""
 
         def unasked(pool: PoolConfig) -> PoolConfig:
             proof = pool.proof.model_copy(update={"enabled": False})
@@ -81,11 +81,11 @@ class GatewayConfig(Section):
         return self.model_copy(update={"pools": pools, "models": models})
 
     def models_of(self, pool: str) -> list[str]:
-        """The public names of the models that may send requests to `pool`."""
+        """Lists the public names of the models that may send requests to `pool`."""
         return [name for name, model in self.models.items() if pool in model.pool_names(name)]
 
     def with_keys_file(self) -> Self:
-        """The same, its keys together with those of `access.keys_file`."""
+        """Returns a copy with the keys of `access.keys_file` added."""
         if self.access.keys_file is None:
             return self
         more = load(self.access.keys_file, tuple[KeyConfig, ...], KeyConfig)

@@ -1,4 +1,4 @@
-"""From a file to a checked configuration, or to one line that says why not."""
+"""Turns a file into a checked configuration, or into an error of one line."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Refused(ConfigError):
-    """A file with problems: as a text the first, in `lines` all of them."""
+    """A file with problems: the message has the first, `lines` has all of them."""
 
     def __init__(self, path: Path, first: str, lines: Sequence[str]) -> None:
         super().__init__(f"configuration {path}: {first}")
@@ -26,7 +26,7 @@ class Refused(ConfigError):
 
 
 def load(path: Path, form: type[T], root: type[Section]) -> T:
-    """A whole file, as `validated` does; variables that are not set are refused, too."""
+    """Loads a file as `validated` does, and also refuses variables that are not set."""
     document = Document.read(path)
     value = validated(path, document, form, root)
     refuse(path, document, document.problems)
@@ -34,7 +34,7 @@ def load(path: Path, form: type[T], root: type[Section]) -> T:
 
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:
-    """A file with a list of backends, each name at most once. Raises ConfigError."""
+    """Loads a file with a list of backends, each name at most once. Raises ConfigError."""
     document = Document.read(path)
     backends = validated(path, document, tuple[BackendConfig, ...], HttpConfig)
     names = [backend.name for backend in backends]
@@ -48,14 +48,14 @@ def load_backends(path: Path) -> tuple[BackendConfig, ...]:
 
 
 def validated(path: Path, document: Document, form: type[T], root: type[Section]) -> T:
-    """`document` as a `form`, whose sections are `root`; paths are taken from its directory.
+    """Converts `document` to a `form` of `root` sections; paths are relative to `path`'s directory.
 
     Raises ConfigError.
     """
     try:
         value = TypeAdapter(form).validate_python(document.data)
     except ValidationError as error:
-        # A variable that is not set is the problem, not what its place then holds.
+        # Report a variable that is not set, not the value that then stands in its place.
         unset = {key_path(loc, document.data) for loc, _ in document.problems}
         found = [
             (loc, message)
@@ -77,7 +77,7 @@ def refuse(path: Path, document: Document, found: list[Problem]) -> None:
 
 
 def _relative(value: Any, directory: Path) -> Any:
-    """`value` with each Path in it taken from `directory`."""
+    """Returns `value` with each Path in it made relative to `directory`."""
     if isinstance(value, Path):
         return directory / value
     if isinstance(value, Section):

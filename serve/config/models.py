@@ -1,4 +1,4 @@
-"""One public model name: which pools answer for it, in which order and shares."""
+"""One public model name, and the pools that serve it: their order and shares."""
 
 from typing import Annotated, Any
 
@@ -11,14 +11,14 @@ __all__ = ["Canary", "ModelConfig", "Shadow"]
 
 
 class Canary(Section):
-    """A part of the traffic goes to another pool, and falls back to the main one."""
+    """Sends a part of the traffic to another pool, with the main one as fallback."""
 
     pool: Name
     fraction: Fraction
 
 
 class Shadow(Section):
-    """Copies of a part of the requests; their answers are read, measured and thrown away."""
+    """Copies a part of the requests to another pool; its answers are measured and discarded."""
 
     pool: Name
     fraction: Fraction = 1.0
@@ -50,10 +50,10 @@ class ModelConfig(Section):
     aliases: tuple[Name, ...] = ()
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
-    fallback: tuple[Name, ...] = ()  # pools to ask, in this order, when `pool` cannot answer
-    # The tier of requests that name none; null: `pool`, then `fallback`, whatever they measure.
+    fallback: tuple[Name, ...] = ()  # pools to use, in this order, when `pool` cannot answer
+    # Tier of requests that name none; null: `pool`, then `fallback`, whatever their divergence.
     tier: Name | None = None
-    # Further public names, each of one tier: {llama-exact: exact}.
+    # Further public names, each for one tier: {llama-exact: exact}.
     tier_aliases: dict[Name, Name] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -66,11 +66,11 @@ class ModelConfig(Section):
         return value
 
     def pool_names(self, own: str) -> tuple[str, ...]:
-        """Every pool that its requests may go to; one written in place is called `own`."""
+        """Lists every pool that its requests may go to; one written in place is called `own`."""
         shadow = () if self.shadow is None else (self.shadow.pool,)
         return (*self.answering(own), *shadow)
 
     def answering(self, own: str) -> tuple[str, ...]:
-        """Those whose answers clients get: all but the shadow's."""
+        """Lists the pools whose answers clients get: all but the shadow's."""
         main = self.pool if isinstance(self.pool, str) else own
         return (main, *(canary.pool for canary in self.canary), *self.fallback)

@@ -1,4 +1,4 @@
-"""A pool: backends that can stand in for each other, and how requests are spread over them."""
+"""A pool: interchangeable backends, and how requests are spread over them."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,44 +33,45 @@ __all__ = [
 
 
 class Routing(Section):
-    """How the next backend is chosen among those that are available."""
+    """Chooses the next backend among those that are available."""
 
     policy: Literal["round_robin", "least_tokens", "power_of_two", "prefix", "session"] = (
         "least_tokens"
     )
-    prefix_chars: Count = 1024  # `prefix`: so much of the prompt is hashed
+    prefix_chars: Count = 1024  # `prefix`: this much of the prompt is hashed
     session_header: str = "x-session-id"  # `session`: else the body's prompt_cache_key or user
-    # `prefix` and `session`: a backend with more than this times the mean load is passed over.
+    # `prefix` and `session`: a backend with more than this times the mean load is skipped.
     load_factor: Annotated[Number, Field(gt=1)] = 1.25
 
 
 class Health(Section):
-    """Active checks: a held connection, the server's own word, and a real token now and then."""
+    """Active checks: a held connection, the server's own readiness, and now and then a token."""
 
-    interval_s: Seconds = 5.0  # between two questions of "are you ready?"
-    timeout_s: Seconds = 2.0  # for the answer
-    reconnect_s: Seconds = 0.5  # between two tries to reach one that went away
+    interval_s: Seconds = 5.0  # between two readiness checks
+    timeout_s: Seconds = 2.0  # for the response
+    reconnect_s: Seconds = 0.5  # between two attempts to reach a backend that went away
     load_interval_s: Seconds = 1.0  # between two readings of queue and KV usage
-    probe_after_s: Seconds | None = 30.0  # without a success: one token is generated; null: never
-    probe_timeout_s: Seconds = 30.0  # for that token, of a backend that is not busy
+    # Without a success for so long, one token is generated; null: never.
+    probe_after_s: Seconds | None = 30.0
+    probe_timeout_s: Seconds = 30.0  # for that token, on a backend that is not busy
 
 
 class Ejection(Section):
     """Passive checks: a circuit breaker on the outcomes of real requests."""
 
-    failures: Count = 5  # in a row: the breaker opens
-    duration_s: Seconds = 5.0  # of the first ejection; each further one lasts as much longer
+    failures: Count = 5  # in a row that open the breaker
+    duration_s: Seconds = 5.0  # of the first ejection; each further one is longer by this much
     max_duration_s: Seconds = 60.0
     trials: Count = 1  # requests at a time while half-open
-    # At most this part of the pool is ejected for failures: always one of several, never the last
-    # that serves. Those that cannot be reached at all are not counted.
+    # At most this part of the pool is ejected for failures: of several backends at least one may
+    # be, but never the last that serves. Unreachable backends are not counted.
     max_fraction: Fraction = 0.5
 
 
 class Retries(Section):
-    """Before the first token only, and never more than a part of the traffic."""
+    """Retries, which occur only before the first token and are limited to a part of the traffic."""
 
-    attempts: Count = 3  # of one request, its first one and the retries in all pools
+    attempts: Count = 3  # of one request: the first one, and the retries in all pools
     budget: Fraction = 0.2  # of the pool's active requests may be retries
     min_concurrent: Annotated[Integer, Field(ge=0)] = 3  # retries that are always allowed
     backoff_s: Seconds = 0.025  # before the second retry, doubled each time, with full jitter
@@ -80,23 +81,23 @@ class Retries(Section):
 class Timeouts(Section):
     """Deadlines of one request; a client's X-Request-Timeout (seconds) can only shorten `total`."""
 
-    first_token_s: Seconds = 120.0  # of a streamed answer, from the moment a backend is asked
+    first_token_s: Seconds = 120.0  # of a streamed answer, from when a backend is sent the request
     inter_token_s: Seconds = 60.0  # the longest silence of a streamed answer
     total_s: Seconds = 600.0  # from the request's arrival, its wait in the queue included
 
 
 class Admission(Section):
-    """How much may be under way at once, in tokens: of the prompt and of the longest answer."""
+    """Limits the tokens in flight: those of each prompt and of its longest possible answer."""
 
-    # Null: twice what the backends' KV caches hold, where they say; else no limit.
+    # Null: twice what the backends' KV caches hold, if they report it; else no limit.
     max_tokens: Count | None = None
-    max_queue: Annotated[Integer, Field(ge=0)] = 1024  # requests that wait for room
+    max_queue: Annotated[Integer, Field(ge=0)] = 1024  # queued requests
     max_wait_s: Seconds = 30.0
-    answer_tokens: Count = 512  # counted for a request that sets no limit to its answer
+    answer_tokens: Count = 512  # counted for a request that does not limit its answer
 
 
 class DnsDiscovery(Section):
-    """A backend at each address of a name, asked again and again."""
+    """A backend at each address of a DNS name, which is resolved again every `every_s`."""
 
     dns: str
     port: Annotated[Port, Field(gt=0)]
@@ -105,7 +106,7 @@ class DnsDiscovery(Section):
 
 
 class FileDiscovery(Section):
-    """A YAML file with a list of backends, read again when it changes."""
+    """A YAML file with a list of backends, reread when it changes."""
 
     file: Path
     every_s: Seconds = 2.0
@@ -138,9 +139,9 @@ class PoolConfig(Section):
 
     backends: tuple[BackendConfig, ...] = ()
     discover: tuple[Discovery, ...] = ()
-    precision: Name | None = None  # such as fp8 or bf16: a label of metrics and answers
+    precision: Name | None = None  # such as fp8 or bf16: a label in metrics and answers
     cost: Annotated[Number, Field(gt=0)] = (
-        1.0  # of a token, beside other pools: tiers take the least
+        1.0  # of a token, relative to other pools; a tier takes the cheapest
     )
     proof: Proof = Proof()
     routing: Routing = Routing()

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in our words: one line each, at the key as the file has it."""
+"""Turns pydantic's errors into our own messages: one line each, at the key as in the file."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_origin
@@ -23,15 +23,15 @@ _ORDER = {"extra_forbidden": 0, "missing": 2}
 
 
 def problems_of(error: ValidationError, root: type[Section]) -> list[Problem]:
-    """Each problem of a file whose top level is `root`, or a list of it."""
+    """Lists the problems of a file whose top level is `root`, or a list of it."""
     found = error.errors(include_url=False, include_input=False)
-    # A key that is missing is often there, but misspelled.
+    # Unknown keys first: a missing key is often there, but misspelled.
     found.sort(key=lambda item: _ORDER.get(item["type"], 1))
     return [(item["loc"], _message(item, root)) for item in found]
 
 
 def key_path(loc: Loc, data: Any) -> str:
-    """`loc` as a path into `data`: without what pydantic adds for unions and for lists."""
+    """Writes `loc` as a path into `data`, without what pydantic adds for unions and for lists."""
     parts = []
     for part in loc:
         named = isinstance(part, str)
@@ -46,13 +46,13 @@ def key_path(loc: Loc, data: Any) -> str:
 
 
 def one_line(problems: Sequence[Problem], data: Any) -> str:
-    """The first problem, and how many more there are."""
+    """Returns the first problem, and the number of further ones."""
     first, *others = lines(problems, data)
     return f"{first} (and {len(others)} more)" if others else first
 
 
 def lines(problems: Sequence[Problem], data: Any) -> list[str]:
-    """Each problem at its key."""
+    """Returns one line per problem, with its key."""
     return [f"{key_path(loc, data)}: {message}" for loc, message in problems]
 
 
@@ -67,10 +67,10 @@ def _message(item: Any, root: type[Section]) -> str:
 
 
 def _known_keys(root: type[Section], loc: Loc) -> set[str]:
-    """The keys of the section that `loc` is in."""
+    """Returns the keys of the section that `loc` is in."""
     sections, named = [root], False
     for part in loc[:-1]:
-        if named:  # a name of the operator's choice: a model's, or a pool's
+        if named:  # a name that the operator chooses: a model's, or a pool's
             named = False
             continue
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
@@ -89,7 +89,7 @@ def _known_sections(base: type[Section] = Section) -> Iterator[type[Section]]:
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """Those in an annotation, inside its tuples, dicts and unions."""
+    """Yields the sections in an annotation, also inside its tuples, dicts and unions."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):

@@ -1,4 +1,4 @@
-"""Proof: what a backend's numbers must match before it serves a token, and tiers of precision."""
+"""Proof of a backend's log-probabilities before it serves a token, and tiers of precision."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,29 +13,30 @@ __all__ = ["Proof", "Tier"]
 class Proof(Section):
     """The golden records that every backend of a pool must answer as its artifact should."""
 
-    # What an export or a calibration wrote. Left out: an embedded backend's own; others are served
-    # unproven, and it is said loudly.
+    # Written by an export or a calibration. Default: an embedded backend's own; other backends
+    # serve unproven, with a prominent warning.
     golden: Path | None = None
     enabled: bool = True
-    # What the backends are said to serve: "quantized" as the artifact's recipe says, or the
-    # "original" checkpoint in BF16.
+    # Declared weights of the backends: "quantized" by the artifact's recipe, or the "original"
+    # checkpoint in BF16.
     weights: Literal["quantized", "original"] = "quantized"
     kv_cache: Literal["e5m2", "e4m3", "float16"] | None = None  # null: what the artifact is for
-    # Which engine computes, where that is known: then only what it honestly does is accepted.
+    # Serving engine, if known. Restricts which numerics count as correct.
     engine: Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None = None
-    # A backend that returns no log-probabilities cannot be proven: "admit" has it serve unproven.
+    # A backend without log-probabilities cannot be proven: "admit" lets it serve unproven.
     without_logprobs: Literal["refuse", "admit"] = "refuse"
-    every_s: Seconds = 300.0  # between two probes of a backend that serves, at least
-    share: Fraction = 0.01  # of a backend's tokens that probes may be, its admission included
-    timeout_s: Seconds = 60.0  # for one probe; then it is inconclusive, and tried again
-    # Golden prompts asked at once; of a backend that has clients' requests, a quarter of that.
+    every_s: Seconds = 300.0  # least time between two probes of a serving backend
+    share: Fraction = 0.01  # of a backend's tokens that probes may use, its admission included
+    timeout_s: Seconds = 60.0  # for one probe; after it, the probe is inconclusive and repeated
+    # Golden prompts sent at once; a quarter of that to a backend that has clients' requests.
     concurrency: Count = 24
 
 
 class Tier(Section):
-    """A precision that requests may ask for by name, in the header X-Octet-Tier or by an alias."""
+    """A precision that requests select by name, in the header X-Octet-Tier or by an alias."""
 
-    # Nats from the reference on the golden prompts, as measured: what a pool of it may show.
+    # Largest divergence from the reference, in nats, that a pool of the tier may show when it is
+    # measured on the golden prompts.
     max_kl: Annotated[Number, Field(gt=0)]
-    # Whether a less exact pool may answer when none that fits can.
+    # Allows a less exact pool to answer when no pool of the tier can.
     allow_less_exact: bool = False

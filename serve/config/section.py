@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: no unknown keys, and values with their units."""
+"""Base of all configuration sections: unknown keys are errors, and value types have units."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _not_boolean(value: Any) -> Any:
-    """YAML's `yes` and `on` are booleans, which pydantic would take for 1."""
+    """Refuses booleans: YAML's `yes` and `on` are booleans, which pydantic would read as 1."""
     if isinstance(value, bool):
         raise ValueError("should be a number, not true or false")
     return value
@@ -38,7 +38,7 @@ PATTERNS = {
     _NAME: "should begin with a letter or digit and hold only those and . _ : / @ + -",
     _SHA256: "should be a SHA-256: 64 hexadecimal digits, a to f in lower case",
 }
-# Of a model, a pool, a backend or a key: it appears in metrics and logs.
+# Name of a model, a pool, a backend or a key; it appears in metrics and logs.
 Name = Annotated[str, StringConstraints(pattern=_NAME, max_length=200)]
 Digest = Annotated[str, StringConstraints(pattern=_SHA256)]  # of a key
 
@@ -50,5 +50,5 @@ class Section(BaseModel):
 
 
 def tag(section: type[Section]) -> str:
-    """Which of a union's sections a problem is in: in angles, it looks like no key of a file."""
+    """Labels a union's section in the place of a problem; the brackets set it apart from keys."""
     return f"<{section.__name__}>"

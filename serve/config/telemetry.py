@@ -1,4 +1,4 @@
-"""What is written down: logs and traces. Metrics are always on."""
+"""Logs and traces. Metrics are always on."""
 
 from typing import Literal
 
@@ -8,10 +8,10 @@ __all__ = ["Logs", "Traces"]
 
 
 class Logs(Section):
-    """On standard error."""
+    """Logs, written to standard error."""
 
     format: Literal["text", "json"] = "text"
-    access: bool = False  # a line a request
+    access: bool = False  # one line per request
     prompts: bool = False  # its prompt too
 
 

@@ -1,4 +1,4 @@
-"""What is checked of tiers: their order, the names that lead to them, and that they can be kept."""
+"""Checks tiers: their order, the names that refer to them, and that they can be kept."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +14,7 @@ __all__ = ["is_measured", "problems", "warnings"]
 
 
 def is_measured(pool: PoolConfig) -> bool:
-    """Whether there are, or may be, golden records to measure its backends by.
+    """Decides whether the pool has, or may get, golden records to measure its backends by.
 
     An embedded backend brings its own, and a file of backends may list one.
     """
@@ -46,7 +46,7 @@ def warnings(config: GatewayConfig) -> Iterator[str]:
 
 
 def _named(loc: Loc, model: ModelConfig) -> Iterator[tuple[Loc, str]]:
-    """Each tier that the model names, and where."""
+    """Yields each tier that the model names, with its place in the file."""
     if model.tier is not None:
         yield (*loc, "tier"), model.tier
     for alias, tier in model.tier_aliases.items():
@@ -58,9 +58,9 @@ def _known(name: str, config: GatewayConfig) -> str:
 
 
 def _pools(config: GatewayConfig, name: str, model: ModelConfig) -> Iterator[PoolConfig]:
-    """Those that there are, of those that tiers choose from; unknown ones are told elsewhere.
+    """Yields the known pools that tiers choose from; unknown ones are reported elsewhere.
 
-    Canaries have a share of the requests, and cannot keep a tier for the others.
+    A canary gets only a share of the requests, so it cannot keep a tier for the others.
     """
     known = config.all_pools
     main, *_ = model.answering(name)

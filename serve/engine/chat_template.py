@@ -19,7 +19,7 @@ class ChatTemplate:
     """A Jinja template as transformers defines them, rendered in a sandbox."""
 
     def __init__(self, source: str | None, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables` are the special tokens that the template may name. Raises ArtifactError."""
+        """`variables` are special tokens that the template may name. Raises ArtifactError."""
         self.is_default = source is None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -45,13 +45,16 @@ class ChatTemplate:
         return cls(template_of(directory), tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, ending where the assistant begins. Raises RequestError if it refuses them."""
+        """Returns the prompt, ending where the assistant begins.
+
+        Raises RequestError if the template refuses the messages.
+        """
         flat = [{**message, "content": _text(message)} for message in messages]
         try:
             return self._template.render(
                 messages=flat, add_generation_prompt=True, **self._variables
             )
-        # A template is a program: on messages it does not expect it fails as programs do.
+        # A template is a program: messages it does not expect can raise any of these.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -59,7 +62,7 @@ class ChatTemplate:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The content as one string; OpenAI also allows a list of parts."""
+    """Returns the content as one string; OpenAI also allows a list of parts."""
     content = message.get("content")
     if isinstance(content, str):
         return content

@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: never half a character, never what may become a stop string."""
+"""Tokens to text, one at a time; holds back half characters and what may become a stop string."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ __all__ = ["BytesDetokenizer", "Detokenizer", "PrefixDetokenizer", "StopChecker"
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text that, put together, is the text of them all."""
+    """Turns tokens into pieces of text, which joined are the text of all tokens."""
 
     def push(self, token: int) -> str:
-        """The text that has become certain with `token`; bytes of half a character are kept."""
+        """Returns the text that `token` completes; holds back bytes of half a character."""
 
     def flush(self) -> str:
-        """What is left at the end: half a character becomes U+FFFD."""
+        """Returns the rest at the end; half a character becomes U+FFFD."""
 
 
 class BytesDetokenizer:
@@ -36,17 +36,17 @@ class BytesDetokenizer:
 class PrefixDetokenizer:
     """For any other tokenizer: decodes a short tail of tokens with and without the newest.
 
-    A decoder may drop a space at the beginning or join tokens, so the text of a token is the
-    difference that it makes after the ones before it.
+    A decoder may drop a leading space or join tokens, so the text of a token is the difference that
+    it makes after the tokens before it.
     """
 
-    CONTEXT = 6  # tokens before the answer that are decoded along
-    LONGEST = 8  # a character takes 4 tokens at most: what is not text by now never will be
+    CONTEXT = 6  # tokens before the answer that are decoded with it
+    LONGEST = 8  # a character takes 4 tokens at most, so more tokens never become text
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
         self._decode = decode
         self._tail = list(context[-self.CONTEXT :])
-        self._known = decode(self._tail)  # the part of the tail's text that has been given out
+        self._known = decode(self._tail)  # the part of the tail's text that has been returned
         self._fresh = len(self._tail)  # tokens of the tail that make up `_known`
 
     def push(self, token: int) -> str:
@@ -56,7 +56,7 @@ class PrefixDetokenizer:
         if unfinished or len(text) <= len(self._known):
             return ""
         new = text[len(self._known) :]
-        # From here on the newest tokens are context enough.
+        # The newest tokens are enough context from here on.
         self._tail = self._tail[self._fresh :]
         self._fresh = len(self._tail)
         self._known = self._decode(self._tail)
@@ -74,7 +74,7 @@ class StopChecker:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that is safe to show, and the stop string that ends it, if one does.
+        """Returns text that is safe to show, and the stop string that ends it, or None.
 
         The earliest stop string in the text counts; the text ends before it.
         """
@@ -91,12 +91,12 @@ class StopChecker:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """What was held back, at the end of an answer that no stop string ended."""
+        """Returns the text held back, for the end of an answer without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest proper beginning of `stop` that `text` ends with."""
+    """Returns the length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

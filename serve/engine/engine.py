@@ -1,14 +1,14 @@
 """The embedded engine: one thread, one loop, continuous batching over the slots of a cache.
 
-Each turn of the loop
-  1. drops what was cancelled and gives free slots to waiting requests, first come first served;
-  2. reads prompts, at most `chunk` tokens of them, so that a long prompt delays the running
-     answers by one chunk a turn and no more;
-  3. decodes one token for every request whose prompt has been read, all in one batch.
+Each iteration of the loop
+  1. drops cancelled requests and gives free slots to waiting ones, first come first served;
+  2. prefills at most `chunk` prompt tokens, so that a long prompt delays the running answers by at
+     most one chunk per iteration;
+  3. decodes one token for every request whose prefill is done, all in one batch.
 
-A prompt is read by itself, in chunks whose borders depend on nothing but its own length, and a
-runner's rows are independent of each other: so an answer is the same, bit for bit, whatever runs
-beside it.
+Each prompt is prefilled by itself, in chunks whose borders depend only on its own length, and a
+runner's rows are independent of each other. So an answer is the same, bit for bit, whichever other
+requests run at the same time.
 """
 
 import logging
@@ -30,16 +30,16 @@ __all__ = ["Delivery", "Engine", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
-# What happened to a request in one step: events in order, or the error that ended it.
+# The outcome of one step for a request: events in order, or the error that ended it.
 Delivery: TypeAlias = tuple[Generation, list[Event] | BackendError]
 
-# Bounds the logits of a scored prompt: 2^22 float32 are 16 MiB a chunk.
+# Bounds the logits of a scored prompt: 2^22 float32 values are 16 MiB per chunk.
 _SCORED_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment; counts of tokens are since its start."""
+    """State of the engine at one moment; tokens and steps are counted since its start."""
 
     waiting: int
     running: int
@@ -52,7 +52,7 @@ class EngineStats:
 
 
 class Engine:
-    """Runs generations to their end; `submit` and `cancel` may be called from any thread."""
+    """Runs generations to completion; `submit` and `cancel` may be called from any thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Engine:
 
         `slots` requests are decoded together (default: the runner's). `context` limits prompt and
         answer together (default: the model's). `on_stop` is called from the engine's thread when it
-        ends, for whatever reason. Raises ConfigError for sizes that cannot be.
+        ends, for whatever reason. Raises ConfigError for impossible sizes.
         """
         self.context = context or runner.spec.max_positions
         self.cache = runner.new_cache(slots or runner.slots, self.context)
@@ -85,15 +85,15 @@ class Engine:
         self._pace = Pace()
         self._wake = threading.Condition()
         self._accepting = False
-        self._draining = False  # ends once nothing is left to do
-        self._stopping = False  # ends at once
+        self._draining = False  # the loop ends once nothing is left to do
+        self._stopping = False  # the loop ends at once
         self._lost: RunnerLost | None = None
         self._prompt_tokens = self._generated_tokens = self._steps = 0
         self._thread = threading.Thread(target=self._run, name="octet-engine", daemon=True)
 
     @property
     def alive(self) -> bool:
-        """Whether a generation submitted now would be run."""
+        """True if a generation submitted now would be run."""
         return self._accepting and self._thread.is_alive()
 
     @property
@@ -114,7 +114,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, generation: Generation) -> None:
-        """Queues `generation`. Raises BackendUnavailable if too many wait, or it was closed."""
+        """Queues `generation`. Raises BackendUnavailable if too many wait, or after `close`."""
         with self._wake:
             if not self.alive:
                 raise BackendUnavailable("the embedded engine is not running", kind="dead")
@@ -129,18 +129,18 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, generation: Generation) -> None:
-        """Frees what `generation` holds at the next step; nothing more of it is delivered."""
+        """Ends `generation`: its slot is freed at the next step, nothing more is delivered."""
         generation.cancelled = True
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Takes no more, lets what there is run for up to `drain_s`, fails the rest and stops."""
+        """Refuses new requests, lets running ones go on up to `drain_s`, fails the rest, stops."""
         with self._wake:
             self._accepting = False
             self._draining = True
             self._wake.notify()
         if self._thread.is_alive():
-            # Only the loop itself knows when it has nothing left: between two of its lines a
-            # request may be in no queue.
+            # Only the loop knows when nothing is left: while it moves a request from one queue to
+            # another, the request is in neither.
             self._thread.join(drain_s)
             with self._wake:
                 self._stopping = True
@@ -163,7 +163,7 @@ class Engine:
                     self._fail_everything(self._lost)
                     return
             self._fail_everything(BackendError("the embedded engine was stopped", kind="lost"))
-        except Exception:  # a defect of ours: nobody may wait for an answer that will not come
+        except Exception:  # our bug: no request may wait for an answer that will not come
             log.exception("the embedded engine failed")
             failure = BackendError("the embedded engine failed; see the server's log", kind="dead")
             self._fail_everything(failure)
@@ -209,7 +209,7 @@ class Engine:
                 self._deliver([delivery])
 
     def _read_chunk(self, generation: Generation) -> list[Event]:
-        """Reads one chunk of the prompt; events only after the last, with the first token."""
+        """Prefills one chunk; returns events only after the last chunk, with the first token."""
         size = self._scored_chunk if generation.scores_prompt else self._chunk
         tokens = generation.prompt[generation.read : generation.read + size]
         scored = np.arange(len(tokens)) if generation.scores_prompt else [len(tokens) - 1]
@@ -255,7 +255,7 @@ class Engine:
         self._deliver(deliveries)
 
     def _retire(self, generation: Generation) -> None:
-        """Takes a generation out of the loop and frees its slot."""
+        """Removes a generation from the loop and frees its slot."""
         if generation in self._reading:
             self._reading.remove(generation)
         self._decoding = [g for g in self._decoding if g is not generation]
@@ -273,7 +273,7 @@ class Engine:
             self._deliver([(generation, error) for generation in [*running, *waiting]])
 
     def _failure(self, error: Exception) -> BackendError:
-        """The error for those concerned; one that is not the runner's own is logged whole."""
+        """Returns the error for the affected requests; logs it in full unless a BackendError."""
         if isinstance(error, RunnerLost):
             self._lost = error
         if isinstance(error, BackendError):

@@ -1,6 +1,6 @@
-"""One running request: its prompt, what it has produced, and when it ends.
+"""One running request: its prompt, its output so far, and when it ends.
 
-How fast an engine gets through its requests: what `Retry-After` is computed from.
+`Pace` measures how fast an engine finishes requests; `Retry-After` is computed from it.
 """
 
 import time
@@ -28,10 +28,10 @@ __all__ = ["Generation", "Pace"]
 
 
 class Generation:
-    """The state of one request in the engine; touched by the engine's thread alone.
+    """The state of one request in the engine; used only by the engine's thread.
 
-    `cancelled` is the exception: anyone may set it, and the engine drops the request at its next
-    step.
+    `cancelled` is the exception: any thread may set it, and the engine drops the request at its
+    next step.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class Generation:
         self._tokenizer = tokenizer
         self._stop_tokens = set(request.stop_token_ids)
         self._eos_tokens = set() if request.ignore_eos else set(eos_token_ids)
-        # An echoed prompt goes through the detokenizer itself; otherwise it is only its context.
+        # A scored prompt goes through the detokenizer itself; any other is only its context.
         context_ids = () if self.scores_prompt else prompt
         self._detokenizer = tokenizer.detokenizer(context_ids)
         self._stops = StopChecker(request.stop)
-        self._characters = 0  # of the answer so far, those held back included
+        self._characters = 0  # of the answer so far, including those held back
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._prompt_offsets: list[int] = []
         if self.scores_prompt and isinstance(request.prompt, str):
-            # The echo is the text as sent: special tokens may be spelled out in it, others are not.
+            # The echo is the text as sent: it contains only the special tokens spelled out in it.
             self._prompt_offsets = tokenizer.offsets(request.prompt)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logits of every prompt position are needed."""
+        """True if the logits of every prompt position are needed."""
         return self.request.echo and self.request.logprobs is not None
 
     def add_prompt_logits(self, logits: NDArray[np.float32]) -> None:
-        """Scores the prompt tokens that follow a chunk's positions; float32 [T, V] of the chunk.
+        """Scores the prompt tokens that follow a chunk's positions.
 
-        Call before `read` advances over the chunk.
+        `logits` float32 [T, V] are those of the chunk. Call before `read` advances over the chunk.
         """
         logprobs = log_softmax(logits)
         if self.read == 0:
@@ -87,7 +87,7 @@ class Generation:
             self._prompt_logprobs.append(self._position(token, row))
 
     def echo(self) -> list[Event]:
-        """The prompt as the first event, if it was asked for."""
+        """Returns the prompt as the first event if the request wants it, else no event."""
         if not self.request.echo:
             return []
         prompt = self.request.prompt
@@ -102,9 +102,9 @@ class Generation:
         return [Delta(text, tuple(self.prompt.tolist()))]
 
     def accept(self, token: int, logits: NDArray[np.float32]) -> list[Event]:
-        """Takes the next token, drawn from `logits` float32 [V]: what to tell the client.
+        """Takes the next token, drawn from `logits` float32 [V]; returns the client's events.
 
-        `finished` is set when it was the last. Raises BackendError for the token -1: no number.
+        Sets `finished` if it was the last. Raises BackendError for the token -1: non-finite logits.
         """
         if token < 0:
             raise BackendError("the model's logits are not finite; this request cannot go on")
@@ -122,7 +122,7 @@ class Generation:
         return events
 
     def _advance(self, token: int) -> tuple[str, FinishReason | None, str | int | None]:
-        """The text to show, and whether and why the answer ends here."""
+        """Returns the text to show; if the answer ends here, also the reason and the stop found."""
         if token in self._stop_tokens or token in self._eos_tokens:
             stop = token if token in self._stop_tokens else None
             rest, found = self._stops.push(self._detokenizer.flush())
@@ -143,9 +143,10 @@ class Generation:
     def _position(
         self, token: int, logprobs: NDArray[np.float64] | None, *, pushed: bool = True
     ) -> PositionLogprobs:
-        """`token` at this place, of log-probabilities float64 [V] (None: nothing before it).
+        """Returns `token` with its log-probability and the most likely tokens at this position.
 
-        `pushed` also runs it through the detokenizer, as a token of the prompt.
+        `logprobs` is float64 [V], or None for the first token of a prompt. `pushed` also runs the
+        token through the detokenizer, as a token of the prompt.
         """
         offset = self._characters
         if pushed and self._prompt_offsets:
@@ -166,14 +167,14 @@ class Generation:
         return TokenLogprob(token, spelled.decode(errors="replace"), spelled, logprob)
 
 
-_WEIGHT = 0.1  # of the newest interval in the moving mean
+_WEIGHT = 0.1  # of the newest interval in the exponential moving average
 
 
 LEAST_S, MOST_S = 1.0, 60.0
 
 
 class Pace:
-    """The mean time between the ends of two requests, the recent ones counting most."""
+    """Moving average of the time between the ends of two requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -181,7 +182,7 @@ class Pace:
         self._interval_s: float | None = None
 
     def ended(self, *, busy: bool) -> None:
-        """A request ended; `busy` unless no other is left, so that idle time is not counted."""
+        """Records that a request ended; `busy` if others are left, so idle time is not counted."""
         now = self._clock()
         if self._last is not None:
             taken = now - self._last
@@ -190,6 +191,6 @@ class Pace:
         self._last = now if busy else None
 
     def until_half(self, waiting: int) -> float:
-        """Seconds until half of a queue of `waiting` requests will have had its turn."""
+        """Estimates the seconds until half of `waiting` requests have run (LEAST_S to MOST_S)."""
         interval_s = self._interval_s or 0.0
         return min(max(interval_s * waiting / 2, LEAST_S), MOST_S)

@@ -1,18 +1,18 @@
-"""Whether an export answers as its recipe should: the golden records, through its own runner.
+"""Proves an export: runs its golden prompts through its own runner, checks the mean divergence.
 
-golden.json has the unquantized model's next-token distribution after each golden prompt. Here the
-prompts are read twice: in one piece, which tests the step that reads prompts; and but for their
-last tokens, which are then decoded, all prompts in one batch: that goes through every part of
-decoding, the cache that is read back above all. Both mean divergences must be what the recipe
-costs. Then the golden continuations are generated, nothing given but the prompt; how far they agree
-is reported and not judged, since a close call, decided otherwise, changes all that follows.
+golden.json has the unquantized model's next-token distribution after each golden prompt. Each
+prompt is run twice: prefilled whole, and prefilled without its last tokens, which are then decoded
+with all prompts in one batch. The second run covers every part of decoding, above all reading the
+cache back. Both mean divergences must match what the recipe costs. The golden continuations are
+then generated from the prompts alone. Their agreement is reported but not judged, because one close
+decision that differs changes all that follows.
 
-What the recipe costs is in expected.json, simulated on the same prompts, as a 95 % range. An honest
-runner leaves it once in twenty times, so what is refused lies outside twice that range, in
-logarithms, or 4 times off: few prompts make a range so wide that nothing would be. Decoding may
-cost at most 4 times what reading does, for both compute the same but for rounding. Without a
-prediction `octet.artifacts.serving_path.bound_of` holds: it catches an export that is broken, no
-more.
+expected.json has the recipe's cost, simulated on the same prompts, as a 95 % range. A conforming
+runner falls outside it once in twenty times, so a result is refused only outside twice that range
+(in logarithms), or if it is off by more than a factor of 4: with few prompts the range is so wide
+that nothing would be refused. Decoding may cost at most 4 times as much as prefill, because both
+compute the same except for rounding. Without a prediction, `octet.artifacts.serving_path.bound_of`
+applies, which catches only a broken export.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ from serve.runner.protocol import Runner
 __all__ = ["Range", "expected_range", "prove", "prove_runner"]
 
 _FACTOR = 4
-_LEAST = 1e-3  # nats, below which nobody sees a difference
+_LEAST = 1e-3  # nats; smaller differences are not noticeable
 
 
 @dataclass(frozen=True)
 class Range:
-    """The mean divergences, in nats, that are accepted, and where they come from."""
+    """The accepted mean divergences, in nats, and their source."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ class Range:
     expectation: Expectation | None = None
 
     def beside(self, read: float) -> "Range":
-        """For decoding, where reading the same prompts gave `read`."""
+        """Returns the range for decoding if prefill of the same prompts gave `read`."""
         most = max(_FACTOR * read, _LEAST)
         if most >= self.high:
             return self
@@ -62,17 +62,17 @@ class Range:
 
 
 def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, Any]:
-    """Facts for a manifest: `status` "proven", with figures, or "unproven", with a `reason`.
+    """Returns facts for a manifest: `status` "proven", with figures, or "unproven", with `reason`.
 
-    The second is for an engine that cannot be executed on this machine. Raises ExportError for one
-    that can, and whose numbers are off, ArtifactError for what is not a whole, unaltered export.
+    An engine that cannot be executed on this machine is "unproven". Raises ExportError if the
+    divergence is outside the accepted range, and ArtifactError for an incomplete or altered export.
     """
     manifest = Manifest.load(directory, verify=False)
     golden = GoldenSet.load(directory)
     try:
         runner = load_runner(directory, threads, device)
     except UnsupportedError as error:
-        # A manifest keeps the reason: not where the engine lay while it was written.
+        # The manifest keeps the reason, but not the directory where the engine was written.
         return {"status": "unproven", "reason": str(error).removeprefix(f"{directory}: ")}
     return prove_runner(runner, golden, expected_range(directory, manifest, runner), directory)
 
@@ -80,7 +80,7 @@ def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, An
 def prove_runner(
     runner: Runner, golden: GoldenSet, accepted: Range, directory: Path
 ) -> dict[str, Any]:
-    """`prove` for what is loaded already; `directory` is what an error names."""
+    """Proves a runner that is loaded already, as `prove` does; errors name `directory`."""
     records = [r for r in golden.records if len(r.prompt_token_ids) < runner.spec.max_positions]
     if not records:
         raise ExportError(f"{directory}: none of its golden prompts fits into its context")
@@ -104,7 +104,7 @@ def prove_runner(
 
 
 def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range:
-    """What the recipe costs with this cache, computed in FP16 or better."""
+    """Returns the range of the recipe's cost with this cache, computed in FP16 or better."""
     quantized = bool(manifest.details.get("quantized", True))
     if quantized and (directory / EXPECTED_FILE).is_file():
         expected = ExpectedSet.load(directory)
@@ -114,14 +114,14 @@ def expected_range(directory: Path, manifest: Manifest, runner: Runner) -> Range
             if found is not None and found.mean > 0:
                 high = found.mean * min((found.high / found.mean) ** 2, _FACTOR)
                 low = found.mean * max((found.low / found.mean) ** 2, 1 / _FACTOR)
-                if compute == "bfloat16":  # FP16 rounds eight times finer: it may well cost less
+                if compute == "bfloat16":  # FP16 rounds eight times finer, so it may cost less
                     low = 0.0
                 return Range(low, high, f"{EXPECTED_FILE}: {path.label}", found)
     return Range(0.0, *bound_of(manifest.recipe, quantized=quantized))
 
 
 def _judge(found: float, way: str, accepted: Range, directory: Path) -> None:
-    if accepted.low <= found <= accepted.high:  # never, if it is NaN
+    if accepted.low <= found <= accepted.high:  # False for NaN
         return
     side = "below" if found < accepted.low else "outside"
     raise ExportError(
@@ -132,7 +132,7 @@ def _judge(found: float, way: str, accepted: Range, directory: Path) -> None:
 
 
 class _Golden:
-    """The golden records, through one runner."""
+    """Runs the golden records through one runner."""
 
     def __init__(self, runner: Runner, records: Sequence[GoldenRecord]) -> None:
         self._records = records
@@ -140,9 +140,10 @@ class _Golden:
         self._steps = PromptSteps(runner, len(records), longest)
 
     def run(self) -> tuple[list[float], list[float], int, int, bool]:
-        """Divergence of each prompt when read and when decoded; tokens that agree, of how many.
+        """Returns each prompt's divergence after prefill and after decoding, and token counts.
 
-        Last, whether the logits of a row were the same, in every bit, alone and in a batch.
+        The counts are the golden continuations' tokens that agree, and all of them. Last is whether
+        the logits of a row were the same alone and in a batch, bit for bit.
         """
         read: list[float] = []
         decoded: list[float] = []
@@ -164,7 +165,10 @@ class _Golden:
         return read, decoded, agree, tokens, same
 
     def _answers(self, group: Sequence[GoldenRecord]) -> tuple[list[float], list[list[int]]]:
-        """Each prompt read by itself; then all continued together, greedily."""
+        """Prefills each prompt by itself, then continues all of them together, greedily.
+
+        Returns each prompt's divergence and its generated tokens.
+        """
         slots = self._steps.acquire(len(group))
         found, generated = [], []
         for record, slot in zip(group, slots, strict=True):
@@ -189,10 +193,10 @@ class _Golden:
         )
 
     def _after(self, prompts: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-        """Logits [V] after each prompt, whose last tokens are decoded, all rows together."""
+        """Returns logits [V] after each prompt; decodes the last tokens of all rows together."""
         found = self._steps.decoded(prompts)
         for n, prompt in enumerate(prompts):
-            if not len(found[n]):  # one token, which is read
+            if not len(found[n]):  # a prompt of one token, which is prefilled
                 (slot,) = self._steps.acquire(1)
                 found[n] = self._steps.read(prompt, slot)[None]
                 self._steps.release([slot])
@@ -200,14 +204,16 @@ class _Golden:
 
 
 def _divergence(record: GoldenRecord, logits: NDArray[np.float32]) -> float:
-    """In nats, of as many of the likeliest tokens as the record has: what is predicted, and what
-    an API would show."""
+    """Returns the divergence in nats over as many of the most likely tokens as the record has.
+
+    This is the quantity that is predicted, and that an API would show.
+    """
     logprobs = log_softmax(logits[None])[0]
     top = np.argpartition(-logprobs, len(record.top) - 1)[: len(record.top)]
     return top_k_divergence(record.top, {int(token): float(logprobs[token]) for token in top})
 
 
 def _common(generated: Sequence[int], golden: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Counts the tokens before the first that differs."""
     pairs = zip(generated, golden, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(generated), len(golden)))

@@ -9,9 +9,9 @@ __all__ = ["load_runner"]
 
 
 def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
-    """What runs an ONNX export, or an engine on GPU `device`; `threads` of the CPU (0: all).
+    """Loads an ONNX export on `threads` of the CPU (0: all), or an engine on GPU `device`.
 
-    Raises ArtifactError for what is not a whole, unaltered one, and UnsupportedError for an engine
+    Raises ArtifactError for an incomplete or altered artifact, and UnsupportedError for an engine
     that is not for this machine.
     """
     if Manifest.load(path, verify=False).kind == "engine":

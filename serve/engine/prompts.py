@@ -1,4 +1,4 @@
-"""Prompts through a runner: read in the engine's chunks, or decoded, all rows together."""
+"""Runs prompts through a runner: prefilled in the engine's chunks, or decoded in one batch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from serve.runner.protocol import CHUNK, Runner, StepBatch
 
 __all__ = ["DECODED", "PromptSteps", "teacher_forced"]
 
-DECODED = 8  # last tokens of each prompt that are decoded, one a step
+DECODED = 8  # last tokens of each prompt that are decoded, one per step
 
 
 class PromptSteps:
@@ -22,11 +22,11 @@ class PromptSteps:
         self.cache: Slots = runner.new_cache(self.together, min(longest, runner.spec.max_positions))
 
     def every(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Logits [T, V] of every position, some at a time: each array is valid until the next."""
+        """Yields logits [T, V] of every position, chunk by chunk; each is valid until the next."""
         return teacher_forced(self._runner, self.cache, list(tokens))
 
     def read(self, tokens: Sequence[int], slot: int) -> NDArray[np.float32]:
-        """Logits [V] after `tokens`."""
+        """Prefills `tokens`; returns the logits [V] after them."""
         for start in range(0, len(tokens), CHUNK):
             ids = np.array([tokens[start : start + CHUNK]], np.int64)
             step = StepBatch(ids, [slot], np.array([[ids.shape[1] - 1]], np.int64))
@@ -35,20 +35,22 @@ class PromptSteps:
         return row
 
     def step(self, tokens: NDArray[np.int64], slots: list[int]) -> NDArray[np.float32]:
-        """Logits [B, V] after one more token [B, 1] in each of `slots`."""
+        """Decodes one more token [B, 1] in each of `slots`; returns logits [B, V]."""
         step = StepBatch(tokens, slots, np.zeros((len(slots), 1), np.int64))
         rows: NDArray[np.float32] = self._runner.forward(step, self.cache)[:, 0]
         return rows
 
     def decoded(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Logits [d, V] of the last tokens of each of `together` prompts at most, all rows in one
-        batch. d is DECODED; of a shorter prompt, all but its first token."""
+        """Returns logits [d, V] of the last tokens of each prompt, decoded in one batch.
+
+        Takes at most `together` prompts. d is DECODED, or all but the first token of a shorter one.
+        """
         slots = self.acquire(len(prompts))
         heads = [max(1, len(prompt) - DECODED) for prompt in prompts]
         for prompt, head, slot in zip(prompts, heads, slots, strict=True):
             self.read(prompt[:head], slot)
         rows: list[list[NDArray[np.float32]]] = [[] for _ in prompts]
-        for left in range(DECODED, 0, -1):  # they end together
+        for left in range(DECODED, 0, -1):  # all prompts end at the same step
             going = [i for i, prompt in enumerate(prompts) if len(prompt) - heads[i] >= left]
             if not going:
                 continue
@@ -71,9 +73,9 @@ class PromptSteps:
 
 
 def teacher_forced(runner: Runner, cache: Slots, ids: list[int]) -> Iterator[NDArray[np.float32]]:
-    """Logits float32 [T, V] of every position of `ids`, chunk by chunk.
+    """Yields logits float32 [T, V] of every position of `ids`, chunk by chunk.
 
-    Uses a free slot of `cache`. Each array is valid until the next is asked for.
+    Uses a free slot of `cache`. Each array is valid until the next is requested.
     """
     slot = cache.acquire()
     assert slot is not None

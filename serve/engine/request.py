@@ -1,4 +1,4 @@
-"""What passes between the gateway and a backend: one request in, a stream of events out."""
+"""Messages between the gateway and a backend: one request in, a stream of events out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt to continue once. The gateway has checked the ranges; `n` became n requests."""
+    """One prompt to continue once. The gateway has checked ranges and made n requests of `n`."""
 
     request_id: str
     model: str
@@ -32,21 +32,21 @@ class GenerateRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # alternatives per token; 0: the chosen token alone; None: none
+    logprobs: int | None = None  # alternatives per token; 0: only the chosen token; None: none
     echo: bool = False  # the first Delta is the prompt
     ignore_eos: bool = False
-    # Fields this type does not know, as the client sent them. Only a backend that `accepts_extra`
-    # is given a request with any.
+    # Fields that this type does not know, as the client sent them. Only a backend that
+    # `accepts_extra` gets a request with any.
     extra: Mapping[str, Any] = field(default_factory=dict)
-    # Sent on to a server beside the request, in lower case: its id and where it is traced.
+    # Headers for the server, names in lower case: the request's id and its trace context.
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and its log-probability: natural logarithm, of the softmax of the raw logits.
+    """A token and its log-probability: the natural logarithm of the softmax of the raw logits.
 
-    `text` decodes the token alone: bytes that are not whole UTF-8 show as U+FFFD, `bytes` has them.
+    `text` decodes the token alone: bytes that are not whole UTF-8 become U+FFFD; `bytes` has them.
     """
 
     token_id: int
@@ -69,7 +69,7 @@ class Delta:
     """The next piece of the answer.
 
     `text` may lag behind `token_ids`: half a UTF-8 character, or what may become a stop string, is
-    held back. `logprobs` has one entry per token id, or is None where none were asked for.
+    held back. `logprobs` has one entry per token id, or is None if none were requested.
     """
 
     text: str

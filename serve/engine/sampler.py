@@ -1,10 +1,10 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, and log-probabilities.
 
 The order is vLLM's: logits / temperature, then top-k, then top-p over what top-k left, then one
-draw by inverting the cumulative distribution. Each request has a generator of its own and takes one
-number of it per token, so what it draws does not depend on the rest of the batch. Logits are
-float32; probabilities are computed and summed in float64. Log-probabilities are those of the raw
-logits, before temperature and truncation.
+draw by inverting the cumulative distribution. Each request has its own generator and takes one
+number from it per token, so its draws do not depend on the rest of the batch. Logits are float32;
+probabilities are computed and summed in float64. Log-probabilities are those of the raw logits,
+before temperature and truncation.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request draws; `top_k` 0 keeps every token."""
+    """Sampling parameters of one request; `top_k` 0 keeps every token."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,7 +32,7 @@ class Sampling:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> "Sampling":
-        """A request without a seed is seeded by the operating system."""
+        """Reads them from a request; the operating system seeds a request without a seed."""
         generator = np.random.Generator(np.random.PCG64(request.seed))
         return cls(request.temperature, request.top_p, request.top_k, generator)
 
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def sample(logits: NDArray[np.float32], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
-    """One token per row of `logits` [B, V]: int64 [B], or -1 for a row with a NaN or +Inf.
+    """Draws one token per row of `logits` [B, V]: int64 [B], -1 for a row with a NaN or +Inf.
 
     Ties between equal largest logits go to the lowest token id.
     """
@@ -56,7 +56,7 @@ def sample(logits: NDArray[np.float32], samplings: Sequence[Sampling]) -> NDArra
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Natural logarithms of the softmax over the last axis, float64."""
+    """Returns the natural logarithms of the softmax over the last axis, in float64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -64,7 +64,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def top_logprobs(logprobs: NDArray[np.float64], count: int) -> list[int]:
-    """The ids of the `count` largest of `logprobs` [V], largest first, ties by the lowest id."""
+    """Returns the ids of the `count` largest of `logprobs` [V], in order; ties: lowest id first."""
     count = min(count, len(logprobs))
     if count == 0:
         return []
@@ -75,7 +75,7 @@ def top_logprobs(logprobs: NDArray[np.float64], count: int) -> list[int]:
 
 
 def _draw(logits: NDArray[np.float32], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
-    """One token per row [B, V], none of them greedy."""
+    """Draws one token per row [B, V]; no row is greedy."""
     temperature = np.array([s.temperature for s in samplings])[:, None]
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
@@ -101,6 +101,6 @@ def _truncate(weights: NDArray[np.float64], sampling: Sampling) -> None:
     if sampling.top_p < 1:
         kept = np.sort(weights[weights > 0])[::-1]
         cumulative = np.cumsum(kept)
-        # The smallest set whose mass reaches top_p: everything before it is reached, and one more.
+        # The smallest set whose mass reaches top_p: all tokens before it is reached, and one more.
         last = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1]))
         weights[weights < kept[min(last, len(kept) - 1)]] = 0

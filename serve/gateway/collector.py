@@ -1,6 +1,6 @@
-"""Gauges of what is now: pools, backends and queues, read when somebody scrapes.
+"""Gauges of the current state: pools, backends and queues, read at each scrape.
 
-So they cost requests nothing, and cannot drift from what they show.
+So they add no cost to requests, and cannot drift from the state that they show.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["GatewayCollector"]
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
-# "none": no proof is wanted of it.
+# "none": no proof is required.
 PROOF_STATES = {"refused": -1, "none": 0, "unproven": 1, "admitted": 2, "proven": 3}
 _BACKEND = ("pool", "backend")
-# Each gauge's name and documentation, and how it is read; None: there is nothing to say.
+# Each gauge's name, documentation and reader; a reader returns None if there is no value.
 _GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
     ("queue_requests", "Requests that wait at a pool's gate.", lambda gate: len(gate.queue)),
     ("queue_tokens", "Tokens of those, as estimated.", lambda gate: gate.queue.tokens),
@@ -197,7 +197,7 @@ class GatewayCollector(Collector):
 
 
 def _figures(proof: "MemberProof") -> Iterator[tuple[str, float]]:
-    """Those that are known, in nats."""
+    """Yields the known figures, in nats."""
     verdict = proof.verdict
     if verdict is None:
         return

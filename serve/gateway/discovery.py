@@ -1,6 +1,6 @@
-"""Backends found while the gateway runs: at the addresses of a name, or in a file that changes.
+"""Finds backends while the gateway runs: at the addresses of a DNS name, or in a changing file.
 
-Whether a backend may join a pool that is already at work.
+`refuse_unfit` decides whether a backend may join a running pool.
 """
 
 import asyncio
@@ -22,27 +22,27 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_unfit(config: BackendConfig, members: Iterable[Member], models: Sequence[str]) -> None:
-    """Raises ConfigError for a name that one of `members` has, or a model that nobody says."""
+    """Raises ConfigError for a name that a member already has, or a missing `model`."""
     if config.name is not None and any(member.name == config.name for member in members):
         raise ConfigError(f"the pool has a backend named '{config.name}' already")
     if problem := needs_model(config, models):
         raise ConfigError(problem)
 
 
-FIRST_ROUND_S = 5.0  # a start waits no longer for what a source has to say
+FIRST_ROUND_S = 5.0  # longest wait of a start for a source's first answer
 
 
 def origin_of(source: DnsDiscovery | FileDiscovery) -> str:
-    """Who brought a member, as `Member.origin` says it."""
+    """Names the source of a member, as in `Member.origin`."""
     if isinstance(source, DnsDiscovery):
         return f"dns {source.dns}:{source.port}"
     return f"file {source.file}"
 
 
 class Discovery:
-    """Keeps the members of one pool that come from one source as the source says.
+    """Keeps the members of one pool that come from one source equal to what the source lists.
 
-    What cannot be found out, or read, changes nothing: the members stay, and `problem` says why.
+    A source that cannot be read changes nothing: the members stay, and `problem` says why.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Discovery:
         self._source = source
         self._models = models
         self._changing = changing
-        self._seen: tuple[int, ...] | None = None  # of the file, when it was last read
+        self._seen: tuple[int, ...] | None = None  # state of the file when it was last read
         self._first = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Begins to look; returns after the first round, or when that takes too long.
+        """Starts discovery; returns after the first round, or after `FIRST_ROUND_S`.
 
-        Nothing begins if it was stopped already: another reload was quicker.
+        Does nothing if it was already stopped, because another reload was quicker.
         """
         if self._task is not None or self._stopped:
             return
@@ -79,7 +79,7 @@ class Discovery:
             _log.warning("pool %s: %s has not answered yet", self.pool.name, self.origin)
 
     def stop(self) -> None:
-        """Members stay."""
+        """Stops discovery; the members stay."""
         self._stopped = True
         if self._task is not None:
             self._task.cancel()
@@ -103,7 +103,7 @@ class Discovery:
             await asyncio.sleep(self._source.every_s)
 
     def _say(self, problem: str) -> None:
-        """Logs a problem once, and its end."""
+        """Logs each problem once, and its end."""
         if problem and problem != self.problem:
             _log.warning("pool %s: %s; its backends stay", self.pool.name, problem)
         elif self.problem and not problem:
@@ -111,7 +111,7 @@ class Discovery:
         self.problem = problem
 
     async def _round(self) -> None:
-        """Asks the source, and does as it says. Raises OctetError."""
+        """Queries the source and applies its answer. Raises OctetError."""
         if isinstance(self._source, DnsDiscovery):
             await self._become(await _at_addresses(self._source))
             return
@@ -122,14 +122,14 @@ class Discovery:
             self._seen = seen
 
     async def _become(self, wanted: Sequence[BackendConfig]) -> None:
-        """Members that are not wanted go when their last request ends; new ones come in."""
+        """Adds new members; removes those that are not in `wanted` when their last request ends."""
         async with self._changing:
             own = [member for member in self.pool.members if member.origin == self.origin]
             gone = [member for member in own if member.config not in wanted]
             present = [member.config for member in own]
             staying = [member for member in self.pool.members if member not in gone]
             missing = [config for config in wanted if config not in present]
-            missing.sort(key=lambda config: config.name is None)  # who has a name gets that one
+            missing.sort(key=lambda config: config.name is None)  # named ones keep their names
             outcomes = await self._prepared(missing, staying)
             come = [outcome for outcome in outcomes if isinstance(outcome, Member)]
             problem = next((o for o in outcomes if isinstance(o, OctetError)), None)
@@ -145,9 +145,10 @@ class Discovery:
     async def _prepared(
         self, wanted: Sequence[BackendConfig], staying: Sequence[Member]
     ) -> list[Member | OctetError]:
-        """A member for each, or why not: the others are as good as they were.
+        """Returns a member, or an error, for each of `wanted`; an error does not affect the others.
 
-        All at once, as each may take as long as its health check. Leaves nothing if cancelled.
+        Prepares all at once, as each may take as long as its health check. Leaves nothing behind if
+        cancelled.
         """
         come: list[Member] = []
 
@@ -170,7 +171,7 @@ class Discovery:
 
 
 async def _at_addresses(source: DnsDiscovery) -> list[BackendConfig]:
-    """A backend at each address of the name, in a fixed order."""
+    """Returns a backend for each address of the name, in a fixed order."""
     try:
         hosts = await addresses_of(source.dns, source.port)
     except OSError as error:
@@ -179,14 +180,14 @@ async def _at_addresses(source: DnsDiscovery) -> list[BackendConfig]:
 
 
 async def addresses_of(name: str, port: int) -> set[str]:
-    """All of them, IPv4 and IPv6. Raises OSError."""
+    """Resolves all addresses, IPv4 and IPv6. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return {str(address[4][0]) for address in found}
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Changes whenever the file is written or replaced."""
+    """Returns a value that changes whenever the file is written or replaced."""
     try:
         found = os.stat(path)
     except OSError as error:

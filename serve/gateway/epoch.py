@@ -1,4 +1,4 @@
-"""The time between two reloads: a request is served by the configuration that it came in under."""
+"""The time between two reloads: each request is served by the configuration it arrived under."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable
@@ -13,7 +13,7 @@ __all__ = ["Entry", "Epoch", "all_of"]
 
 
 class Epoch:
-    """One configuration at work; it lasts until the last request that came in under it is done."""
+    """One configuration in use; it lasts until the last request that arrived under it ends."""
 
     def __init__(self, config: "GatewayConfig", routes: "Routes", keys: "Keys") -> None:
         self.config = config
@@ -34,7 +34,7 @@ class Epoch:
             self._idle.set()
 
     async def ended(self) -> None:
-        """Returns once no request is left; another epoch has begun, so that none comes."""
+        """Waits until no request is left. Another epoch has begun by then, so none is added."""
         await self._idle.wait()
 
 
@@ -50,14 +50,14 @@ class Entry:
         self._epoch: Epoch | None = epoch
 
     def leave(self) -> None:
-        """Its work is done; leaving again is no mistake."""
+        """Stops counting the request. Safe to call twice."""
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             epoch.leave()
 
 
 async def all_of(steps: Iterable[Awaitable[None]]) -> None:
-    """All at once; raises the first failure once all have ended, one way or the other."""
+    """Awaits all at once; once all have ended, raises the first failure, if any."""
     outcomes = await asyncio.gather(*steps, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

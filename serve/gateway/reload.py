@@ -1,4 +1,4 @@
-"""A new configuration while requests run: made ready beside the old one, then taken in one step."""
+"""Reloads while requests run: prepares the new configuration, then switches in one step."""
 
 import asyncio
 import logging
@@ -23,18 +23,18 @@ __all__ = ["Change", "reload", "reload_from"]
 
 _log = logging.getLogger(__name__)
 
-# What is read once, at the start; a dot leads into a section.
+# Settings that are read only at the start; a dot separates a section from its field.
 AT_START_ONLY = ("listen", "admin.host", "admin.port", "access.cors_origins", "logs", "traces")
 
 
 async def reload_from(gateway: Gateway, path: Path | None) -> dict[str, Any]:
-    """Goes over to what the file says now, or raises the OctetError for which it cannot."""
+    """Switches to the file's current configuration, or raises the OctetError that prevents it."""
     report: dict[str, Any]
     at = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         if path is None:
             raise ConfigError("there is no configuration file to read again")
-        async with gateway.reloading:  # one that was asked for later reads, and wins, later
+        async with gateway.reloading:  # a later reload reads the file later, and wins
             config = await asyncio.to_thread(load_config, path)
             config = config if gateway.proves else config.without_proof()
             report = await reload(gateway, config)
@@ -54,7 +54,7 @@ async def reload_from(gateway: Gateway, path: Path | None) -> dict[str, Any]:
 
 
 async def reload(gateway: Gateway, config: GatewayConfig) -> dict[str, Any]:
-    """Switches to `config` as a whole or not at all; returns what changed.
+    """Switches to `config` atomically; returns what changed.
 
     Backends whose configuration is the same stay, with their state; the others get no new requests
     and are closed when their last one ends. Raises OctetError, and changes nothing, if a backend
@@ -69,7 +69,7 @@ async def reload(gateway: Gateway, config: GatewayConfig) -> dict[str, Any]:
 
 
 class Change:
-    """What a reload does to each pool, ready to be committed."""
+    """A prepared reload: the changes to each pool, ready to be committed."""
 
     def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
         self._gateway = gateway
@@ -79,7 +79,7 @@ class Change:
 
     @classmethod
     async def prepared(cls, gateway: Gateway, config: GatewayConfig) -> Self:
-        """Starts what is new. Raises OctetError, with all of that closed again."""
+        """Starts the new pools and backends. Closes them again before it raises OctetError."""
         change = cls(gateway, config)
         try:
             await change._prepare()
@@ -117,7 +117,7 @@ class Change:
         )
 
     def commit(self) -> dict[str, Any]:
-        """Takes everything over, without yielding to anybody; returns what has changed."""
+        """Applies all changes without yielding to other tasks; returns what has changed."""
         report: dict[str, Any] = {
             "pools_added": [name for name in self._fresh],
             "pools_removed": [name for name in self._gateway.pools if name not in self.pools],
@@ -139,10 +139,10 @@ class Change:
 
 
 class _PoolChange:
-    """One pool that stays: the members that its new configuration lists, old ones among them."""
+    """One pool that stays: the members that its new configuration lists, old and new."""
 
     def __init__(self, pool: Pool, config: PoolConfig, model: str) -> None:
-        """`model` is the public name for which new backends are made from now on."""
+        """`model` is the public model name of new backends from now on."""
         self.pool = pool
         self.config = config
         self.model = model
@@ -152,7 +152,7 @@ class _PoolChange:
         self._provers: Provers = {}
 
     async def prepare(self) -> None:
-        """A member stays if some entry is equal to its own; for other entries new ones start."""
+        """Keeps each member whose entry is unchanged; starts new members for the other entries."""
         members = filter(self._serves_the_same, self.pool.members)
         free = [member for member in members if member.origin in ("config", "admin")]
         found: list[Member | None] = []
@@ -162,7 +162,7 @@ class _PoolChange:
                 free.remove(member)
             found.append(member)
         missing = [i for i, member in enumerate(found) if member is None]
-        missing.sort(key=lambda i: self.config.backends[i].name is None)  # names are not taken away
+        missing.sort(key=lambda i: self.config.backends[i].name is None)  # named ones first
         starts = (self._start(self.config.backends[i]) for i in missing)
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for i, outcome in zip(missing, outcomes, strict=True):
@@ -174,13 +174,13 @@ class _PoolChange:
         self._provers = await self.pool.examined(stays, self._exams)
 
     def _serves_the_same(self, member: Member) -> bool:
-        """Whether it is asked for the same model as before, if the public name is another."""
+        """Returns whether its requests name the same model, even if the public name changed."""
         config = member.config
         own = config is None or isinstance(config, EmbeddedConfig) or config.model is not None
         return own or self.model == self.pool.model
 
     async def _start(self, entry: Any) -> Member:
-        # It may take the place of another: not before it can.
+        # It may replace another member, so its first verdict is awaited.
         member = await self.pool.prepare(
             entry, model=self.model, exams=self._exams, patience_s=math.inf
         )
@@ -188,7 +188,7 @@ class _PoolChange:
         return member
 
     def commit(self) -> int:
-        """The number of members that left."""
+        """Applies the change; returns the number of members that left."""
         before = self.pool.members
         origins = {origin_of(source) for source in self.config.discover}
         names = {member.name for member in self._listed}
@@ -204,7 +204,7 @@ class _PoolChange:
 
 
 def _for_this_process(old: GatewayConfig, new: GatewayConfig) -> tuple[GatewayConfig, list[str]]:
-    """`new` with what only a start can set as `old` has it, and the keys where they differ."""
+    """Returns `new` with the `AT_START_ONLY` settings of `old`, and the keys where they differ."""
     differing = []
     for key in AT_START_ONLY:
         section, _, field = key.partition(".")

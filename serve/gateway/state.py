@@ -1,4 +1,4 @@
-"""The gateway's state: the configuration at work, the pools, the figures, and whether it serves."""
+"""The gateway's state: the configuration in use, the pools, the metrics, and its readiness."""
 
 import asyncio
 import logging
@@ -22,11 +22,14 @@ __all__ = ["Gateway"]
 
 _log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0  # for each pool to let go of its backends
+CLOSE_TIMEOUT_S = 10.0  # for each pool to close its backends
 
 
 class Gateway:
-    """What every endpoint works on. `start` before the first request, `close` after the last."""
+    """The state that all endpoints share.
+
+    Call `start` before the first request and `close` after the last.
+    """
 
     def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
         self.config = config
@@ -38,15 +41,15 @@ class Gateway:
         self.metrics.registry.register(GatewayCollector(self))
         self.tracing = tracing_from(config.traces)
         self.created = int(time.time())
-        self.path: Path | None = None  # of the configuration, to read it again
-        self.proves = True  # else no backend has to prove anything, whatever the file says
+        self.path: Path | None = None  # of the configuration, for reloads
+        self.proves = True  # False: no backend needs a proof, whatever the file says
         self.last_reload: dict[str, Any] | None = None
         self.draining = False
-        self.changing = asyncio.Lock()  # held by whoever changes the members of pools
-        self.reloading = asyncio.Lock()  # held from the reading of the file to the end of it
+        self.changing = asyncio.Lock()  # held while the members of pools change
+        self.reloading = asyncio.Lock()  # held from reading the file to the end of the reload
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
-        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # those before, while requests are left
-        self.finishing: list[Pool] = []  # out of use, while somebody may wait for them
+        self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # previous ones with requests left
+        self.finishing: list[Pool] = []  # out of use, but requests may still wait for them
         self.discoveries = self._discover()
         self._drain_until = 0.0
 
@@ -69,12 +72,12 @@ class Gateway:
 
     @property
     def running(self) -> int:
-        """Requests being answered."""
+        """Returns the number of requests being answered."""
         return self.epoch.running + sum(epoch.running for epoch in self.earlier)
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken, and some backend works whose answers clients get."""
+        """Returns whether new requests are accepted, and a backend that answers clients works."""
         models = self.config.models.items()
         answering = {pool for name, model in models for pool in model.answering(name)}
         works = any(pool.ready for name, pool in self.pools.items() if name in answering)
@@ -91,16 +94,16 @@ class Gateway:
             raise shutting_down(max(1.0, self._drain_until - time.monotonic()))
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no more requests; who asks is told to come again after `timeout_s`."""
+        """Stops accepting requests; refused clients are told to retry after `timeout_s`."""
         self.draining = True
         self._drain_until = time.monotonic() + timeout_s
         for task in self.background:
             task.cancel()
 
     async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
-        """Starts every backend, and waits for the first verdicts on their numbers.
+        """Starts every backend, and waits for the first verdicts, `patience_s` at most.
 
-        For `patience_s` at most. Raises the OctetError of the first that can never work.
+        Raises the OctetError of the first backend that can never work.
         """
         try:
             await all_of(pool.start(patience_s=patience_s) for pool in self.pools.values())
@@ -108,10 +111,10 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
-        self.admission.memory.warn()  # by now its models are in it
+        self.admission.memory.warn()  # the models are in memory by now
 
     async def close(self) -> None:
-        """Lets go of everything, at most 10 s for each pool; safe to call twice."""
+        """Closes everything, at most 10 s for each pool; safe to call twice."""
         tasks = [*self.background, *self.earlier.values()]
         for task in tasks:
             task.cancel()
@@ -123,7 +126,7 @@ class Gateway:
             await asyncio.to_thread(self.tracing.close)
 
     def replace(self, epoch: Epoch, pools: dict[str, Pool]) -> None:
-        """In one step: from here on requests are served by these. For a reload alone."""
+        """Switches to `epoch` and `pools` in one step. Only a reload may call this."""
         before, self.epoch = self.epoch, epoch
         gone = [pool for name, pool in self.pools.items() if pools.get(name) is not pool]
         self.config, self.pools = epoch.config, pools
@@ -131,7 +134,7 @@ class Gateway:
         for discovery in self.discoveries:
             discovery.stop()
         self.discoveries = self._discover()
-        # Pools out of use may still be waited for by requests of this epoch and of earlier ones.
+        # Requests of the previous epoch and of earlier ones may still wait for pools out of use.
         epochs = [*self.earlier, before]
         self.finishing += gone
         self.earlier[before] = asyncio.create_task(self._finish(before, epochs, gone))

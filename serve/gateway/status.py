@@ -1,4 +1,4 @@
-"""What the gateway says of itself: /ready in short, /status in full."""
+"""Reports the gateway's state: /ready in short, /status in full."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["backend", "readiness", "status"]
 
 
 def readiness(gateway: Gateway) -> dict[str, Any]:
-    """Whether a request sent now would be served, and by which backends."""
+    """Reports whether a request sent now would be served, and by which backends."""
     models: dict[str, list[dict[str, Any]]] = {}
     for name, config in gateway.config.models.items():
         pools = dict.fromkeys(config.answering(name))
@@ -31,7 +31,7 @@ def readiness(gateway: Gateway) -> dict[str, Any]:
 
 
 def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
-    """Everything that is known now. Only with `addresses`, where the backends are."""
+    """Reports the full current state; the backends' addresses only with `addresses`."""
     admission = gateway.admission.status()
     pools = {
         name: _pool(gateway, pool, admission["pools"].get(name), addresses)
@@ -59,7 +59,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
 
 
 def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
-    """One member. Its address, and what it said itself, are for administrators alone."""
+    """Reports one member. Its address and its own error text are for administrators only."""
     now = time.monotonic()
     entry: dict[str, Any] = {
         "name": member.name,
@@ -83,7 +83,7 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
 
 
 def proof(member: Member) -> dict[str, Any]:
-    """What its numbers have shown, against what they should be; `state` "none": nobody asks."""
+    """Reports the measured and the expected divergence; `state` "none": no proof is required."""
     if member.proof is None:
         return {"state": "none"}
     return member.proof.as_json(member.served_tokens)
@@ -120,7 +120,7 @@ def _model(name: str, config: ModelConfig, route: Route) -> dict[str, Any]:
 
 
 def _proof(pool: Pool) -> dict[str, Any]:
-    """Of the backends that serve together, and whether any may without having proven itself."""
+    """Reports the divergence of the serving backends, and whether any may serve unproven."""
     proven = pool.proven
     return {
         "wanted": pool.config.proof.enabled,

@@ -1,4 +1,4 @@
-"""Loud about what serves without a proof of its numbers: at the start, and again and again."""
+"""Warns about backends that serve without a proof: at the start, and repeatedly afterwards."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ EVERY_S = 600.0
 
 
 def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
-    """A line for each pool of whose backends some will serve unproven, and why."""
+    """Returns a line for each pool with backends that will serve unproven, and why."""
     found = []
     for name, pool in pools.items():
         entries = [*pool.backends, *([None] if pool.discover else [])]
@@ -36,7 +36,7 @@ def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
 
 
 def asked(pools: Iterable[Pool]) -> list[str]:
-    """A line for each pool of which backends are being proven: which, and with what."""
+    """Returns lines on the backends that are being proven: which of a pool, and against what."""
     found = []
     for pool in pools:
         by_label: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def asked(pools: Iterable[Pool]) -> list[str]:
 
 
 def _admitted(gateway: Gateway) -> list[str]:
-    """A line for each backend that serves though it gives no figures."""
+    """Returns a line for each backend that serves though it returns no log-probabilities."""
     return [
         f"pool {pool.name}: {member.name} SERVES UNPROVEN: it returns no log-probabilities"
         for pool in gateway.pools.values()
@@ -62,7 +62,7 @@ def _admitted(gateway: Gateway) -> list[str]:
 
 
 async def keep_warning(gateway: Gateway) -> None:
-    """For as long as the gateway runs."""
+    """Logs the warnings every `EVERY_S` seconds, for as long as the gateway runs."""
     while True:
         await asyncio.sleep(EVERY_S)
         used = {name: pool.config for name, pool in gateway.pools.items()}

@@ -1,7 +1,7 @@
-"""Administration: reload, backends that come and go, /status and /metrics.
+"""Administration: reload, adding and removing backends, /status and /metrics.
 
-On an address of its own; or beside the clients' paths, /admin then by a key of its own. Requests
-with an `Origin` are from web pages, which have no business here.
+It is served on an address of its own, or beside the clients' paths; there, /admin needs a key of
+its own. /admin refuses requests with an `Origin`, because they come from web pages.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 
 
 def create_admin_app(gateway: Gateway) -> FastAPI:
-    """The application of the address of its own."""
+    """Creates the application for the separate administration address."""
     app = FastAPI(title="Octet administration", version=__version__, redoc_url=None)
     app.router.redirect_slashes = False
     install(app)
@@ -38,7 +38,7 @@ def create_admin_app(gateway: Gateway) -> FastAPI:
 
 
 def probe_router(gateway: Gateway) -> APIRouter:
-    """/health and /ready, which are at both addresses."""
+    """Returns /health and /ready, which are served at both addresses."""
     router = APIRouter()
 
     @router.api_route("/health", methods=["GET", "HEAD"])
@@ -56,9 +56,10 @@ def probe_router(gateway: Gateway) -> APIRouter:
 
 
 def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
-    """/metrics, /status and /admin; empty beside the clients' paths if there is an own port.
+    """Returns /metrics, /status and /admin.
 
-    Without `own_port`, /admin needs the administrator's key.
+    Without `own_port` these are beside the clients' paths: /admin then needs the administrator's
+    key, and the router is empty if administration has a port of its own.
     """
 
     def is_admin(request: Request) -> bool:

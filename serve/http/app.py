@@ -1,7 +1,7 @@
 """The gateway's HTTP application: a table of POST paths, and FastAPI for everything else.
 
-The paths that generate are answered before FastAPI is asked: its routing, its middleware and its
-request and response objects take longer than the rest of the gateway together.
+The paths that generate bypass FastAPI: its routing, its middleware and its request and response
+objects take longer than the rest of the gateway together.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +42,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def create_app(gateway: "Gateway") -> ASGIApp:
-    """The application; starting and closing the gateway is the caller's."""
+    """Creates the application. The caller starts and closes the gateway."""
     endpoints = {operation.path: _Endpoint(gateway, operation) for operation in OPERATIONS}
     pages = _pages(gateway, endpoints)
 
@@ -78,7 +78,7 @@ class _Endpoint:
 
 
 class _Document:
-    """The OpenAPI document, made once for a configuration: that takes 8 ms."""
+    """The OpenAPI document. It takes 8 ms to make, so it is made once per configuration."""
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway
@@ -93,7 +93,10 @@ class _Document:
 
 
 def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
-    """What is asked for now and then; also knows the other paths, to refuse wrong methods."""
+    """Creates the application for the rarely requested paths.
+
+    It also knows the POST paths of `endpoints`, to refuse wrong methods.
+    """
     app = FastAPI(title="Octet", version=__version__, openapi_url=None)
     app.router.redirect_slashes = False  # a wrong path is an error object, not a redirect
     install(app)

@@ -1,7 +1,7 @@
-"""/docs: the OpenAPI document as one page of HTML. No script, and nothing from anywhere else.
+"""/docs: the OpenAPI document as one HTML page, without scripts or external resources.
 
-It is on the origin where people have their API keys: its Content-Security-Policy lets a browser
-load nothing, run nothing and send nothing.
+The page shares its origin with the API, for which users hold keys. Its Content-Security-Policy
+therefore lets a browser load nothing, run nothing and send nothing.
 """
 
 import base64
@@ -23,7 +23,7 @@ __all__ = ["headers", "render"]
 Json = dict[str, Any]
 _TEMPLATE = Path(__file__).with_name("docs_page.html.jinja")
 _STYLE = Path(__file__).with_name("docs_page.css")
-_LIMITS = {  # of OpenAPI: as people write them
+_LIMITS = {  # OpenAPI's limits, as people write them
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
     "maximum": "≤ {}",
@@ -50,7 +50,7 @@ _ERROR = RequestError(
 
 
 def headers() -> dict[str, str]:
-    """What goes with the page: its one style sheet is known by its hash."""
+    """Returns the headers of the page. They allow its one style sheet, by its hash."""
     digest = base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; "
@@ -64,7 +64,7 @@ def headers() -> dict[str, str]:
 
 
 def render(document: Json, base_url: str, model: str) -> str:
-    """The page of `document`, with examples that ask `base_url` for `model`."""
+    """Renders the page of `document`, with examples that request `model` from `base_url`."""
     operations = [
         _operation(path, method, operation, document, base_url.rstrip("/"), model)
         for path, methods in document["paths"].items()
@@ -150,7 +150,7 @@ def _fields(schema: Json) -> list[Json]:
 
 
 def _type(schema: Any) -> Markup:
-    """In words; a schema of the document is a link to it."""
+    """Describes the type in words; a schema of the document becomes a link to it."""
     if not isinstance(schema, dict) or not schema:
         return Markup("any")
     if reference := schema.get("$ref"):
@@ -171,7 +171,7 @@ def _type(schema: Any) -> Markup:
 
 
 def _limits(schema: Json) -> str:
-    """Of the schema, or of those that it may be."""
+    """Lists the limits of the schema, and of its alternatives."""
     found = [text.format(schema[key]) for key, text in _LIMITS.items() if key in schema]
     for option in schema.get("anyOf", ()):
         found += [limits for limits in [_limits(option)] if limits]

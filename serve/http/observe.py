@@ -1,4 +1,4 @@
-"""The outermost layer of the application: each request gets its id, and is seen until it ends."""
+"""The outermost layer of the application: gives each request its id, and observes it to the end."""
 
 import random
 import re
@@ -16,9 +16,9 @@ __all__ = ["Observe"]
 ENDPOINTS = frozenset(
     (*OPERATIONS, "/v1/models", "/health", "/ready", "/metrics", "/status", "/admin/reload")
 )
-_PROBES = frozenset(("/health", "/ready", "/metrics"))  # asked every few seconds
+_PROBES = frozenset(("/health", "/ready", "/metrics"))  # requested every few seconds
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
-# Any version but ff; what follows the flags belongs to versions to come.
+# Any version but ff; anything after the flags belongs to future versions.
 _TRACEPARENT = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,64})?"
 )
@@ -28,7 +28,7 @@ _TRACESTATE = re.compile(rb"[\x20-\x7e]{1,512}")
 class Observe:
     """Puts an `Observation` into `scope["octet"]`; echoes its id as `X-Request-Id`.
 
-    With `access_log`, a line a request; of probes, only those that fail.
+    With `access_log`, logs one line per request, but of probes only those that fail.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Observe:
         request_id = (b"x-request-id", observation.id.encode())
 
         def observed(message: Message) -> Awaitable[None]:
-            """Returns what `send` returns: a coroutine of its own would cost every chunk."""
+            """Returns what `send` returns: a coroutine of its own would slow down every chunk."""
             if message["type"] == "http.response.start":
                 observation.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), request_id]
@@ -80,16 +80,16 @@ class Observe:
 
 
 def _endpoint(path: str) -> str:
-    """As metrics have it: what anybody may ask for must not make labels."""
+    """Returns the endpoint's label for metrics. Arbitrary paths must not create labels."""
     if path in ENDPOINTS:
         return path
     return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
 def _read_headers(headers: list[tuple[bytes, bytes]], observation: Observation) -> None:
-    """The client's id for the request, and the trace that it belongs to, if they are well-formed.
+    """Reads the client's request id and trace context, if they are well-formed.
 
-    A trace state without its parent is dropped, as W3C's Trace Context wants.
+    A trace state without its parent is dropped, as W3C's Trace Context requires.
     """
     state = b""
     for name, value in headers:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every path, what it takes, and every answer that it can give."""
+"""The OpenAPI document: every path, its request, and every answer that it can give."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ _OPERATIONS: dict[str, tuple[str, type[BaseModel], type[BaseModel], bool]] = {
     "/tokenize": ("Token ids of a text", TokenizeRequest, responses.Tokenized, False),
     "/detokenize": ("The text of token ids", DetokenizeRequest, responses.Detokenized, False),
 }
-# What a client is told, by status.
+# Descriptions of the errors, by status.
 _ERRORS = {
     400: "A request that cannot be served as sent; `param` names the field",
     401: "No API key, or one that is not known or has expired",
@@ -54,16 +54,16 @@ _ERRORS = {
     504: "A deadline passed; the message says what was spent",
 }
 _OF_KEYS = (401, 403)
-_ALWAYS = (408, 431, 500, 503)  # of every request, whatever its path
+_ALWAYS = (408, 431, 500, 503)  # possible for every path
 _RETRIED = (429, 503)
-_EARLY = (400, 408, 431, 503)  # maybe before the request was read, so before it has an id
+_EARLY = (400, 408, 431, 503)  # possible before the request is read, so before it has an id
 
 
 def document(config: GatewayConfig) -> Json:
-    """Of a gateway with this configuration, as JSON of OpenAPI 3.1."""
+    """Returns the OpenAPI 3.1 document, as JSON, of a gateway with this configuration."""
     keys = bool(config.access.keys or config.access.keys_file)
     backends = [backend for pool in config.all_pools.values() for backend in pool.backends]
-    # A server's own refusals pass through, with whatever status it finds right.
+    # A server's own refusals pass through, with the status that it chose.
     relays = any(isinstance(backend, HttpConfig) for backend in backends)
     relays = relays or any(pool.discover for pool in config.all_pools.values())
     paths: Json = {
@@ -137,7 +137,7 @@ def _models(keys: bool) -> Json:
 
 
 def _status(config: GatewayConfig) -> Json:
-    """What has no model in it. With a port of their own, metrics and status are not here."""
+    """Describes the paths without a model. Leaves out metrics and status with a separate port."""
     alive: Json = {"type": "object", "properties": {"status": {"const": "alive"}}}
     ready = {_JSON: _schema(responses.Readiness)}
     health = {"200": _answer("The process lives", {_JSON: {"schema": alive}})}
@@ -160,7 +160,7 @@ def _status(config: GatewayConfig) -> Json:
 
 
 def _admin(config: GatewayConfig) -> Json:
-    """Here only if it has a key of its own and no port of its own."""
+    """Describes /admin, which is here only if it has a key of its own and no port of its own."""
     if config.admin.sha256 is None or config.admin.port is not None:
         return {}
     refusals = _errors([400, 401, 403, 404, *_ALWAYS])
@@ -214,7 +214,7 @@ def _errors(statuses: Any) -> Json:
 
 
 def _tier_parameter(config: GatewayConfig) -> Json:
-    """Where there are no tiers, the header is an error."""
+    """Describes the tier header; empty without tiers, because the header is then an error."""
     if not config.tiers:
         return {}
     about = "How exact the answer must be; the most exact tier first"

@@ -1,4 +1,4 @@
-"""The bodies of answers, for the OpenAPI document. A relaying backend may add members."""
+"""The bodies of answers, for the OpenAPI document. A relaying backend may add fields."""
 
 from typing import Any, Literal
 

@@ -1,12 +1,12 @@
 """Uvicorn's HTTP protocol, with limits on what a connection may cost before it is a request.
 
-An endless header (431), what is not HTTP (400), a client that is slow to send (408), more
-connections than there is room for (503), and a client that takes nothing: its connection is cut,
-which the application sees as a disconnect. Every refusal is an OpenAI error object, closes the
-connection, and is counted.
+It refuses headers over the limit (431), bytes that are not HTTP (400), clients that send too slowly
+(408), and connections over the limit (503). Every refusal is an OpenAI error object, closes the
+connection, and is counted. If a client reads nothing, its connection is cut, which the application
+sees as a disconnect.
 
-A request that arrives in one piece costs no timer and no look at the clock: one sweep a second goes
-over all connections.
+A request that arrives in one piece costs no timer and no reading of the clock: one sweep per second
+checks all connections.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ from serve.config import Limits
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
 SWEEP_EVERY_S = 1.0
-# A body may take longer than the timeout if it comes at least this fast, as with `MinRate` of
+# A body may take longer than the timeout if it arrives at least this fast, as with `MinRate` of
 # Apache's mod_reqtimeout: a large body over a slow line is no attack.
 LEAST_BYTES_PER_S = 64 * 1024
-# A refused client that still sends would get a reset, and lose the answer: what it sends is read
-# and thrown away for so long, or until it closes (RFC 9112, section 9.6).
+# If closed at once, a refused client that still sends would get a reset and lose the answer. Its
+# bytes are read and discarded for this long, or until it closes (RFC 9112, section 9.6).
 LINGER_S = 1.0
-MOST_LINGERING = 256  # beyond so many, they are closed at once
+MOST_LINGERING = 256  # further connections are closed at once
 
 _IDLE, _HEADERS, _BODY = range(3)
 
 
 class Guard:
-    """What the connections of one listening address share: limits, the count, the sweep."""
+    """State that the connections of one listening address share: limits, the count, the sweep."""
 
     def __init__(self, limits: Callable[[], Limits], count: Callable[[str], None]) -> None:
         self.limits = limits
         self.count = count
         self.connections: set[GuardedProtocol] = set()
-        self.refused = 0  # of them, those that are being turned away
+        self.refused = 0  # of the connections, those that are being turned away
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, connection: "GuardedProtocol", limits: Limits) -> None:
@@ -71,17 +71,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._phase = _IDLE  # of the message that is arriving
-        self._timed = _HEADERS  # the phase that `_since` is about
-        self._since: float | None = None  # when the client began to keep us waiting
+        self._timed = _HEADERS  # the phase that `_since` belongs to
+        self._since: float | None = None  # when the wait for the client began
         self._chunk = 0  # bytes that just arrived
-        self._arrived = 0  # bytes of the current message; its first, with others before, left out
-        self._bodyless = 0  # bytes without any of the body in them, in its phase: trailers
-        self._muted = False  # while a parser is told what another one has read
+        self._arrived = 0  # bytes of the current message, less those that came with an earlier one
+        self._bodyless = 0  # bytes in the body's phase that hold none of the body: trailers
+        self._muted = False  # while a new parser is fed what the old one has read
         self._most_header_bytes = 0
         self._turned_away_at: float | None = None
-        self._unwanted = False  # over the limit of connections: refused when it asks
+        self._unwanted = False  # over the limit of connections: refused when it sends
         self._pending = 0  # bytes that waited to be sent, at the last sweep
-        self._drained = False  # since then, below the mark at which the application may go on
+        self._drained = False  # since then, fell below the mark at which the application resumes
         self._stalled_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -134,11 +134,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._parse(rest)
 
     def _ignore_upgrade(self) -> None:
-        """Goes on with a request that asks for another protocol, in this one.
+        """Handles a request that asks for another protocol in the current one.
 
         RFC 9110, section 7.8, allows that, and Java's client asks for HTTP/2 with each first
-        request. But httptools takes what follows the headers for the other protocol, and the
-        request for complete: a new parser is told of a body as long as this one's, and reads it.
+        request. But httptools then treats the request as complete, and the bytes after its headers
+        as the other protocol. A new parser gets headers that declare the same body, and reads it.
         """
         self.parser = httptools.HttpRequestParser(self)
         fields = (b"content-length", b"transfer-encoding")
@@ -162,16 +162,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._bodyless = 0
 
     def on_headers_complete(self) -> None:
-        if self._muted:  # its message was called complete at the end of its headers
+        if self._muted:  # httptools called the message complete at the end of its headers
             self._phase = _BODY
             self.cycle.more_body = True
             return
-        # A cheap bound first: both may have other messages or a part of the body in them.
+        # A cheap bound first: both counts may include other messages or a part of the body.
         if self._arrived + self._chunk > self._most_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._most_header_bytes:
                 self._refuse_headers()
-                raise httptools.HttpParserError  # nothing of this message is read any more
+                raise httptools.HttpParserError  # stops reading this message
         if self.parser.get_http_version() not in ("1.1", "1.0"):  # 0.9 has no headers
             raise httptools.HttpParserError
         super().on_headers_complete()
@@ -202,7 +202,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def check(self, limits: Limits, now: float) -> None:
-        """The sweep's look at this connection."""
+        """Checks this connection; called by the sweep."""
         self._check_reader(limits, now)
         if self._turned_away_at is not None:
             if now - self._turned_away_at > LINGER_S and not self._is_answering():
@@ -211,10 +211,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._check_sender(limits, now, self._since)
 
     def _check_reader(self, limits: Limits, now: float) -> None:
-        """Cuts a client that has taken nothing of what waits for it."""
+        """Cuts the connection of a client that has read nothing of what waits for it."""
         pending = self.transport.get_write_buffer_size()
-        # While the application is held back, what waits can only shrink; when it goes on, much
-        # was taken. A slow one that is never held back fills the buffer in the end.
+        # While the application is held back, the buffer can only shrink; when it resumes, the
+        # client has read much. A slow client fills the buffer in the end, and so holds it back.
         if self._drained or pending < self._pending or not self._pending:
             self._stalled_at = now
             self._drained = False
@@ -224,8 +224,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._pending = pending
 
     def _check_sender(self, limits: Limits, now: float, since: float) -> None:
-        """Refuses a client that is too slow with its headers or its body."""
-        if self.flow.read_paused:  # it is we who do not read
+        """Refuses a client that sends its headers or its body too slowly."""
+        if self.flow.read_paused:  # the gateway itself does not read
             self._since = now
             return
         allowed_s = limits.read_timeout_s
@@ -233,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
             allowed_s += self._arrived / LEAST_BYTES_PER_S
         if now - since <= allowed_s:
             return
-        if self._phase == _IDLE:  # connected, and never said a word
+        if self._phase == _IDLE:  # connected, but has sent nothing
             self.transport.close()
             return
         what = "headers" if self._phase == _HEADERS else "body"
@@ -248,14 +248,14 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answers what cannot be taken, and closes. An answer to an earlier request goes first."""
+        """Sends an error and closes. An answer to an earlier request goes first."""
         self.guard.count(code)
         if self._turned_away_at is None:
             self._turn_away()
-        own = self._phase == _BODY  # what is refused has become a request already
+        own = self._phase == _BODY  # the refused message is already a request
         if self.pipeline or (self._is_answering() and not own):
             if own:
-                self.pipeline.popleft()  # it will never be whole
+                self.pipeline.popleft()  # it will never be complete
             self.cycle.keep_alive = False
             return  # on_response_complete closes
         if own:
@@ -263,7 +263,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self.transport.close()
                 return
-            cycle.disconnected = True  # for the application, its client has gone
+            cycle.disconnected = True  # to the application, the client has gone
             cycle.message_event.set()
         self._write_refusal(status, code, message)
         if self.guard.refused > MOST_LINGERING or not self.transport.can_write_eof():
@@ -292,9 +292,9 @@ class GuardedProtocol(HttpToolsProtocol):
 def guarded_protocol(
     limits: Callable[[], Limits], count: Callable[[str], None]
 ) -> type[GuardedProtocol]:
-    """The class for `uvicorn.Config(http=...)`, of one listening address.
+    """Creates the class for `uvicorn.Config(http=...)` of one listening address.
 
-    `limits` is asked for each connection, so that a reload applies; `count` gets the error code of
+    `limits` is called for each connection, so that a reload applies; `count` gets the error code of
     each refusal.
     """
     return type("GuardedProtocol", (GuardedProtocol,), {"guard": Guard(limits, count)})

@@ -1,4 +1,4 @@
-"""Uvicorn, made to drain: the first signal ends a gateway's work in peace, the second by force."""
+"""Uvicorn with draining: the first signal lets requests finish, the second cuts them off."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ from serve.telemetry.logs import json_line
 __all__ = ["AdminServer", "DrainingServer", "say"]
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
-LAST_BYTES_S = 2  # for what is already written to arrive, after the last request has ended
+LAST_BYTES_S = 2  # for bytes already written to arrive after the last request has ended
 
 
 class DrainingServer(uvicorn.Server):
-    """Uvicorn, but it goes on listening while it drains, so that /ready can say 503."""
+    """A Uvicorn server that keeps listening while it drains, so that /ready can return 503."""
 
     def __init__(
         self, gateway: Gateway, on_started: Callable[["DrainingServer"], None] | None = None
@@ -41,7 +41,7 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, and only then says so: whoever reads the line can connect, or send a signal."""
+        """Listens, and only then announces it: a reader of the line can connect, or signal."""
         await super().startup(sockets)
         assert sockets
         names = ", ".join(self.gateway.routes.names)
@@ -54,9 +54,9 @@ class DrainingServer(uvicorn.Server):
             self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain; another one ends it.
+        """Starts the drain at the first signal, and ends it at another.
 
-        As a callback of the event loop: inside of a signal's handler, not even printing is safe.
+        Runs as a callback of the event loop: inside a signal handler, not even printing is safe.
         """
         self._loop.call_soon_threadsafe(self._exit, sig)
 
@@ -64,7 +64,7 @@ class DrainingServer(uvicorn.Server):
         if self.gateway.draining:
             self._give_up_at = 0.0
             self.force_exit = True
-            if not self.gateway.running:  # else they hear first that it ends: see on_tick
+            if not self.gateway.running:  # else clients get an error event first: see on_tick
                 self._cut_off()
             return
         timeout_s = self.gateway.config.drain_timeout_s
@@ -75,7 +75,7 @@ class DrainingServer(uvicorn.Server):
         say(line, self.gateway.config.logs)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called every 0.1 s; true ends the main loop."""
+        """Runs every 0.1 s; returning True ends the main loop."""
         if not self.gateway.draining:
             return await super().on_tick(counter)
         left_s = self._give_up_at - time.monotonic()
@@ -85,12 +85,12 @@ class DrainingServer(uvicorn.Server):
             self.cut_short = True
             await self.gateway.close()  # running answers end in an error event
             await self._settle()
-        # Slow readers have what is left of the deadline to take what was written for them.
+        # Slow clients have the rest of the deadline to read what was written for them.
         self.config.timeout_graceful_shutdown = max(round(left_s), LAST_BYTES_S)
         return True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for clients to take what was written for them; if forced, hardly."""
+        """Waits for clients to read what was written for them; if forced, for only 0.1 s."""
         if self.force_exit:
             await asyncio.sleep(0.1)
             self._cut_off()
@@ -102,14 +102,14 @@ class DrainingServer(uvicorn.Server):
             connection.transport.abort()
 
     async def _settle(self) -> None:
-        """Lets the requests that lost their backend say so to their clients."""
+        """Waits for requests that lost their backend to send that error to their clients."""
         give_up = time.monotonic() + 1.0
         while self.gateway.running and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
 
 
 class AdminServer(uvicorn.Server):
-    """The other address. Signals are the first server's."""
+    """The server of the administration address. DrainingServer handles the signals."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(_uvicorn_config(create_admin_app(gateway), gateway))
@@ -142,7 +142,7 @@ def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
 
 
 def _not_serving(gateway: Gateway) -> Sequence[str]:
-    """A line for each pool without a backend that works; the log says why."""
+    """Returns a line for each pool without a working backend; the log has the reason."""
     return [
         f"warning: pool {pool.name}: none of its {len(pool.members)} backends serves yet"
         for pool in gateway.pools.values()
@@ -151,7 +151,7 @@ def _not_serving(gateway: Gateway) -> Sequence[str]:
 
 
 def _not_proving(gateway: Gateway) -> Sequence[str]:
-    """A line for each pool that serves whatever its numbers are."""
+    """Returns a line for each pool that serves without proof."""
     pools = {name: pool.config for name, pool in gateway.pools.items()}
     return [f"warning: {line}" for line in unproven(pools)]
 
@@ -162,7 +162,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def say(line: str, logs: Logs, level: int = logging.INFO) -> None:
-    """Tells who started the gateway: in a line of the log's form, whatever the log's level."""
+    """Prints `line` on standard error in the log's format, whatever the log's level."""
     if logs.format == "json":
         line = json_line(line, level)
     print(line, file=sys.stderr, flush=True)

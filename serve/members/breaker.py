@@ -1,11 +1,11 @@
 """A circuit breaker on the outcomes of real requests.
 
-closed → open: so many failures in a row, or one that says that nobody can be served. Each opening
-lasts one `duration_s` longer than the one before, up to a maximum; a breaker that then stays closed
-for that maximum starts again from the first.
+closed → open: `failures` failures in a row, or one that shows that nobody can be served. Each
+opening lasts one `duration_s` longer than the one before, up to a maximum; a breaker that then
+stays closed for that maximum starts again from the first.
 
-open → half-open: the time has passed and, where a prober looks after the backend (`probed`), a
-generated token came out too. So no client's request is spent on a server that hangs.
+open → half-open: the time has passed and, if health checks probe the backend (`probed`), a probe
+generated a token too. So no client's request is spent on a server that hangs.
 
 half-open → closed or open: a few requests at a time are let through; the first token or failure
 among them decides. Requests that began before the last change of state decide nothing.
@@ -33,21 +33,20 @@ class Breaker:
         may_open: Callable[[], bool] = lambda: True,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`may_open` is asked before failures of requests open it; `changed` is told of each change
-        of what it admits."""
+        """Calls `may_open` before counted failures open it, `changed` when `admits` may change."""
         self.config = config
         self._clock = clock
         self._may_open = may_open
         self._changed = changed
         self._state: BreakerState = "closed"
         self._failures = 0  # in a row
-        self._level = 0  # openings of late: the next one lasts so many durations and one more
+        self._level = 0  # recent openings; the next one lasts one duration more than this many
         self._closed_at = clock()
         self._trials = 0  # requests under way that began in this half-open period
         self.probed = False
-        self.certain = False  # opened by a fact rather than by counting
-        self.until = 0.0  # while open: when its time has passed, by the clock
-        self.epoch = 0  # of the state: each change begins another
+        self.certain = False  # opened by one certain failure, not by counting
+        self.until = 0.0  # while open: when its time is over, by the clock
+        self.epoch = 0  # of the state; each change begins a new one
         self.transitions: Counter[tuple[BreakerState, BreakerState]] = Counter()
 
     @property
@@ -58,22 +57,22 @@ class Breaker:
 
     @property
     def admits(self) -> bool:
-        """Whether one more request may begin."""
+        """Returns whether one more request may begin."""
         state = self.state
         return state == "closed" or (state == "half_open" and self._trials < self.config.trials)
 
     @property
     def reopens_by_itself(self) -> bool:
-        """Whether it admits requests once `until` has passed."""
+        """Returns whether it admits requests once `until` has passed, without a probe."""
         return self._state == "open" and not self.probed
 
     @property
     def counted(self) -> bool:
-        """Whether failures in a row, and no fact, keep requests from the backend."""
+        """Returns whether counted failures, not a certain one, keep requests from the backend."""
         return self._state != "closed" and not self.certain
 
     def begin(self) -> int:
-        """A request begins; its outcome is told with the epoch that this returns."""
+        """Begins a request; returns the epoch to pass along with its outcome."""
         if self.state == "half_open":
             self._trials += 1
             self._changed()
@@ -87,10 +86,10 @@ class Breaker:
             self._become("closed")
 
     def progressed(self, epoch: int) -> int:
-        """A request that goes on has brought its first token; returns the epoch of its outcome.
+        """Handles the first token of a running request; returns the epoch for its outcome.
 
-        That ends the trial, or a long answer would keep everybody else waiting. It takes no
-        failures back: a server may break every stream after its first token.
+        The token ends the trial, or a long answer would keep all other requests waiting. It does
+        not reset the failure count: a server may break every stream after its first token.
         """
         if epoch == self.epoch and self._state == "half_open":
             self._become("closed")
@@ -98,9 +97,10 @@ class Breaker:
         return epoch
 
     def failed(self, epoch: int, kind: FailureKind, *, again: bool = False) -> bool:
-        """Whether that opened it. `overloaded` is no failure: the server is well, and busy.
+        """Handles a failed request; returns whether that opened the breaker.
 
-        `again`: the same request has failed here before, and it may be the request's fault.
+        `overloaded` is no failure: the server is well, but busy. `again`: the same request has
+        failed here before, so it may be the request's fault.
         """
         if epoch != self.epoch or self._state == "open":
             return False
@@ -120,29 +120,29 @@ class Breaker:
         return self.state == "open"
 
     def abandoned(self, epoch: int) -> None:
-        """The request ended without saying anything of the server: its client went away."""
+        """Handles a request that ended without evidence about the server: its client went away."""
         if epoch == self.epoch and self._state == "half_open":
             self._trials -= 1
             self._changed()
 
     def trip(self) -> None:
-        """It is known that nothing can be served: opens, or stays open for longer."""
+        """Opens, or stays open for longer: the backend certainly cannot serve anything."""
         self._open()
         self.certain = True
 
     def proved(self) -> None:
-        """A probe generated a token. Real requests that failed want a real one to succeed."""
+        """Handles a token from a probe. After counted failures a real request must succeed too."""
         if self._state == "open":
             self._become("closed" if self.certain else "half_open")
         elif self._state == "half_open" and self.certain:
             self._become("closed")
 
     def spare(self) -> None:
-        """Nobody else is left: what it was ejected for may have been the requests' fault."""
+        """Closes as no other member is left: the failures may have been the requests' fault."""
         self._become("closed")
 
     def reset(self) -> None:
-        """What is known is of a process that is no more."""
+        """Discards the state, which belongs to a process that has ended."""
         if self._state == "closed":
             self._failures = 0
             self.epoch += 1

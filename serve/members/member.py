@@ -1,4 +1,4 @@
-"""One backend of a pool: what is known of it, and what it has been given to do."""
+"""One backend of a pool: its health, its load, and the requests assigned to it."""
 
 import asyncio
 import logging
@@ -19,26 +19,27 @@ __all__ = ["Member", "Standing"]
 
 _log = logging.getLogger(__name__)
 
-# Whether a member is asked; the first that applies:
-#   leaving      it was removed, and finishes what it has
-#   unreachable  no connection, or one that came back and has not proved itself yet
-#   not_ready    it says itself that it cannot serve
-#   refused      its numbers are not those of what it is said to serve
+# Standing of a member; the first that applies:
+#   leaving      it was removed, and finishes its requests
+#   unreachable  no connection, or a new one that has not passed its checks yet
+#   not_ready    it reports that it cannot serve
+#   refused      it does not match its declared configuration
 #   ejected      its breaker is open
-#   unproven     its numbers have not been checked yet, or not since it came back
-#   full         it has all the requests that it may have at once
+#   unproven     its log-probabilities have not been checked yet, or not since it came back
+#   full         it has as many requests as it may have at once
 #   trial        its breaker is half-open: a few requests at a time
 Standing: TypeAlias = Literal[
     "leaving", "unreachable", "not_ready", "refused", "ejected", "unproven", "full", "trial", "in"
 ]
 _NEWEST = 0.1  # weight of the newest lease in the mean duration of leases
-# Out of reach for so long, it will not answer who has no token yet: it may have ended its engine,
-# and wait itself, as vLLM does. Who ends in order has had time for a first token.
+# A backend unreachable for this long will not answer requests that have no token yet: its engine
+# may have stopped while its server waits, as with vLLM. A backend that shuts down in order has had
+# time for a first token.
 GONE_S = 10.0
 
 
 class Member:
-    """A backend and its standing. One of which nothing is known yet is as good as any."""
+    """A backend and its standing. A backend that has not been checked yet counts as healthy."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Member:
         ejection: Ejection | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`origin` is who brought it: "config", "admin", or the source that found it."""
+        """`origin` is "config", "admin", or the discovery source that found it."""
         self.name = name
         self.origin = origin
         self.pool = pool
@@ -59,7 +60,7 @@ class Member:
         self.config = config
         self.max_in_flight = config.max_in_flight if config else None
         self._clock = clock
-        # Set by the pool: whether failures may eject it, and who hears that `available` may have
+        # Set by the pool: decides whether failures may eject it; called when `available` may have
         # changed.
         self.may_eject: Callable[[], bool] = lambda: True
         self.changed: Callable[[], None] = lambda: None
@@ -72,19 +73,19 @@ class Member:
 
         self.reachable = True
         self.ready = True
-        self.doubtful = False  # a request lost its connection, which is being looked into
+        self.doubtful = False  # a request lost its connection, which is being checked
         self.leaving = False
-        self.out_since: float | None = None  # unreachable or not ready, by the clock
-        self.away_since: float | None = None  # unreachable, and not in since then, likewise
+        self.out_since: float | None = None  # when it became unreachable or not ready, by the clock
+        self.away_since: float | None = None  # when unreachable; kept until it comes in again
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
-        self.on_doubt: Callable[[], None] | None = None  # set while a health check looks after it
-        self.looked_into = asyncio.Event()  # it is not doubtful
+        self.on_doubt: Callable[[], None] | None = None  # set while a health check runs
+        self.looked_into = asyncio.Event()  # set while it is not doubtful
         self.looked_into.set()
 
-        self.proof: MemberProof | None = None  # None: it serves without
-        self.generation = 0  # of its lives, and of what was taken back that it had proven
-        self.served_tokens = 0  # of clients: prompts and answers, as counted or estimated
+        self.proof: MemberProof | None = None  # None: no proof is required
+        self.generation = 0  # counts its incarnations, and the proofs that were withdrawn
+        self.served_tokens = 0  # clients' prompts and answers, as counted or estimated
 
         self.waiting: set[Lease] = set()  # requests without a token
         self.in_flight = 0  # requests
@@ -96,7 +97,7 @@ class Member:
 
         self.report: LoadReport | None = None
         self.reported_at = -math.inf  # by the clock
-        self.reported_tokens = 0  # outstanding when the report was asked for
+        self.reported_tokens = 0  # outstanding when the report was requested
         self.reported_in_flight = 0  # requests, likewise
         self.last_stir = -math.inf  # when its report last showed that it generates
         self.capacity_tokens: int | None = None  # of its KV cache, as last reported
@@ -106,12 +107,12 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """Whether it serves, be it full or not."""
+        """Returns whether it serves, even if it is full."""
         return self.standing in ("in", "trial", "full")
 
     @property
     def available(self) -> bool:
-        """Whether it may be given one more request."""
+        """Returns whether it may get one more request."""
         return (
             self.reachable
             and self.ready
@@ -142,7 +143,7 @@ class Member:
         return "trial" if state == "half_open" else "in"
 
     def lease(self, tokens: int, *, again: bool = False) -> "Lease":
-        """Gives it a request of so many tokens, until the lease is released.
+        """Assigns it a request of `tokens` tokens, until the lease is released.
 
         `again`: it has failed the same request before.
         """
@@ -150,7 +151,7 @@ class Member:
 
     @property
     def last_error(self) -> str:
-        """For people."""
+        """The text of the last error, for people."""
         return self._last_error
 
     @last_error.setter
@@ -159,11 +160,11 @@ class Member:
 
     @property
     def recovered(self) -> bool:
-        """Whether it serves, and has come in or succeeded since its last error."""
+        """Returns whether it serves, and was readmitted or succeeded since its last error."""
         return self.up and max(self.last_success, self.came_in_at) > self.last_error_at
 
     def come_in(self) -> None:
-        """It is reached and says that it is ready."""
+        """Marks it as reachable and ready."""
         if not (self.reachable and self.ready):
             self.came_in_at = self._clock()
         self.reachable = self.ready = True
@@ -172,7 +173,7 @@ class Member:
         self.changed()
 
     def go_out(self, error: str, *, reachable: bool) -> None:
-        """It cannot be reached; or it can, and says that it is not ready."""
+        """Marks it as unreachable, or as reachable but not ready."""
         if not reachable:
             self.forget("its connection ended")
         self.reachable, self.ready = reachable, False
@@ -186,13 +187,13 @@ class Member:
         self.changed()
 
     def missed(self) -> None:
-        """It was to be reached again, and was not."""
+        """Handles a failed reconnection; after `GONE_S`, gives up requests without a token."""
         if self.away_since is not None and self._clock() - self.away_since >= GONE_S:
             for lease in list(self.waiting):
                 lease.given_up()
 
     def doubt(self, error: str) -> None:
-        """Its connection failed a request: until the health check has looked, others are asked."""
+        """Handles a lost connection: until a health check has run, others get the requests."""
         self.last_error = error
         if self.on_doubt is not None and self.reachable:
             self.reachable, self.doubtful = False, True
@@ -201,28 +202,28 @@ class Member:
             self.on_doubt()
 
     def forget(self, reason: str) -> None:
-        """Another life of it may answer from now on: what was proven is of the one before."""
-        self.generation += 1  # without proof, too: it may be examined for one that is to come
+        """Discards the proof: another incarnation may answer from now on."""
+        self.generation += 1  # also without a proof: one may be in preparation
         if self.proof is not None:
             self.proof.forget(f"not asked yet: {reason}")
             self.changed()
 
     def nameless(self, text: str) -> str:
-        """`text` without its address, which is no client's business."""
+        """Replaces the backend's address in `text` by its name: clients must not see addresses."""
         for shown in self.addresses:
             text = text.replace(shown, self.name)
         return text
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """What errors may call it, the longest first."""
+        """Returns the forms of its address that errors may contain, the longest first."""
         kind_and_address = self.backend.name
         address = kind_and_address.split(" ", 1)[-1]
         bare = address.partition("://")[2] or address
         return (kind_and_address, address, bare)
 
     def failed(self, error: BackendError, epoch: int, *, again: bool = False) -> None:
-        """It failed a request that began in that epoch of its breaker; `again` as in `lease`."""
+        """Records a failed request that began in `epoch` of the breaker; `again` as in `lease`."""
         self.last_error = str(error)
         opened = self.breaker.failed(epoch, error.kind, again=again)
         if opened:
@@ -231,12 +232,12 @@ class Member:
             self.doubt(str(error))
 
     def leave(self) -> None:
-        """No request is given to it any more; `idle` is set when the last one has ended."""
+        """Stops new requests; `idle` is set when the last one has ended."""
         self.leaving = True
         self.changed()
 
     def reported(self, report: LoadReport, outstanding_tokens: int, in_flight: int) -> None:
-        """Takes what it says of its load; the counts are those of when it was asked."""
+        """Stores its load report; the counts are those when the report was requested."""
         last, now = self.report, self._clock()
         if last and (last.running, last.kv_usage) != (report.running, report.kv_usage):
             self.last_stir = now
@@ -271,7 +272,7 @@ class Member:
 
 
 class Lease:
-    """One request at one member. Its first outcome counts; without one, its client went away."""
+    """One request at one member. The first outcome counts; without one, the client went away."""
 
     __slots__ = (
         *("_again", "_began", "_clock", "_epoch", "_generation", "_open", "_silent"),
@@ -287,8 +288,8 @@ class Lease:
         self._began = clock()
         self._epoch = member.breaker.begin()
         self._generation = member.generation
-        self.served = 0  # tokens that were read and written for it, once they are known
-        # Called where its backend is gone for good, as it seems, before a token came.
+        self.served = 0  # prompt and answer tokens, once they are known
+        # Called if the backend seems to be gone for good before a token came.
         self.given_up: Callable[[], None] = lambda: None
         self._again = again
         self._silent = self._undecided = True
@@ -298,9 +299,10 @@ class Lease:
 
     @property
     def unsettled(self) -> bool:
-        """Whether it may be another life of the backend that answers than the one it began with.
+        """Returns whether another incarnation than the one it began with may be answering.
 
-        Only where lives are told apart: an answer that begins then may be anybody's.
+        If so, an answer that begins now may come from any server. Always False if no proof is
+        required.
         """
         member = self.member
         if member.proof is None:
@@ -308,12 +310,12 @@ class Lease:
         return member.doubtful or member.generation != self._generation
 
     async def outlived(self) -> bool:
-        """Whether the backend has another life by now; waits for the health check, if it looks."""
+        """Waits for a pending health check; returns whether another incarnation runs by now."""
         await self.member.looked_into.wait()
         return self.member.generation != self._generation
 
     def progressed(self) -> None:
-        """Tokens came: it is busy, not dead. The outcome is still to come."""
+        """Records new tokens: the backend is busy, not dead. The outcome is still to come."""
         self.member.last_success = self._clock()
         if self._silent and self._undecided:
             self._silent = False
@@ -327,13 +329,13 @@ class Lease:
             self.member.breaker.succeeded(self._epoch)
 
     def failed(self, error: BackendError) -> None:
-        """Not for a request that the backend refused as its client's mistake."""
+        """Records a failure. Not for a request that the backend refused as its client's mistake."""
         if self._undecided:
             self._undecided = False
             self.member.failed(error, self._epoch, again=self._again)
 
     def release(self) -> None:
-        """Always, and as often as one likes."""
+        """Ends the lease. Must always be called; safe to call again."""
         if self._open:
             self._open = False
             self.member.waiting.discard(self)

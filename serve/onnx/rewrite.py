@@ -1,14 +1,12 @@
-"""What is changed of an ONNX export in memory, so that ONNX Runtime's CPU kernels run it, and fast.
+"""Rewrites an ONNX export in memory so that ONNX Runtime's CPU kernels can run it, and run it fast.
 
-The file keeps the FP8 and FP4 types; the numbers stay the same, bit for bit, and a test holds that.
-ONNX Runtime 1.31 casts to and from FP8 one element at a time: 7.5 ns to E4M3, 2.4 ns from E5M2. It
-has no FP4 kernel at all; FP4 weights are in serve/onnx/rewrite.py.
+The file keeps the FP8 and FP4 types. The results stay the same, bit for bit, which a test checks.
+ONNX Runtime 1.31 casts to and from FP8 one element at a time: 7.5 ns to E4M3, 2.4 ns from E5M2.
 
-FP4 weights of an ONNX export as ONNX Runtime can read them, in memory.
-
-ONNX Runtime 1.31 knows the type FLOAT4E2M1 but has no kernel for it. Every E2M1 value is an E4M3
-value too, so the codes are exchanged one for one, and the DequantizeLinear that reads them stays:
-a byte a weight while the session is made, which then folds it to float32 as it does FP8 weights.
+ONNX Runtime 1.31 knows the type FLOAT4E2M1 but has no kernel for it. Every E2M1 value is also an
+E4M3 value, so the codes of FP4 weights are exchanged one for one, and the DequantizeLinear that
+reads them stays. A weight takes one byte while the session is made; the session then folds it to
+float32, as it does FP8 weights.
 """
 
 from collections.abc import Iterator
@@ -31,24 +29,24 @@ __all__ = ["read_past_as_float16", "round_in_float32", "store_e2m1_as_e4m3"]
 
 @dataclass(frozen=True)
 class _Grid:
-    """How float32 arithmetic rounds a magnitude to a format of p significant bits.
+    """Constants for rounding a magnitude to a format of p significant bits in float32 arithmetic.
 
     Veltkamp's splitting (Dekker, Numer. Math. 18, 1971): for c = a·(2^(24-p) + 1), c - (c - a) is a
-    rounded to p bits. Below the smallest normal, where the format is a fixed-point one of quantum
-    q, c = a + 1.5·2^23·q does the same; the larger of the two is the right one. Checked for every
-    float32 up to the format's largest value: it is the nearest, ties to even.
+    rounded to p bits. Below the smallest normal, where the format is fixed-point with quantum q,
+    c = a + 1.5·2^23·q does the same; the larger c is the right one. Checked for every float32 up to
+    the format's largest value: the result is the nearest, ties to even.
     """
 
     name: str
     split: np.float32
     magic: np.float32
-    max: np.float32 | None  # where it saturates; None if what is rounded never does
+    max: np.float32 | None  # where it saturates; None if the rounded values never exceed it
 
 
 _E4M3 = _Grid("e4m3", np.float32(2**20 + 1), np.float32(1.5 * 2**14), None)
 _E2M1 = _Grid("e2m1", np.float32(2**22 + 1), np.float32(1.5 * 2**22), np.float32(6))
-# How the scales that leave nothing above 448 are computed, from the division by them backwards: of
-# float32, and of powers of two (rounded up).
+# Nodes that compute a scale which leaves nothing above 448, backwards from the division by it: for
+# float32 scales, and for scales that are powers of two (rounded up).
 _SCALED = (
     ("Div", "Max", "Div", "ReduceMax", "Abs"),
     ("Div", "Cast", "Cast", "Div", "ReduceMax", "Abs"),
@@ -56,10 +54,10 @@ _SCALED = (
 
 
 def read_past_as_float16(model: onnx.ModelProto) -> int | None:
-    """Retypes the E5M2 cache inputs as FLOAT16, whose top bytes the codes are.
+    """Retypes the E5M2 cache inputs as FLOAT16: a code is the top byte of its FLOAT16 value.
 
-    Returns their new type, None if there are none. Raises ArtifactError if one is read by anything
-    but Cast and Shape.
+    Returns their new type, or None if there are none. Raises ArtifactError if a node other than
+    Cast and Shape reads one.
     """
     readers, retyped = _readers(model), None
     for value in model.graph.input:
@@ -77,11 +75,11 @@ def read_past_as_float16(model: onnx.ModelProto) -> int | None:
 
 
 def round_in_float32(model: onnx.ModelProto) -> int:
-    """Replaces the casts of inputs to E2M1, or to E4M3 by a dynamic scale, and back.
+    """Replaces casts of activations to E2M1, or to E4M3 by a dynamic scale, and the casts back.
 
-    Not to E4M3 by a static scale: ONNX Runtime folds its multiplication into the matrix product
-    that follows, which then rounds otherwise than behind a DequantizeLinear. Returns how many pairs
-    were replaced.
+    Casts to E4M3 by a static scale stay: ONNX Runtime folds their multiplication into the GEMM that
+    follows, which then rounds differently than behind a DequantizeLinear. Returns the number of
+    replaced pairs.
     """
     graph = model.graph
     readers = _readers(model)
@@ -114,7 +112,7 @@ def round_in_float32(model: onnx.ModelProto) -> int:
 
 
 def _grid(cast: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> _Grid | None:
-    """What a Cast rounds to, if that is replaced."""
+    """Returns the grid that a Cast rounds to, or None if the Cast is not to be replaced."""
     if _casts_to(cast, TensorProto.FLOAT4E2M1):
         return _E2M1
     if _casts_to(cast, TensorProto.FLOAT8E4M3FN) and _is_scaled(cast, makers):
@@ -123,7 +121,7 @@ def _grid(cast: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> _Grid | No
 
 
 def _rounding(scaled: str, rounded: str, grid: _Grid) -> Iterator[onnx.NodeProto]:
-    """Nodes that give `rounded`, the value of the grid that is nearest to `scaled`."""
+    """Yields nodes that compute `rounded`, the value of the grid that is nearest to `scaled`."""
     magnitude, bounded, shifted, fixed, c, rest, result, sign = (
         f"{rounded}.{part}"
         for part in ("abs", "bounded", "split", "fixed", "c", "rest", "magnitude", "sign")
@@ -146,7 +144,7 @@ def _node(op: str, inputs: list[str], output: str) -> onnx.NodeProto:
 
 
 def _is_scaled(cast: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> bool:
-    """Whether what is cast was divided by its own largest magnitude over 448, or by more."""
+    """Decides whether the Cast's input was divided by its own absmax over 448, or by more."""
     return any(_is_made_by(steps, cast, makers) for steps in _SCALED)
 
 
@@ -159,7 +157,7 @@ def _is_made_by(
             return False
         if any(item.name == "round_mode" and item.s != b"up" for item in node.attribute):
             return False
-        # The divisor is the second input of the first Div; from there on it is the first.
+        # The divisor is the second input of the first Div; all later steps follow the first input.
         node = makers.get(node.input[1 if index == 0 else 0])
     return True
 
@@ -182,11 +180,11 @@ _E4M3_CODES = encode(decode(np.arange(16, dtype=np.uint8), E2M1), E4M3)
 
 
 def store_e2m1_as_e4m3(model: onnx.ModelProto, directory: Path) -> dict[str, Any]:
-    """Exchanges the FLOAT4E2M1 initializers of `model`; returns those outside of it, by name.
+    """Turns the FLOAT4E2M1 initializers of `model` into E4M3; returns the external ones, by name.
 
-    A tensor with its data in a file of `directory` keeps its place there, which no longer fits: the
-    session must be given its OrtValue instead (`add_external_initializers`). ArtifactError for a
-    reference that leaves the directory or its file.
+    A tensor with its data in a file of `directory` keeps its reference to it, which no longer fits:
+    the session must get its OrtValue instead (`add_external_initializers`). Raises ArtifactError
+    for a reference that leaves the directory or its file.
     """
     outside: dict[str, Any] = {}
     for tensor in model.graph.initializer:
@@ -205,7 +203,7 @@ def store_e2m1_as_e4m3(model: onnx.ModelProto, directory: Path) -> dict[str, Any
 
 
 def _external(tensor: onnx.TensorProto, directory: Path) -> NDArray[np.uint8]:
-    """The packed codes of a tensor whose data is in a file."""
+    """Reads the packed codes of a tensor whose data is in a file."""
     place = {item.key: item.value for item in tensor.external_data}
     name, nbytes = place.get("location", ""), int(np.prod(tensor.dims)) // 2
     offset = int(place.get("offset", 0))

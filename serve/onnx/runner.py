@@ -1,12 +1,12 @@
 """Runs an ONNX export with ONNX Runtime on the CPU.
 
-export/onnx/decoder.py lists the graph's inputs and outputs. What makes a step lean:
+export/onnx/decoder.py lists the graph's inputs and outputs. A step is fast because:
 
-- FP8 casts, slow in ONNX Runtime 1.31, and FP4, which it lacks, are replaced in memory
-  (serve/onnx/rewrite.py, serve/onnx/rewrite.py). The cache stays E5M2 codes: a window is read
-  as FP16, whose top bytes they are. An E4M3 cache is read as it is.
+- FP8 casts, which are slow in ONNX Runtime 1.31, and FP4, which it lacks, are replaced in memory
+  (serve/onnx/rewrite.py). The cache stays E5M2 codes: a window is read as FP16, of whose values the
+  codes are the top bytes. An E4M3 cache is read as it is.
 - All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
-- While the same requests go on decoding, the windows held there need only their newest row.
+- While the same requests keep decoding, the windows in these arrays need only their newest row.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ from serve.runner.protocol import StepBatch
 __all__ = ["OnnxRunner"]
 
 MODEL_FILE = "model.onnx"
-_E8M0_OPSET, _E8M0_RELEASE = 24, (1, 27)  # tried: 1.26 lacks the kernel, 1.27 has it
+_E8M0_OPSET, _E8M0_RELEASE = 24, (1, 27)  # tested: 1.26 lacks the kernel, 1.27 has it
 _ONE_TOKEN_MORE = np.array([0, 0, 1])
 _STORED_TYPES: dict[CacheDtype, int] = {
     "e5m2": TensorProto.FLOAT8E5M2,
@@ -46,9 +46,9 @@ class OnnxRunner:
     def __init__(self, directory: Path, *, threads: int = 0, rewrite: bool = True) -> None:
         """Opens and verifies `directory`.
 
-        `threads` computes one operator (0: one per core). `rewrite=False` runs the graph as it is
-        on disk. Raises ArtifactError for what is not an unaltered ONNX export, or does not load,
-        and UnsupportedError for a graph that was exported for TensorRT.
+        `threads` compute one operator (0: one per core). `rewrite=False` runs the graph as it is on
+        disk. Raises ArtifactError for anything but an unaltered ONNX export that loads, and
+        UnsupportedError for a graph that was exported for TensorRT.
         """
         self.manifest = Manifest.load(directory, "onnx")
         if self.manifest.details.get("target", "onnxruntime") != "onnxruntime":
@@ -69,16 +69,16 @@ class OnnxRunner:
                 round_in_float32(model)
                 outside = store_e2m1_as_e4m3(model, directory)
                 options.add_external_initializers(list(outside), list(outside.values()))
-            onnxruntime.disable_telemetry_events()  # its builds can report to their maker
+            onnxruntime.disable_telemetry_events()  # some builds can report to their vendor
             self._session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except OctetError:
             raise
-        except Exception as error:  # protobuf's and ONNX Runtime's own classes, of no common base
+        except Exception as error:  # protobuf's and ONNX Runtime's classes share no other base
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ArtifactError(f"{path}: ONNX Runtime cannot load it: {reason}") from error
-        self._plans: dict[bool, _Plan] = {}  # the last one for reading, and for decoding
+        self._plans: dict[bool, _Plan] = {}  # the last one for prefill, and for decoding
 
     def new_cache(self, slots: int, positions: int) -> SlotCache:
         """See `Runner`."""
@@ -96,14 +96,14 @@ class OnnxRunner:
         plan.fill(step, cache)
         try:
             self._session.run_with_iobinding(plan.binding)
-        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no other base
             raise BackendError(f"ONNX Runtime: {str(error).splitlines()[0]}") from error
         cache.append(step.slots, plan.present)
         return plan.logits
 
 
 class _Plan:
-    """Arrays of one combination of shapes, bound to the session's inputs and outputs."""
+    """Arrays for one combination of shapes, bound to the session's inputs and outputs."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Plan:
         self.past = np.zeros((tensors, batch, heads, past, dim), past_dtype)
         self.logits = np.empty((batch, wanted, spec.vocab_size), np.float32)
         self.present = np.empty((tensors, batch, heads, count, dim), code_dtype)
-        self._cache: SlotCache | None = None  # whose windows `past` holds, and of which rows
+        self._cache: SlotCache | None = None  # the cache whose windows `past` holds, for `_rows`
         self._rows = np.empty((batch, 3), np.int64)
         self.binding = session.io_binding()
         self._input("input_ids", self.ids, TensorProto.INT64)
@@ -149,7 +149,7 @@ class _Plan:
         self.wanted[:] = step.logit_positions
         np.add(lengths, self.offsets, out=self.positions)
         self.mask[:, 0, :, : len(self.cached)] = (self.cached < lengths)[:, None]
-        # Who is in which row, with how many tokens: int64 [B, 3].
+        # Slot, tenant and length of each row: int64 [B, 3].
         rows = np.column_stack([step.slots, cache.tenants[step.slots], lengths])
         if self._cache is cache and np.array_equal(self._rows + _ONE_TOKEN_MORE, rows):
             cache.read_newest(step.slots, self.past)
@@ -165,7 +165,7 @@ class _Plan:
 
 
 def _check_version(model: onnx.ModelProto, path: Path) -> None:
-    """Raises UnsupportedError where this ONNX Runtime has no cast to E8M0, MX scales' type."""
+    """Raises UnsupportedError if this ONNX Runtime lacks the cast to E8M0, the MX scales' type."""
     opset = max(item.version for item in model.opset_import if not item.domain)
     release = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     if opset >= _E8M0_OPSET and release < _E8M0_RELEASE:
@@ -181,14 +181,14 @@ def _session_options(directory: Path, threads: int) -> Any:
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     options.intra_op_num_threads = threads or usable_cores()
     options.log_severity_level = 3
-    # FP8 Q/DQ of a float32 graph would be fused into integer kernels that refuse it; without that
-    # fusion the weights' DQ is folded and the products get prepacked float32 weights.
+    # ONNX Runtime would fuse FP8 Q/DQ of a float32 graph into integer kernels that refuse it.
+    # Without that fusion the weights' DQ is folded and the GEMMs get prepacked float32 weights.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    # Threads that spin between operators, but not between runs: 12 to 15 % faster on two idle
-    # cores, 10 to 25 % slower if something else keeps one of them busy. Spinning on between runs
-    # (ONNX Runtime's default) halves the speed then.
+    # Threads spin between operators but not between runs: 12 to 15 % faster on two idle cores, 10
+    # to 25 % slower if another process keeps one of them busy. In that case, spinning between runs
+    # too (ONNX Runtime's default) halves the speed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # A model given as bytes looks for model.onnx.data here.
+    # ONNX Runtime looks here for the model.onnx.data of a model given as bytes.
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory)
     )

@@ -1,5 +1,5 @@
-"""What a backend answers to the golden records, and whether that is what its artifact should say.
+"""Sends golden prompts to a backend, and checks whether the answers match its artifact.
 
-`probe` asks, `plan` says what, `structure` reads what the engine says of itself; the judgement is
-`octet.proof`'s.
+`probe` sends the prompts, `plan` selects them, `engine_report` reads what the engine reports about
+itself. `octet.proof` judges the answers.
 """

@@ -1,8 +1,8 @@
-"""A whole probe: look after look of golden prompts, until the verdict is clear.
+"""A whole probe: golden prompts in several interim checks, until the verdict is clear.
 
-Right is who was right about every prompt that was asked, but for those that are longer than its
-context. One that failed is asked again with the next look: a server that answers some prompts and
-fails at others may fail at the very ones that would have shown what is wrong with it.
+A backend passes only if every prompt it was sent is judged correct, except those longer than its
+context. A prompt that failed is sent again in the next check: a server that answers some prompts
+and fails at others may fail at the very ones that would have shown its fault.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What follows for the backend; "unproven": it is not known, and to be asked again."""
+    """Result for the backend; "unproven": no verdict, so it is to be probed again."""
 
     state: ProofState
     reason: str  # one line, for people
-    outcome: str  # as probes are counted
+    outcome: str  # under which the probe is counted
     verdict: Verdict | None = None
     responses: tuple[Response, ...] = ()
-    soon: bool = False  # whether asking again may help at once: not all answered, this time
-    cause: Cause | None = None  # where it is not the verdict that knows it
+    soon: bool = False  # whether a retry may help at once: not all prompts were answered
+    cause: Cause | None = None  # if it does not come from the verdict
 
 
 async def examine(
@@ -58,9 +58,10 @@ async def examine(
     *,
     suspected: bool = False,
 ) -> Examined:
-    """Raises Unprovable, and what `ask` raises.
+    """Runs a whole probe. Raises Unprovable, and what `ask` raises.
 
-    One that is `suspected` is right only by all looks: by a part of them it was, once.
+    A `suspected` backend must pass all interim checks; a subset does not suffice, because it passed
+    a subset before.
     """
     looks = exam.looks(seed, backend.context_length)
     if findings := await exam.findings(backend):
@@ -98,7 +99,7 @@ async def _found(
     ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
     looks: Sequence[tuple[int, ...]],
 ) -> Examined:
-    """Of one that is another by its engine's own word: its numbers may say which."""
+    """Refuses a backend whose engine reports a mismatch; its answers may identify the fault."""
     said = "; ".join(findings)
     verdict: Verdict | None = None
     with contextlib.suppress(OctetError):  # it is refused, whatever it answers
@@ -113,7 +114,7 @@ async def _found(
 
 
 def silent(without_logprobs: Literal["refuse", "admit"]) -> Examined:
-    """Of one that returns no log-probabilities."""
+    """Returns the result for a backend that returns no log-probabilities."""
     if without_logprobs == "admit":
         reason = "it returns no log-probabilities: it serves unproven, as configured"
         return Examined("admitted", reason, "no_logprobs")

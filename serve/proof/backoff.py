@@ -1,17 +1,17 @@
-"""When a backend is asked again, and how much that may cost."""
+"""Delays between the probes of a backend, and the tokens that a probe may take."""
 
 import random
 
 __all__ = ["REFUSED_S", "UNCLEAR_S", "Backoff", "allowance"]
 
-# Before the first and before the later tries:
-UNCLEAR_S = (1.0, 60.0)  # where it did not answer, being busy most likely
-REFUSED_S = (10.0, 600.0)  # where its numbers are wrong, or do not tell: somebody may repair it
-_SPREAD = 0.25  # up to so much more, or less: gateways that began together do not stay together
+# Delay before the first try, and the longest before a later one:
+UNCLEAR_S = (1.0, 60.0)  # if it did not answer, most likely because it is busy
+REFUSED_S = (10.0, 600.0)  # if its answers are wrong or inconclusive: somebody may repair it
+_SPREAD = 0.25  # jitter, as a fraction of the delay: gateways that start together drift apart
 
 
 class Backoff:
-    """Doubles from one try to the next."""
+    """A delay that doubles from one try to the next."""
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng.uniform
@@ -21,7 +21,7 @@ class Backoff:
         self._tries = 0
 
     def next(self, limits: tuple[float, float]) -> float:
-        """Seconds until the next try, between `limits` but for the spread."""
+        """Returns the seconds until the next try, within `limits` apart from the jitter."""
         first, most = limits
         wait_s = min(first * 2.0 ** min(self._tries, 30), most)
         self._tries += 1
@@ -29,10 +29,10 @@ class Backoff:
 
 
 def allowance(share: float, served: int, spent: int) -> int:
-    """Tokens that the next probe may take, so that all of them are at most `share` of all tokens.
+    """Returns the tokens that the next probe may take: probes get at most `share` of all tokens.
 
-    `served` are clients' tokens; `spent` are those of every probe so far, admissions included: one
-    that cost much is made up for by later probes, which wait until enough has been served.
+    `served` counts clients' tokens; `spent` counts those of every probe so far, admissions
+    included. After an expensive probe, later ones wait until enough has been served.
     """
     if share >= 1.0:
         return 2**31

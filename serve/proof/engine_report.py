@@ -1,10 +1,12 @@
-"""What an engine says of itself, held against what is declared: what its numbers need not show.
+"""Compares an engine's report about itself with the declared configuration.
 
-| engine   | says                                                                                  |
+This finds faults that log-probabilities need not show.
+
+| engine   | reports                                                                               |
 |----------|---------------------------------------------------------------------------------------|
-| vLLM     | its version; the cache's format, once what `auto` means is decided; the checkpoint's  |
-|          | path and the context; when it started. A build's kind only where its version has it   |
-|          | ("0.32.0+cpu"); CPU builds take blocks of 128 tokens of themselves, others of 16      |
+| vLLM     | its version; the cache format, once `auto` is resolved; the checkpoint's path; the    |
+|          | context; its start time. The kind of build only if its version has it ("0.32.0+cpu"); |
+|          | by default, CPU builds use blocks of 128 tokens, others of 16                         |
 | Triton   | its version; the model's backend, versions, parameters and kind of instances          |
 | others   | the context, at most                                                                  |
 """
@@ -28,7 +30,7 @@ from serve.proof.served_files import differences
 __all__ = ["EngineReport", "engine_report", "structural_findings"]
 
 _STARTED, _CACHE = "process_start_time_seconds", "vllm:cache_config_info"
-# vLLM's --kv-cache-dtype, as it is once `auto` is decided. One that is not here says nothing.
+# vLLM's --kv-cache-dtype after `auto` is resolved. A value that is not listed is not compared.
 _FORMATS: dict[str, KvCacheDtype] = {
     "fp8_e5m2": "e5m2",
     "fp8": "e4m3",
@@ -45,21 +47,24 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What it says; None where it does not say."""
+    """Facts that an engine reports about itself; None for a fact that it does not report."""
 
     engine: Literal["vllm", "triton", "embedded", "openai"]
     version: str | None = None
     machine: Literal["cpu", "gpu"] | None = None  # that it was built for
-    cache_dtype: str | None = None  # in its own words
+    cache_dtype: str | None = None  # in the engine's own terms
     started: float | None = None  # seconds since 1970
-    root: str | None = None  # of the checkpoint that it loaded
+    root: str | None = None  # path of the checkpoint that it loaded
     context: int | None = None  # tokens
     local: bool = False  # whether it runs on this machine
-    facts: Mapping[str, str] = field(default_factory=dict)  # of interest to people
+    facts: Mapping[str, str] = field(default_factory=dict)  # for people
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether it may: Octet's own engine does not, in a Triton or by itself."""
+        """Returns whether it may cache prefixes: Octet's own engine never does, alone or in Triton.
+
+        In Triton, that engine shows as the backend "python".
+        """
         return self.engine != "embedded" and self.facts.get("backend") != "python"
 
     @property
@@ -68,7 +73,7 @@ class EngineReport:
 
 
 async def engine_report(backend: Backend) -> EngineReport | None:
-    """What a started backend says of itself; None if it says nothing, or not now. Never raises."""
+    """Queries the report of a started backend; None if it has none, or not now. Never raises."""
     if isinstance(backend, OpenAiHttpBackend):
         return await _of_openai(backend)
     if isinstance(backend, EmbeddedBackend):
@@ -82,13 +87,14 @@ async def engine_report(backend: Backend) -> EngineReport | None:
 def structural_findings(
     report: EngineReport, proofs: Proofs, declared: Declared, directory: Path | None = None
 ) -> list[str]:
-    """What cannot be as declared, a line each: none says where a server or a file is.
+    """Lists the contradictions to the declared configuration, one line each.
 
-    `directory` is the one that `proofs` were loaded from. Reads files: not for an event loop.
+    No line contains a server's address or a file's path. `directory` is the one that `proofs` were
+    loaded from. Reads files, so do not call it in an event loop.
     """
     found = []
     wanted, given = declared.kv_cache, report.kv_cache
-    # A checkpoint may ask for E4M3 by its own configuration, where nothing is decided yet.
+    # While `auto` is not resolved, the checkpoint's own configuration may still select E4M3.
     open_ = report.cache_dtype == "auto" and wanted == "e4m3"
     if wanted is not None and given not in (None, wanted) and not open_:
         found.append(
@@ -142,7 +148,7 @@ async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
 
 
 def _of_triton(described: Mapping[str, Any] | None) -> EngineReport | None:
-    """From the server's metadata, the model's configuration and its statistics."""
+    """Builds the report from the server's metadata, the model's configuration and statistics."""
     if described is None:
         return None
     kinds = set(described["kinds"])
@@ -156,7 +162,7 @@ def _of_triton(described: Mapping[str, Any] | None) -> EngineReport | None:
 
 
 def _card(models: bytes, name: str) -> dict[str, Any]:
-    """The server's own description of the model of that name."""
+    """Returns the server's own description of the model `name`; {} if there is none."""
     try:
         cards = {card["id"]: card for card in json.loads(models)["data"]}
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -177,6 +183,6 @@ def _text(value: Any) -> str | None:
 
 
 def _machine(version: str | None) -> Literal["cpu", "gpu"] | None:
-    """By the local part of the version, which not every build has."""
+    """Derives the machine from the local part of the version, which not every build has."""
     local = (version or "").partition("+")[2]
     return "cpu" if "cpu" in local else "gpu" if "cu" in local or "rocm" in local else None

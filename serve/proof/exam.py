@@ -1,4 +1,4 @@
-"""What backends are held against, and which of it each backend of a pool is."""
+"""The exam that a backend must pass to be proven, and the exam of each backend of a pool."""
 
 import asyncio
 from collections.abc import Hashable, Sequence
@@ -18,33 +18,33 @@ __all__ = ["Exam", "Exams", "Slicing", "directory_of"]
 
 
 class Slicing(Protocol):
-    """Which records the probes of a backend that serves are to ask."""
+    """Selects the records that the probes of a serving backend send."""
 
     def next(self, allowance: int) -> tuple[int, ...]:
-        """The next records that take `allowance` tokens at most; () if none does."""
+        """Returns the next records that take `allowance` tokens at most; () if none fits."""
 
 
 class Exam(Protocol):
-    """What a backend is held against. Equal `key`s: what one has proven, another need not."""
+    """The test of a backend. A proof by one exam holds for any other with an equal `key`."""
 
     @property
     def key(self) -> Hashable: ...
 
     @property
     def label(self) -> str:
-        """What it is proven with, for people."""
+        """Description of what backends are proven against, for people."""
 
     @property
     def identity(self) -> str:
-        """Of the artifact."""
+        """Identity of the artifact."""
 
     def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
-        """The records of an admission, in the parts in which they are asked."""
+        """Returns the records of an admission, in the parts in which they are sent."""
 
     def slicing(self, seed: int, context: int | None) -> Slicing: ...
 
     async def findings(self, backend: Backend) -> list[str]:
-        """What the engine says of itself that is not as declared, a line each."""
+        """Lists the engine's reports that contradict the declared configuration, a line each."""
 
     async def ask(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
@@ -54,14 +54,14 @@ class Exam(Protocol):
 
 
 class Exams:
-    """Those of one pool's backends, each read once."""
+    """The exams of one pool's backends, each loaded once."""
 
     def __init__(self, config: Proof) -> None:
         self.config = config
         self._known: dict[tuple[Path, bool], Exam] = {}
 
     async def find(self, entry: BackendConfig | None) -> Exam | None:
-        """That of a backend; None: it serves unproven. Raises ArtifactError."""
+        """Returns the exam of a backend; None: it serves unproven. Raises ArtifactError."""
         directory = directory_of(self.config, entry)
         if directory is None:
             return None
@@ -71,7 +71,10 @@ class Exams:
         return self._known[key]
 
     def load(self, directory: Path, embedded: bool) -> Exam:
-        """`embedded`: for the engine of this process. Raises ArtifactError for what is damaged."""
+        """Loads an exam; `embedded`: for the engine of this process.
+
+        Raises ArtifactError for damaged files.
+        """
         from serve.proof.golden_exam import GoldenExam  # NumPy and statistics: only where needed
 
         try:
@@ -81,7 +84,7 @@ class Exams:
 
 
 def directory_of(config: Proof, entry: BackendConfig | None) -> Path | None:
-    """Whose golden records a backend is proven with; None: with none, it serves unproven."""
+    """Returns the directory of a backend's golden records; None: it serves unproven."""
     if not config.enabled:
         return None
     if config.golden is None and isinstance(entry, EmbeddedConfig):

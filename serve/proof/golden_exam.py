@@ -1,4 +1,4 @@
-"""Golden records as an `Exam`: what an export or a calibration carries, and the judgement by it."""
+"""An `Exam` made of the golden records of an export or a calibration."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,15 +23,18 @@ from serve.proof.probe import Probed, probe
 __all__ = ["GoldenExam"]
 
 # One thread for the whole process: a judgement takes 0.2 s of one core in many small steps of NumPy
-# and Python, and several at once would take the event loop's turns from it.
+# and Python, and several at once would starve the event loop.
 _JUDGES = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
 
 
 class GoldenExam:
-    """By what an export or a calibration carries. An `Exam`."""
+    """Judges backends by the golden records of an export or a calibration. An `Exam`."""
 
     def __init__(self, proofs: Proofs, declared: Declared, bound: float, directory: Path) -> None:
-        """Of `directory`. `bound` holds, in nats, where `declared` was not simulated."""
+        """`directory` is the artifact's. `bound`, in nats, applies if `declared` has no simulation.
+
+        Then only the mean is judged.
+        """
         self.proofs = proofs
         self.declared = declared
         self.identity = proofs.identity
@@ -48,9 +51,9 @@ class GoldenExam:
 
     @classmethod
     def load(cls, directory: Path, config: Proof, *, embedded: bool = False) -> Self:
-        """`embedded`: of the engine in this process.
+        """Loads the golden records in `directory`; `embedded`: for the engine in this process.
 
-        Raises ArtifactError for what is not there, damaged, or of another release.
+        Raises ArtifactError for files that are missing, damaged, or of another release.
         """
         proofs = load_proofs(directory)
         weights = "original" if proofs.weights == "original" else config.weights
@@ -96,7 +99,7 @@ class GoldenExam:
         )
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
-        """Beside the event loop, and beside no other judgement."""
+        """Judges in a thread beside the event loop, one judgement at a time."""
         proofs = self.proofs
         judgement = partial(
             judge,
@@ -111,5 +114,5 @@ class GoldenExam:
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:
-    """Servers that name tokens by their ids are read without."""
+    """Loads the tokenizer if there is one; servers that name tokens by id need none."""
     return Tokenizer.load(directory) if (directory / "tokenizer.json").exists() else None

@@ -1,7 +1,7 @@
-"""Which golden records are asked, and when: few at first, all of them where few do not decide.
+"""Plans which golden records are sent, and when: few at first, all of them if few do not decide.
 
-The order is drawn by a seed, stratified by the prompts' lengths: the shortest and the longest
-prompts show different faults, so that every beginning of the order holds some of each.
+The order is drawn by a seed and stratified by prompt length. The shortest and the longest prompts
+show different faults, so every prefix of the order holds some of each.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,17 +14,17 @@ from octet.artifacts.scenarios import HypothesisSet
 __all__ = ["FIRST_LOOK", "Slices", "cost", "looks", "order", "simulated"]
 
 FIRST_LOOK = 24  # records
-_MORE = 20  # of each further look
+_MORE = 20  # records of each further interim check
 _STRATA = 8  # of equal numbers of records
 
 
 def cost(golden: GoldenSet, record: int) -> int:
-    """Tokens that asking it takes: its prompt's, and the answer's."""
+    """Returns the tokens that sending a record takes: its prompt and the answer."""
     return len(golden.records[record].prompt_token_ids) + POSITIONS
 
 
 def simulated(hypotheses: HypothesisSet | None) -> list[int]:
-    """The records that every hypothesis was simulated on: those that can tell faults apart."""
+    """Returns the records on which every scenario was simulated: these can tell faults apart."""
     if hypotheses is None or not hypotheses.logprobs:
         return []
     known = [~np.isnan(x).all(axis=(0, 2, 3)) for x in hypotheses.logprobs.values()]
@@ -34,10 +34,10 @@ def simulated(hypotheses: HypothesisSet | None) -> list[int]:
 def order(
     golden: GoldenSet, *seed: int, context: int | None = None, first: Collection[int] = ()
 ) -> list[int]:
-    """All records but those that do not fit into `context`; the same for the same seed.
+    """Returns all records that fit into `context`, in the same order for the same seed.
 
-    Those in `first` come before all others. Of either, any `_STRATA` that follow each other, from a
-    multiple of that, are one of each length.
+    Records in `first` come before all others. In either part, each block of `_STRATA` records that
+    starts at a multiple of `_STRATA` holds one of each length stratum.
     """
     lengths = [len(record.prompt_token_ids) for record in golden.records]
     fitting = [n for n, length in enumerate(lengths) if context is None or length < context]
@@ -58,7 +58,7 @@ def _mixed(by_length: Sequence[int], random: np.random.Generator) -> list[int]:
 
 
 def looks(records: Sequence[int], first: int = FIRST_LOOK) -> Iterator[tuple[int, ...]]:
-    """`records` in the parts in which they are asked: each look adds one to those before."""
+    """Splits `records` into the parts in which they are sent: each interim check adds one part."""
     start, stop = 0, first
     while start < len(records):
         yield tuple(records[start:stop])
@@ -66,7 +66,7 @@ def looks(records: Sequence[int], first: int = FIRST_LOOK) -> Iterator[tuple[int
 
 
 class Slices:
-    """Records for probes of a backend that serves: a few at a time, each as often as any other."""
+    """Selects records for probes of a serving backend: a few at a time, all equally often."""
 
     def __init__(self, golden: GoldenSet, seed: int, *, context: int | None = None) -> None:
         self._golden = golden
@@ -76,10 +76,10 @@ class Slices:
         self._left: list[int] = []
 
     def next(self, allowance: int, most: int = FIRST_LOOK) -> tuple[int, ...]:
-        """The next records, `most` at most, that take `allowance` tokens at most; () if none does.
+        """Returns the next records: `most` at most, `allowance` tokens at most; () if none fits.
 
-        One that does not fit waits for a larger allowance, and those behind it with it: else the
-        longest prompts would never be asked.
+        A record that does not fit waits for a larger allowance, and those behind it wait too:
+        otherwise the longest prompts would never be sent.
         """
         found: list[int] = []
         while len(found) < most:

@@ -1,8 +1,8 @@
-"""Asks a backend golden prompts, greedily, and collects what it says of the likeliest tokens.
+"""Sends golden prompts to a backend, decodes greedily, and collects the top log-probabilities.
 
-Prompts go as text: whoever reads one as other tokens has another tokenizer. Where a backend takes
-further fields, a fresh `cache_salt` keeps its prefix cache from answering for its kernels, and
-penalties that its model's own settings may bring are off.
+Prompts are sent as text: a backend that turns one into other tokens has another tokenizer. If a
+backend accepts extra fields, a fresh `cache_salt` keeps its prefix cache from answering in place of
+its kernels, and penalties that its model's own settings may add are off.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from serve.proof.tokens import UNKNOWN, TokenNames
 
 __all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
 
-# Asked for one after the other, where a server refuses more; OpenAI's own limit is 5.
+# Numbers of log-probabilities, tried in turn if a server refuses more; OpenAI's own limit is 5.
 _LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
 _TOO_LONG = re.compile(
     r"maximum (context|model) length|context_length_exceeded|longer than the m|context of \d"
@@ -43,11 +43,11 @@ async def probe(
     vocab_size: int | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Probed:
-    """Asks `records` of `golden`, `concurrency` at once, for `timeout_s` seconds altogether.
+    """Sends `records` of `golden`, `concurrency` at once, for `timeout_s` seconds altogether.
 
-    `tokenizer` is the one beside the golden records: needed where a backend names tokens by their
-    text. `vocab_size` is the model's. `advance` is told of each record when it is done with.
-    Raises Unprovable where asking again cannot help.
+    `tokenizer` is the one beside the golden records: needed if a backend names tokens by their
+    text. `vocab_size` is the model's. `advance` is called after each record. Raises Unprovable if
+    a retry cannot help.
     """
     asking = _Asking(backend, golden, TokenNames(tokenizer), vocab_size)
     started = time.perf_counter()
@@ -75,7 +75,8 @@ async def probe(
         [answer for answer in answers if isinstance(answer, Failure)] + failures,
         tokens=asking.tokens,
         seconds=time.perf_counter() - started,
-        # Who returns some of one answer has them: none of another is for the judgement.
+        # A backend that returns some for one answer supports them; the judgement handles answers
+        # without any.
         alternatives=statistics.median_low([n for n in asking.alternatives if n] or [0]),
         salted=bool(asking.extra),
     )
@@ -84,7 +85,7 @@ async def probe(
 
 
 class _Asking:
-    """What has been learned of the backend while it is asked."""
+    """Sends the records of one probe, and remembers which fields the backend accepts."""
 
     def __init__(
         self, backend: Backend, golden: GoldenSet, names: TokenNames, vocab_size: int | None
@@ -145,14 +146,14 @@ class _Asking:
         raise BackendError(f"{self._backend.name}: its answer has no end", kind="garbled")
 
     def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
-        """Whether a request with less in it is worth sending, which the next ones are, too."""
+        """Drops what the server refused, for all later requests; returns whether to retry."""
         said = f"{error.param} {error}"
         if request.extra and any(name in said for name in request.extra):
             self.extra = {}
             return True
         if "logprobs" not in said or request.logprobs is None:
             return False
-        if request.logprobs == self._logprobs:  # nobody else has learned it meanwhile
+        if request.logprobs == self._logprobs:  # no other request has lowered it yet
             unsupported = error.code == "unsupported_field"
             self._logprobs = None if unsupported else _LADDER[_LADDER.index(self._logprobs) + 1]
         return True
@@ -198,7 +199,10 @@ _KINDS: dict[str, FailureKind] = {
 
 
 async def _late(backend: Backend, records: Sequence[int], timeout_s: float) -> list[Failure]:
-    """Those that have no answer when the time is over: of a server that lives, it is busy."""
+    """Returns the failures of records without an answer in time: busy if the server is ready.
+
+    Otherwise the server is gone.
+    """
     if not records:
         return []
     if await backend.ready():
@@ -212,10 +216,10 @@ async def _late(backend: Backend, records: Sequence[int], timeout_s: float) -> l
 
 
 def _require_provable(backend: Backend, probed: Probed) -> None:
-    """Raises Unprovable where there is nothing to judge, and will not be."""
+    """Raises Unprovable if there is nothing to judge, and never will be."""
     kinds = [failure.kind for failure in probed.failures]
     for kind, line in _UNPROVABLE.items():
-        # Of another tokenizer some prompts may happen to be as long.
+        # With another tokenizer some prompts may happen to have the same length.
         enough = 2 * kinds.count(kind) > len(probed.responses) if kind == "tokenizer" else False
         if enough or (kinds and kinds.count(kind) == len(kinds) and not probed.responses):
             first = next(failure for failure in probed.failures if failure.kind == kind)

@@ -1,12 +1,13 @@
-"""One backend's proof: it is asked before it serves, and again and again while it does.
+"""Proves one backend: probes it before it serves, and repeatedly while it serves.
 
-unproven: look after look of golden prompts, until the verdict is clear. Numbers that are not what
-they should be refuse it; no verdict (it is too busy, too little came back) is no refusal: it is
-asked again, later each time. A refused backend is asked again, too: somebody may repair it.
+unproven: golden prompts are sent in several steps, until the verdict is clear. A backend whose
+log-probabilities do not match is refused. No verdict (it is too busy, too few answers came back) is
+no refusal: it is probed again, later each time. A refused backend is probed again, too, as somebody
+may repair it.
 
-proven: a few prompts at a time, as far as their tokens are allowed, judged together with those
-before them. What looks wrong takes it out at once, and every prompt is asked anew: only a whole
-probe refuses. That it is too busy, or that its answers do not tell, leaves it in.
+proven: a few prompts are sent at a time, within a token allowance, and judged together with the
+earlier answers. A suspicious result takes the backend out at once, and every prompt is sent anew:
+only a whole probe refuses. A backend that is too busy, or whose answers are inconclusive, stays in.
 """
 
 import asyncio
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["Prover"]
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0  # nothing says when enough has been served, or a breaker's time is over
+_POLL_S = 1.0  # no event signals that enough has been served, or a breaker's time is over
 
 
 class Prover:
-    """Keeps `member.proof` true once it is installed there, and `start`ed."""
+    """Keeps `member.proof` up to date once it is installed there, and `start`ed."""
 
     def __init__(
         self,
@@ -53,37 +54,37 @@ class Prover:
         self.exam = exam
         self.config = config
         self.proof = MemberProof(exam.label, exam.identity, clock)
-        self.concluded = asyncio.Event()  # the first admission has ended, one way or another
+        self.concluded = asyncio.Event()  # the first admission has ended, whatever its result
         self._member = member
         self._clock = clock
         self._rng = rng
         self._backoff = Backoff(rng)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._generation = member.generation  # of what follows
+        self._generation = member.generation  # that the state below belongs to
         self._rounds: Rounds | None = None  # since its last whole probe
-        self._suspected = False  # in this life, and not cleared of it by every prompt
-        self._asked: tuple[int, asyncio.Task[Probed]] | None = None  # of which life; the last one
+        self._suspected = False  # in this incarnation, and not yet cleared by every prompt
+        self._asked: tuple[int, asyncio.Task[Probed]] | None = None  # generation, last query
 
     def installed(self, before: MemberProof | None) -> None:
-        """`member.proof` is this one's from now on, in place of `before`."""
+        """Takes over from `before`: `member.proof` is this prover's from now on."""
         if before is not None:
             self.proof.carry(before)
         if self._generation != self._member.generation:
             self.proof.forget("not asked yet: it was started anew while its settings changed")
 
     def take(self, config: Proof) -> None:
-        """Goes by these settings from now on."""
+        """Applies these settings from now on."""
         before, self.config, proof = self.config, config, self.proof
         proof.next_at = min(proof.next_at, self._clock() + config.every_s)
         if before.without_logprobs != config.without_logprobs:
             if proof.state == "admitted":
                 self._conclude(silent(config.without_logprobs))
-            elif proof.state == "refused":  # perhaps for that
+            elif proof.state == "refused":  # perhaps for missing log-probabilities
                 proof.next_at = -math.inf
 
     def start(self) -> None:
-        # Not in the caller's context: that may be a request's, whose id the log would show.
+        # Not in the caller's context: it may belong to a request, whose id the log would show.
         self._task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     def cancel(self) -> None:
@@ -96,14 +97,14 @@ class Prover:
             await asyncio.wait({self._task})
 
     def wake(self) -> None:
-        """It was looked at: it can be asked now, or is another than before."""
+        """Wakes the prover after a health check: the backend may be available or restarted."""
         generation, asked = self._asked or (0, None)
         if asked is not None and generation != self._member.generation:
-            asked.cancel()  # who was asked may never answer
+            asked.cancel()  # the old incarnation may never answer
         self._wake.set()
 
     async def _run(self) -> None:
-        await self._wake.wait()  # before the first look, nothing is known of it
+        await self._wake.wait()  # nothing is known before the first health check
         while True:
             self._wake.clear()
             if self._may_ask() and self.proof.next_at <= self._clock():
@@ -112,7 +113,7 @@ class Prover:
                 except Exception as error:
                     self._unclear(self._defect(error))
             due_in_s = self.proof.next_at - self._clock()
-            # Not wait_for: in Python 3.11 that loses a cancellation which comes with the event.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due_in_s if 0 < due_in_s < _POLL_S else _POLL_S):
                     await self._wake.wait()
@@ -133,12 +134,12 @@ class Prover:
             await self.admit()
 
     async def admit(self) -> None:
-        """A whole probe, and what follows from it. Told of no earlier one."""
+        """Runs a whole probe and applies its result. Uses no earlier answers."""
         proof, member, generation = self.proof, self._member, self._member.generation
         proof.asking, proof.seconds = True, 0.0
         try:
             found = await self._examined()
-            if generation == member.generation:  # or else it is another one, and asked anew
+            if generation == member.generation:  # else it was restarted, and is probed anew
                 self._conclude(found)
         finally:
             proof.asking = False
@@ -151,7 +152,10 @@ class Prover:
         return await self._found(probe)
 
     def _asking(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
-        """Asks for one probe, all that it asks within its time; judging takes none of it."""
+        """Returns the function that sends one probe's prompts, all within the probe's time limit.
+
+        The time for judging does not count.
+        """
         generation = self._member.generation
         whole_s = left_s = self.config.timeout_s
 
@@ -166,7 +170,7 @@ class Prover:
                 await asyncio.wait({asked})
                 if generation != self._member.generation:
                     raise BackendUnavailable("it was started anew", kind="lost")
-                if asked.cancelled():  # by a library, and not for our end: nobody has told us
+                if asked.cancelled():  # by a library: nobody cancelled this task
                     raise BackendUnavailable("its probe was given up", kind="lost")
                 return asked.result()
             finally:
@@ -174,12 +178,12 @@ class Prover:
                 asked.cancel()
                 await asyncio.wait({asked})
                 if not asked.cancelled():
-                    asked.exception()  # seen
+                    asked.exception()  # marks the exception as retrieved
 
         return ask
 
     async def _found(self, probe: Awaitable[Examined]) -> Examined:
-        """What comes of `probe`, whatever it raises."""
+        """Returns the result of `probe`; turns any exception into a result."""
         try:
             return await probe
         except Unprovable as error:
@@ -190,9 +194,9 @@ class Prover:
             return self._defect(error)
 
     def _defect(self, error: Exception) -> Examined:
-        """Ours, most likely: it proves nothing of the backend."""
+        """Handles a defect, most likely ours: it proves nothing about the backend."""
         _log.error("the proof of %s failed", self._member.name, exc_info=error)
-        # Without its text, which may name a file of ours.
+        # Without the error's text, which may name a file of ours.
         said = f"its probe failed: {type(error).__name__}"
         return Examined("unproven", said, "defect", soon=True)
 
@@ -208,7 +212,7 @@ class Prover:
         return probed
 
     async def _look_again(self, rounds: Rounds) -> None:
-        """A few prompts of one that serves; nothing, as long as it has served too little."""
+        """Probes a serving backend with a few prompts; with none until it has served enough."""
         member, proof = self._member, self.proof
         allowed = allowance(self.config.share, member.served_tokens, proof.tokens)
         records = rounds.next(allowed) if allowed > 0 else ()
@@ -218,14 +222,14 @@ class Prover:
         found = await self._found(rounds.look(records, self._asking()))
         if generation != member.generation:
             return
-        # It could be judged when it came in: a defect now is of what it answers now.
+        # It could be judged at its admission, so a defect now is caused by its answers now.
         if found.state == "refused" or found.outcome == "defect":
             self._doubt(found)
             return await self.admit()
         if found.state == "unproven":
             return self._unclear(found)
         if (found.state, proof.state) == ("proven", "admitted"):
-            return await self.admit()  # it has figures by now
+            return await self.admit()  # it returns log-probabilities by now
         if found.outcome == "as_expected":
             proof.verdict, proof.reason = found.verdict, member.nameless(found.reason)
             member.changed()
@@ -237,7 +241,7 @@ class Prover:
         self._backoff.reset()
 
     def _doubt(self, found: Examined) -> None:
-        """One that serves looks wrong: it is out, and asked for everything before it is refused."""
+        """Takes out a serving backend that looks wrong; only a whole probe may then refuse it."""
         self._suspected = True
         self.proof.probed("suspect")
         self._become("unproven", replace(found, reason=f"it is asked again: {found.reason}"))
@@ -256,7 +260,7 @@ class Prover:
             self._again(self.config.every_s, found.outcome)
 
     def _unclear(self, found: Examined) -> None:
-        """Nothing was learned: whoever serves goes on, and whoever does not waits."""
+        """Handles a probe without a result: a serving backend goes on, any other waits."""
         proof, reason = self.proof, self._member.nameless(found.reason)
         proof.probed(found.outcome)
         limits = UNCLEAR_S if found.soon else REFUSED_S
@@ -274,11 +278,11 @@ class Prover:
         proof.state, proof.verdict, proof.reason = state, found.verdict, reason
         proof.cause = found.cause
         if served and not proof.admits and member.proof is proof:
-            # Answers that have not begun are asked for elsewhere; begun ones go on to their end.
+            # Requests without a token yet go to other backends; answers that have begun continue.
             member.generation += 1
             self._generation = member.generation
         if member.proof is proof:
-            if state == "refused":  # why it was out before is old
+            if state == "refused":  # replaces an outdated reason
                 member.last_error = f"refused: {reason}"
             elif proof.admits and not served:
                 member.came_in_at = self._clock()

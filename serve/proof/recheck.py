@@ -1,7 +1,8 @@
-"""Probes of a backend that serves: a few prompts at a time, judged together with those before.
+"""Probes of a backend that serves: a few prompts at a time, judged with the earlier answers.
 
-What looks wrong is for a whole probe to refuse. A probe that came to nothing for want of time, or
-of a connection, says nothing; prompts that fail otherwise are a fault if they do so several times.
+A suspicious result does not refuse the backend; only a whole probe can. A probe without answers for
+lack of time or of a connection proves nothing. Prompts that fail for other reasons are a fault if
+that happens in several probes in a row.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,26 +17,29 @@ from serve.proof.result import Probed, Unprovable
 
 __all__ = ["WINDOW", "Rounds"]
 
-WINDOW = 24  # of the newest answers, those that are judged together
-_BROKEN = ("failed", "refused", "tokenizer")  # not for want of time, nor of a connection
-_PATIENCE = 3  # probes running that failed so at some prompt
+WINDOW = 24  # newest answers that are judged together
+_BROKEN = ("failed", "refused", "tokenizer")  # failures not due to time or connection
+_PATIENCE = 3  # probes in a row with such a failure
 
 
 class Rounds:
-    """Of one life of a backend, from its whole probe on."""
+    """The repeated probes of one incarnation of a backend, after its whole probe."""
 
     def __init__(self, exam: Exam, backend: Backend, seed: int, known: Sequence[Response]) -> None:
-        """`known` is what it answered then."""
+        """`known` holds the answers of the whole probe."""
         self._exam = exam
         self._backend = backend
         self._known = {response.record: response for response in known}  # the oldest first
-        self._broken = 0  # probes running
+        self._broken = 0  # probes in a row with a failure in `_BROKEN`
         self.next = exam.slicing(seed, backend.context_length).next
 
     async def look(
         self, records: tuple[int, ...], ask: Callable[[tuple[int, ...]], Awaitable[Probed]]
     ) -> Examined:
-        """Refused: it has to be asked for everything. Raises what `ask` raises, and Unprovable."""
+        """Runs one probe with `records`. A result of "refused" calls for a whole probe.
+
+        Raises what `ask` raises, and Unprovable.
+        """
         if findings := await self._exam.findings(self._backend):
             return Examined("refused", "; ".join(findings), "refused")
         try:
@@ -52,7 +56,7 @@ class Rounds:
         if not probed.responses:
             return Examined("unproven", said, "inconclusive", soon=True)
         if not probed.alternatives:
-            # What was known of it, it has told by them.
+            # If it has earlier answers, it returned log-probabilities then.
             silent: ProofState = "refused" if self._known else "admitted"
             return Examined(silent, "it returns no log-probabilities", "no_logprobs")
         verdict = await self._judge(probed.responses)
@@ -60,9 +64,10 @@ class Rounds:
         return Examined(state, verdict.reason, verdict.outcome, verdict)
 
     async def _judge(self, responses: Sequence[Response]) -> Verdict:
-        """Wrong is who is so by the newest answers, or by the newest to each prompt of this life.
+        """Judges the newest `WINDOW` answers, and the newest to each prompt of this incarnation.
 
-        The latter are more, and what is measured is measured of them.
+        The backend is wrong if either verdict says so. The second set is larger, so the figures
+        come from it, unless its verdict is inconclusive.
         """
         for response in responses:
             self._known.pop(response.record, None)

@@ -1,4 +1,4 @@
-"""What came of asking a backend golden prompts: its answers, and why others are missing."""
+"""The result of a probe: the backend's answers, and why others are missing."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -8,20 +8,20 @@ from octet.proof.responses import Response
 
 __all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable"]
 
-ALTERNATIVES = 20  # log-probabilities of a position that are asked for: what the reference has
+ALTERNATIVES = 20  # log-probabilities requested per position: as many as the reference has
 
 # Why a record has no answer:
-#   busy       no answer in time, or the server takes no more now: worth asking again
+#   busy       no answer in time, or the server accepts no more now: worth a retry
 #   gone       it cannot be reached, or its connection ended
-#   failed     it said that it failed, or what it sent cannot be read
-#   context    the prompt is longer than what it was started for
-#   tokenizer  it reads the prompt as other tokens, or answers with tokens that are none of ours
-#   refused    it refuses the request, in its own words
+#   failed     it reported a failure, or its answer cannot be parsed
+#   context    the prompt is longer than the context it was started with
+#   tokenizer  it tokenizes the prompt differently, or answers with tokens that are none of ours
+#   refused    it refuses the request; the failure's text is its own
 FailureKind = Literal["busy", "gone", "failed", "context", "tokenizer", "refused"]
 
 
 class Unprovable(OctetError):
-    """A backend that golden records cannot be held against, however often it is asked."""
+    """Raised for a backend that golden records can never judge, however often it is probed."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message)
@@ -29,14 +29,14 @@ class Unprovable(OctetError):
 
     @classmethod
     def in_context(cls, backend: str, tokens: int | None) -> Self:
-        """No prompt fits into its context of so many tokens."""
+        """Makes the error for a context of `tokens` tokens, into which no prompt fits."""
         line = f"was started for a context of {tokens} tokens, shorter than every golden prompt"
         return cls(f"{backend}: {line}", "context")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A record that was not answered; `text` is one line."""
+    """A record without an answer; `text` is one line."""
 
     record: int
     kind: FailureKind
@@ -45,18 +45,18 @@ class Failure:
 
 @dataclass
 class Probed:
-    """What came of asking. Records are in `responses` or in `failures`."""
+    """Result of a probe. Each record is in `responses` or in `failures`."""
 
     responses: list[Response] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    tokens: int = 0  # prompts' and answers', as the backend counted; of failures, the prompts'
+    tokens: int = 0  # prompts and answers, as the backend counted; prompts alone for failures
     seconds: float = 0.0
-    alternatives: int = 0  # log-probabilities of a position; 0: it returns none
-    salted: bool = False  # whether its prefix cache was kept out
+    alternatives: int = 0  # log-probabilities per position; 0: it returns none
+    salted: bool = False  # whether its prefix cache was bypassed
 
     @property
     def state(self) -> Literal["answered", "busy", "gone", "failed"]:
-        """Of the backend: `answered` if there is anything to judge; `busy`: ask again later."""
+        """State of the backend: `answered` if there is anything to judge; `busy`: retry later."""
         kinds = {failure.kind for failure in self.failures}
         if self.responses or not kinds:
             return "answered"
@@ -64,7 +64,7 @@ class Probed:
 
     @property
     def notes(self) -> list[str]:
-        """What must be said beside a verdict, each one line."""
+        """Remarks that must accompany a verdict, one line each."""
         found = []
         if self.responses and not self.alternatives:
             found.append("it returns no log-probabilities: nothing could be compared")

@@ -1,8 +1,8 @@
-"""The checkpoint that a server says it has loaded, where this machine can read it: is it the one?
+"""Compares the checkpoint that a server reports as loaded with the artifact, if readable here.
 
-Numbers do not show everything: a `k_scale` of 0.9 that got lost moves no token, and is missing here
-all the same. Read are manifests, the names of tensors and their scales; small files are hashed,
-large ones left to `octet verify --checkpoint`.
+Log-probabilities do not show every fault: a lost `k_scale` of 0.9 changes no token, but is found
+missing here. Manifests, tensor names and scales are read. Small files are hashed; large ones are
+left to `octet verify --checkpoint`.
 """
 
 import re
@@ -21,10 +21,10 @@ from octet.storage.tensors import TensorFile
 __all__ = ["differences"]
 
 _HASHED_BYTES = 64 << 20  # a file up to this is hashed: 50 ms
-# From the start of a process until it reads weights, at least; and by so much less than that it may
-# seem to have begun earlier, for Linux tells in whole seconds when the machine did.
+# A process reads its weights at least this long after its start. This is also longer than the error
+# of the start time, which may appear too early: Linux reports the boot time in whole seconds.
 _STARTING_S = 2.0
-_SHOWN = 2  # names, of tensors that differ
+_SHOWN = 2  # names of differing tensors per line
 _CACHE = re.compile(r"(.*\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale$")
 _SCALE = re.compile(r"scale(_inv|_2)?$")
 
@@ -34,12 +34,12 @@ Scales = dict[str, NDArray[np.float32]]
 def differences(
     root: Path, directory: Path, proofs: Proofs, *, trusted: bool, since: float | None = None
 ) -> list[str]:
-    """How the checkpoint at `root` differs from the artifact in `directory`, a line each.
+    """Lists how the checkpoint at `root` differs from the artifact in `directory`, a line each.
 
-    Without `trusted`, `root` may be a path of another machine, where something else lies here: then
-    only an artifact of the same origin is held to be the served one. What was written after `since`
-    (seconds since 1970, when the server began) is not what it loaded, and what another user may
-    read alone is not known: neither is a difference.
+    Without `trusted`, `root` may be a path on another machine, and this one may hold something else
+    there: then only an artifact of the same origin is taken for the served one. A file written
+    after `since` (the server's start, in seconds since 1970) is not what it loaded, and a file that
+    only another user may read is unknown: neither counts as a difference.
     """
     if not _tells(root, since):
         return []
@@ -65,7 +65,7 @@ def differences(
 
 
 def _tells(root: Path, since: float | None) -> bool:
-    """Whether a checkpoint lies there that can be read, and was there when the server began."""
+    """Returns whether `root` holds a readable checkpoint that existed when the server started."""
     try:
         if not root.is_dir() or not any(root.glob("*.safetensors")):
             return False
@@ -80,7 +80,7 @@ def _tells(root: Path, since: float | None) -> bool:
 
 
 def _is_still(directory: Path, proofs: Proofs) -> bool:
-    """Whether the artifact that `proofs` are of has not given way to another."""
+    """Returns whether `directory` still holds the artifact that `proofs` belong to."""
     try:
         return Manifest.load(directory, verify=False).identity == proofs.identity
     except ArtifactError:
@@ -88,7 +88,7 @@ def _is_still(directory: Path, proofs: Proofs) -> bool:
 
 
 def _related(served: Manifest, manifest: Manifest, identity: str) -> bool:
-    """Whether both are one, or of one calibration."""
+    """Returns whether both are the same artifact, or come from the same calibration."""
     theirs = {served.identity, served.calibration} - {None}
     return bool(theirs & {identity, manifest.calibration})
 
@@ -117,13 +117,13 @@ def _scales(root: Path, served: Manifest | None, directory: Path, proofs: Proofs
             return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
         if ours.kind == "checkpoint" and len(formats) == 1:
             return [*_differing(_read(directory), theirs, implied=False)]
-    except CheckpointError:  # ours is damaged since, which says nothing of the server's
+    except CheckpointError:  # ours was damaged since; that proves nothing about the server's
         pass
     return []
 
 
 def _read(directory: Path) -> Scales:
-    """Every scale of a checkpoint."""
+    """Reads every scale of a checkpoint."""
     found: Scales = {}
     for path in sorted(directory.glob("*.safetensors")):
         file = TensorFile.open(path)
@@ -133,7 +133,7 @@ def _read(directory: Path) -> Scales:
 
 
 def _cache_scales(directory: Path, proofs: Proofs) -> Scales:
-    """Those that a calibration has for the declared cache, by role; none for one of 16 bits."""
+    """Reads a calibration's scales for the declared cache, by role; none for a 16-bit cache."""
     path = directory / "scales.safetensors"
     if proofs.kv_cache == "float16" or not path.is_file():
         return {}
@@ -144,13 +144,13 @@ def _cache_scales(directory: Path, proofs: Proofs) -> Scales:
 
 
 def _by_role(scales: Scales) -> Scales:
-    """Scales of the cache alone, under one name whatever their dialect."""
+    """Selects the cache's scales, under one name whatever the checkpoint's dialect."""
     matches = ((_CACHE.match(name), value) for name, value in scales.items())
     return {f"{match[1]}.{match[2]}_scale": value for match, value in matches if match}
 
 
 def _differing(ours: Scales, theirs: Scales, *, implied: bool) -> Iterator[str]:
-    """`implied`: a scale that is not stored is 1."""
+    """Describes missing and different scales; `implied`: a scale that is not stored is 1."""
     missing = [
         name
         for name, value in ours.items()

@@ -1,9 +1,9 @@
-"""Which token of ours a server's token is: servers name tokens by id, or by their text alone.
+"""Maps a server's tokens to ours: servers name tokens by id, or by their text alone.
 
-A text tells less than an id: tokens that are parts of a character all show as U+FFFD, and others
-share their text ("▁the" and "the", of a tokenizer that leaves a first space out). Such a name is
-unknown. Where it may be a token that the reference knows, nothing can be said of that position;
-elsewhere it is one of the rest.
+A text identifies less than an id does. Tokens that are parts of a character all appear as U+FFFD,
+and others share their text ("▁the" and "the", in a tokenizer that drops a first space). Such a name
+is unknown. If it may be a token that the reference knows, that position cannot be compared;
+otherwise it counts as one of the remaining tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,27 +14,30 @@ from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["UNKNOWN", "TokenNames"]
 
-UNKNOWN = -1  # a token id that a text does not tell
-_BROKEN = "\ufffd"  # what bytes that are not whole UTF-8 show as
+UNKNOWN = -1  # id of a token that its text does not identify
+_BROKEN = "\ufffd"  # stands for bytes that are not complete UTF-8
 
 
 class TokenNames:
-    """Of the tokenizer beside the golden records; None is enough for servers that send ids."""
+    """Resolves names by the tokenizer beside the golden records.
+
+    None is enough for servers that send ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def id_of(self, token: TokenLogprob) -> int:
-        """The only token that it can be, or UNKNOWN."""
+        """Returns the only token that it can be, or UNKNOWN."""
         ids = self._candidates(token)
         return next(iter(ids)) if len(ids) == 1 else UNKNOWN
 
     def is_foreign(self, token: TokenLogprob) -> bool:
-        """Whether its text is none of our tokens', so that it comes from another tokenizer."""
+        """Returns whether no token of ours has its text, so that another tokenizer made it."""
         return self._tokenizer is not None and not self._candidates(token)
 
     def top(self, position: PositionLogprobs, reference: Collection[int]) -> dict[int, float]:
-        """Token id -> log-probability; {} where one of `reference` may hide behind a text."""
+        """Maps token ids to log-probabilities; {} if an unknown name may be one of `reference`."""
         found: dict[int, float] = {}
         for token in (*position.top, position.chosen):
             ids = self._candidates(token)
@@ -45,9 +48,9 @@ class TokenNames:
         return found
 
     def read(self, text: str, golden: Sequence[int], most: int) -> tuple[int, ...]:
-        """The tokens of an answer's `text` as far as they can be told, `most` at most.
+        """Returns the tokens of an answer's `text` that can be identified, `most` at most.
 
-        Those of `golden` for as long as the text goes on like them, then the first that is another.
+        These are the tokens of `golden` as far as the text agrees, then the first one that differs.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -75,16 +78,16 @@ class TokenNames:
 
     @cached_property
     def _by_text(self) -> dict[str, frozenset[int]]:
-        """Every text that a server may show, with the tokens that it may be.
+        """Maps every text that a server may send to the tokens that it may stand for.
 
-        All tokens that are not whole UTF-8 are under U+FFFD, too.
+        All tokens that are not complete UTF-8 are under U+FFFD, too.
         """
         assert self._tokenizer is not None
         found: dict[str, set[int]] = {}
         for token in range(self._tokenizer.vocab_size):
             text = self._tokenizer.token_bytes(token).decode(errors="replace")
             piece = self._tokenizer.inner.id_to_token(token)
-            # Some servers show the piece itself; SentencePiece leaves a first space out.
+            # Some servers send the piece itself; SentencePiece drops a first space.
             shown = {text, piece or text} | ({text[1:]} if (piece or "").startswith("▁") else set())
             for name in shown | ({_BROKEN} if _BROKEN in text else set()):
                 found.setdefault(name, set()).add(token)

@@ -1,4 +1,4 @@
-"""Which backend is asked next: pools, their members, and what is known about each."""
+"""Routes a request to a backend: pools, their members, and each member's health and proof."""
 
 from serve.backends.factory import make_backend
 from serve.members.member import Lease, Member

@@ -1,6 +1,6 @@
-"""Until a backend can be asked: how long that may take, and those that are looked into.
+"""Waits until a backend is available, and limits which backends may be ejected.
 
-Failures that are counted may be the requests' fault: they never take the last that serves.
+Counted failures may be the requests' fault, so they never eject the last backend that serves.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from serve.members.member import Member
 __all__ = ["LONGEST_WAIT_S", "may_eject", "one_is_well", "room", "spare_the_last", "wait_s"]
 
 LONGEST_WAIT_S = 60.0
-_PROOF_S = 2.0  # what a whole probe takes, about, where none has ended yet
+_PROOF_S = 2.0  # approximate duration of a whole probe, used until one has ended
 
 
 def wait_s(member: Member, health: Health, now: float) -> float:
-    """Seconds until `member` may be available again; at least a moment, at most a minute."""
+    """Estimates the seconds until `member` may be available again: at least 0.1, at most 60."""
     standing, proof = member.standing, member.proof
     seconds = 0.0
     if standing == "ejected":
         seconds = member.breaker.until - now
     elif standing in ("unreachable", "not_ready"):
-        # Who has been away for long will be away for about as long again (Lindy's law).
+        # A backend that has been out for long will be out for about as long again (Lindy's law).
         since = now if member.out_since is None else member.out_since
         seconds = max(now - since, health.reconnect_s)
     elif standing in ("unproven", "refused") and proof is not None:
@@ -36,7 +36,7 @@ def wait_s(member: Member, health: Health, now: float) -> float:
 
 
 async def one_is_well(doubtful: Sequence[Member], timeout_s: float) -> bool:
-    """Waits until one of these has been looked into and is available; False if none will be."""
+    """Waits until one of these has been checked and is available; False if none is in time."""
     looks = [asyncio.ensure_future(member.looked_into.wait()) for member in doubtful]
     try:
         with contextlib.suppress(TimeoutError):
@@ -52,9 +52,9 @@ async def one_is_well(doubtful: Sequence[Member], timeout_s: float) -> bool:
 
 
 async def room(members: Callable[[], list[Member]], moved: asyncio.Event, timeout_s: float) -> bool:
-    """Waits until one of `members` is available while some of them are full; whether one is.
+    """Waits for one of `members` to be available, while some are full; returns whether one is.
 
-    `moved` is set whenever one may have come to be available.
+    `moved` is set whenever a member may have become available.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -68,7 +68,11 @@ async def room(members: Callable[[], list[Member]], moved: asyncio.Event, timeou
 
 
 def may_eject(candidate: Member, members: Sequence[Member], max_fraction: float) -> bool:
-    """Whether its failures may eject `candidate`: others serve, and few of them are ejected."""
+    """Decides whether counted failures may eject `candidate`.
+
+    Another member must serve, and counted failures may eject at most `max_fraction` of all members
+    (but always one).
+    """
     others = [m for m in members if m is not candidate and m.reachable and m.ready]
     ejected = sum(member.breaker.counted for member in others)
     allowed = max(1, math.floor(max_fraction * len(members) + 1e-9))
@@ -76,7 +80,7 @@ def may_eject(candidate: Member, members: Sequence[Member], max_fraction: float)
 
 
 def spare_the_last(members: Sequence[Member]) -> None:
-    """Lets in again who was ejected while others served, if none of these does any more."""
+    """Readmits members that counted failures ejected, once no other member serves any more."""
     if any(member.standing in ("in", "full") or member.doubtful for member in members):
         return
     for member in members:

@@ -1,7 +1,7 @@
 """Consistent hashing (Karger et al. 1997): a key belongs to the next point on a ring.
 
-Each member has many points, so that one that comes or goes moves about 1/n of the keys, to or from
-all the others evenly.
+Each member has many points, so that adding or removing one moves about 1/n of the keys, evenly from
+or to all the others.
 """
 
 from bisect import bisect_right
@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 __all__ = ["HashRing"]
 
 T = TypeVar("T", bound=Hashable)
-_POINTS = 160  # of each member: shares differ by 1/sqrt(160), 8 % (one standard deviation)
-_POINTS_A_HASH = 8  # of 8 bytes
+_POINTS = 160  # per member: shares differ by 1/sqrt(160), 8 % (one standard deviation)
+_POINTS_A_HASH = 8  # points of 8 bytes
 
 
 class HashRing(Generic[T]):
-    """Built of members and the text that places each; the same in every process."""
+    """A ring built from members and the text that places each; the same in every process."""
 
     def __init__(self, members: Iterable[tuple[str, T]]) -> None:
         owners = {point: member for place, member in members for point in _points(place)}
@@ -26,7 +26,7 @@ class HashRing(Generic[T]):
         self._members = [owners[point] for point in self._points]
 
     def walk(self, key: bytes) -> Iterator[T]:
-        """Each member once, in the order in which `key` would belong to them."""
+        """Yields each member once, in the order in which `key` would belong to them."""
         count = len(self._points)
         start = bisect_right(self._points, _hash(key)) if count else 0
         seen: set[T] = set()

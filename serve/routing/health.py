@@ -1,9 +1,9 @@
-"""Active health checks: one supervised task a member.
+"""Active health checks: one supervised task per member.
 
-Three things go on at once. A held connection, whose end is the end of the server, and the server's
-own word that it is ready. Its load. And a token that is generated for real when no request has
-succeeded of late: Triton says READY over a model whose process is dead. Whoever was out comes in
-again by all of it: connection, ready, one token.
+Each runs three loops at once. The first holds a connection, whose end is the end of the server, and
+polls the server's readiness. The second reads its load. The third generates a real token when no
+request has succeeded recently: Triton reports READY for a model whose process is dead. A member
+that was out is readmitted only after all of: connection, readiness, one token.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Keeps what is known of one member true."""
+    """Keeps the health state of one member up to date."""
 
     def __init__(
         self,
@@ -42,25 +42,25 @@ class Watch:
         self._rng = rng
         self._task: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()
-        self.prover: Prover | None = None  # None: no proof is wanted
+        self.prover: Prover | None = None  # None: no proof is required
         self._lives = Lives(member, clock)
         self._unread = ""  # why its load could not be read the last time
-        self.looked = asyncio.Event()  # the first verdict is there
+        self.looked = asyncio.Event()  # the first check has ended
 
     def start(self) -> None:
         self._member.on_doubt = self._doubt.set
         self.take(self._config)
-        # Not in the caller's context: that may be a request's, whose id the log would show.
+        # Not in the caller's context: it may belong to a request, whose id the log would show.
         self._task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     def take(self, config: Health) -> None:
-        """Goes by these settings from now on."""
+        """Applies these settings from now on."""
         self._config = config
         self._member.breaker.probed = config.probe_after_s is not None
         self._member.changed()
 
     def prove(self, prover: Prover | None) -> None:
-        """Has the member's numbers proven by `prover` from now on; None: they need not be."""
+        """Uses `prover` to prove the member from now on; None: no proof is required."""
         before, self.prover = self.prover, prover
         self._member.proof = None if prover is None else prover.proof
         if prover is not None:
@@ -81,7 +81,7 @@ class Watch:
             await self.prover.stop()
         if self._task is not None:
             await _ended(self._task)
-        if self._member.doubtful:  # nobody finds out any more, and whoever waits for it may go on
+        if self._member.doubtful:  # no check will follow, so wake the waiting requests
             self._member.go_out("nobody looks after it any more", reachable=False)
 
     async def _run(self) -> None:
@@ -107,9 +107,10 @@ class Watch:
             await asyncio.sleep(self._config.reconnect_s)
 
     async def _hold(self) -> None:
-        """Holds the connection. At its end the member is out at once, whatever is waited for.
+        """Holds the connection. At its end the member goes out at once, even during a check.
 
-        Before this task ends: a request may be next to run, with an answer of who came after.
+        It goes out before this task ends: a request may run next, with an answer from the next
+        incarnation.
         """
         try:
             await self._member.backend.hold(self._lives.reopened)
@@ -123,7 +124,7 @@ class Watch:
         self._doubt.set()
 
     async def _while_held(self, held: asyncio.Task[None]) -> None:
-        """Asks whether it is ready, again and again; sooner if a request lost its connection."""
+        """Polls readiness at intervals; sooner if a request lost its connection."""
         member = self._member
         while not held.done():
             config = self._config
@@ -132,14 +133,14 @@ class Watch:
             refusal = "it is not ready"
             try:
                 ready = await self._ask_ready(held)
-            except Exception as error:  # a defect; it may be over when it is asked again
+            except Exception as error:  # a defect; the next check may succeed
                 ready, refusal = False, f"its check failed: {error!r}"
             if held.done():
                 return
             if ready:
                 await self._let_in(held)
             elif ready is None and self._busy_since(asked_at - config.interval_s):
-                member.come_in()  # it only was too busy to say so
+                member.come_in()  # it was only too busy to answer
             else:
                 self._lives.uncertain |= ready is False
                 silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
@@ -148,20 +149,20 @@ class Watch:
             if self.prover is not None:
                 self.prover.wake()
             pause_s = config.interval_s if member.ready else config.reconnect_s
-            # Not wait_for: in Python 3.11 that loses a cancellation which comes with the doubt.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._doubt.wait()
 
     def _busy_since(self, moment: float) -> bool:
-        """Whether it is known to have worked since then, and was not out."""
+        """Returns whether it is known to have worked since `moment`, and was not out."""
         member = self._member
         if self._lives.uncertain:
             return False
         return member.out_since is None and max(member.last_success, member.last_stir) >= moment
 
     async def _ask_ready(self, held: asyncio.Task[None]) -> bool | None:
-        """Its own word; None if it says nothing in time, or its connection ended meanwhile."""
+        """Queries readiness; None if no answer comes in time, or the connection ends meanwhile."""
         asked = asyncio.ensure_future(self._member.backend.ready())
         try:
             await asyncio.wait(
@@ -174,7 +175,7 @@ class Watch:
             await _ended(asked)
 
     async def _let_in(self, held: asyncio.Task[None]) -> None:
-        """Who was out has to generate a token first; then it is as new."""
+        """Brings in a ready member. One that was out generates a token and gets a fresh breaker."""
         member = self._member
         await self._lives.recognize(held, self._config.timeout_s)
         if held.done() or self._lives.uncertain:
@@ -196,13 +197,13 @@ class Watch:
         member.come_in()
 
     async def _keep_proving(self) -> None:
-        """Generates a token when that is due: nothing succeeded of late, or an ejection is over."""
+        """Generates a token when due: no request succeeded recently, or an ejection is over."""
         member, breaker = self._member, self._member.breaker
         await self.looked.wait()
         while True:
             config, now = self._config, self._clock()
             if config.probe_after_s is None or not member.ready:
-                # Who is out comes in by a token anyway.
+                # A member that is out generates a token anyway when it is readmitted.
                 await asyncio.sleep(config.reconnect_s)
                 continue
             due_at = member.last_success + config.probe_after_s
@@ -222,7 +223,7 @@ class Watch:
         except BackendError as error:
             failure = error
         if epoch != breaker.epoch or not member.ready:
-            return  # meanwhile more was learned than the probe can say
+            return  # there is newer information than the probe's
         if failure is not None:
             self._eject(failure)
         elif proved:
@@ -231,7 +232,7 @@ class Watch:
             await asyncio.sleep(self._config.interval_s)
 
     async def _probe(self) -> bool:
-        """Whether a token came; False if it only is too busy. Raises BackendError otherwise."""
+        """Generates a token; returns False if it is too busy. Other failures raise BackendError."""
         member, began = self._member, self._clock()
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
@@ -263,7 +264,7 @@ class Watch:
         member.go_out(error, reachable=reachable)
 
     async def _keep_reading(self) -> None:
-        """Its load, now and then; members are read apart from each other."""
+        """Reads its load at jittered intervals, so that members are read at different times."""
         member = self._member
         while True:
             config = self._config
@@ -277,7 +278,7 @@ class Watch:
             await asyncio.sleep(config.load_interval_s * self._rng.uniform(0.9, 1.1))
 
     async def _read_load(self) -> LoadReport | None:
-        """None if it does not say, or a defect prevents that: it may serve all the same."""
+        """Returns its load; None if it reports none or a defect prevents it: it may still serve."""
         said, report = "", None
         try:
             report = await self._member.backend.load()
@@ -292,8 +293,8 @@ class Watch:
 
 
 async def _ended(task: "asyncio.Future[Any]") -> None:
-    """Cancels `task` if it still runs; returns when it does no more."""
+    """Cancels `task` if it still runs; returns when it has ended."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen
+        task.exception()  # marks the exception as retrieved

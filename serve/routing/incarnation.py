@@ -1,10 +1,10 @@
-"""Whether it is still the same life of a backend that answers: what was proven holds for one.
+"""Detects backend restarts: a proof is valid for one incarnation (one process lifetime).
 
-Many servers, and proxies before them, close idle connections, some every 5 s; a server behind a
-proxy may be another one after that. One that tells its lives apart is asked. One that does not is
-proven anew, and after each time that this was for nothing not before twice as long has passed.
-Meanwhile its proof stays, and the probes of the schedule are what finds another: else whole probes
-would be most of what it computes.
+Many servers, and proxies before them, close idle connections, some every 5 s. After that, another
+server behind the proxy may answer. A backend that reports its incarnation is queried. One that does
+not is proven anew, and the pause before the next such proof doubles each time. During the pause its
+proof stays valid, and only the scheduled probes detect another server: otherwise whole probes would
+be most of the backend's work.
 """
 
 import asyncio
@@ -19,45 +19,46 @@ from serve.members.member import Member
 __all__ = ["Lives"]
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 60.0  # between the first two proofs of one that closed a connection in order
+_PAUSE_S = 60.0  # between the first two proofs that follow an orderly close
 
 
 class Lives:
-    """Of one member. Where no proof is wanted, nobody is asked, and nothing is forgotten."""
+    """Tracks one member's incarnations. If no proof is required, no query is sent."""
 
     def __init__(self, member: Member, clock: Callable[[], float]) -> None:
         self._member = member
         self._clock = clock
         self._pause_s = _PAUSE_S
-        self._believed_until = -math.inf  # by the clock: closes in order are taken for that
-        self._last: Incarnation | None = None  # as it was last seen
-        # Something has ended, so that only who says that it is the same is the same.
+        self._believed_until = -math.inf  # by the clock; orderly closes are harmless until then
+        self._last: Incarnation | None = None  # as last reported
+        # A connection ended, or the server was not ready: only a backend that reports the same
+        # incarnation counts as the same.
         self.uncertain = False
 
     def ended(self) -> None:
-        """The server is gone; what comes is another."""
+        """Records that the server is gone; the next one is a new incarnation."""
         self._last, self.uncertain = None, False
         self._pause_s, self._believed_until = _PAUSE_S, -math.inf
 
     def reopened(self) -> None:
-        """It ended a connection in order, being idle: or it ended, and another one is there."""
+        """Handles an orderly close: an idle timeout, or a server that another one replaced."""
         if self._member.proof is None:
             return self._member.forget("its connection ended in order")
         self.uncertain = True
         self._member.doubt("its connection ended in order")
-        if self._member.on_doubt is not None:  # also where it is being looked into already
+        if self._member.on_doubt is not None:  # even if a check is under way
             self._member.on_doubt()
 
     async def recognize(self, held: "asyncio.Task[None]", timeout_s: float) -> None:
-        """Asks who answers, and has the member's proof forgotten if that may be another.
+        """Queries the incarnation, and discards the member's proof if it may be another one.
 
-        While it is asked `uncertain` may come to be true again, or the connection may end.
+        During the query `uncertain` may become true again, or the connection may end.
         """
         uncertain, self.uncertain = self.uncertain, False
         if self._member.proof is None:
             return
         life, before = None, self._last
-        # Late, or a defect: it is not known. Who serves is not put out for that.
+        # A timeout or a defect leaves it unknown; that is no reason to take out a serving backend.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(timeout_s):
                 life = await self._member.backend.incarnation()
@@ -70,7 +71,10 @@ class Lives:
         self._last = life or before
 
     def _another(self) -> None:
-        """By what it says of itself; the end of its connection, if it ended, was in order."""
+        """Discards the proof of a backend that reports another incarnation.
+
+        If its connection ended, it ended in order.
+        """
         member = self._member
         _log.warning(
             "%s/%s is another than before, by its own word: it is proven anew. If it was not"
@@ -81,7 +85,10 @@ class Lives:
         member.forget("it was started anew, or loaded its model anew")
 
     def _unrecognized(self, *, told: bool) -> None:
-        """It closed a connection in order, and does not say since when it runs (`told`: now)."""
+        """Discards the proof after an orderly close if the backend does not report its incarnation.
+
+        `told`: it reported the incarnation before. Otherwise the pause between proofs applies.
+        """
         now, member = self._clock(), self._member
         if not told and now < self._believed_until:
             return

@@ -1,6 +1,6 @@
-"""The health checks of one pool's members, and the provers that go with them.
+"""The health checks and provers of one pool's members, and the closing of members that leave.
 
-Members that leave a pool: given nothing more, and closed once, whoever asks for it.
+A member that leaves gets no more requests. It is closed once, however many callers close it.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ class Watches:
     async def begin(
         self, members: Sequence[Member], config: PoolConfig, provers: Provers, *, patience_s: float
     ) -> None:
-        """Returns after a first look at each, for `health.timeout_s` at most.
+        """Starts the health checks; waits for the first of each member, `health.timeout_s` at most.
 
-        And after the first verdict on each that can be asked, within `patience_s`: no later than a
-        probe may take.
+        Then waits for the first verdict on each member that can be probed. That takes `patience_s`
+        at most, and never longer than one probe may take (`proof.timeout_s`).
         """
         for member in members:
             watch = Watch(member, config.health, self._clock, self._rng)
@@ -48,7 +48,7 @@ class Watches:
         await _all_within(limit_s, [p.concluded.wait() for p in map(provers.get, asked) if p])
 
     def take(self, members: Sequence[Member], config: PoolConfig, provers: Provers) -> None:
-        """Goes by these settings from now on, and has those of `provers` replaced."""
+        """Applies these settings from now on, and replaces the provers of members in `provers`."""
         for member in members:
             watch = self._watches.get(member)
             if watch is None:
@@ -67,7 +67,7 @@ class Watches:
 
 
 async def _all_within(limit_s: float, waits: Sequence[Coroutine[Any, Any, Any]]) -> None:
-    """Returns when all have ended, or the time is over."""
+    """Returns when all have ended, or after `limit_s`."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         if tasks:
@@ -88,21 +88,21 @@ class Closing:
 
     @property
     def leaving(self) -> tuple[Member, ...]:
-        """Those that finish what they have."""
+        """Returns the members that are finishing their requests."""
         return tuple(self._leaving)
 
     def leave(self, member: Member) -> None:
-        """Gives it no request any more, and closes it when the last one has ended."""
+        """Sends it no more requests, and closes it when the last one has ended."""
         member.leave()
         self._leaving[member] = asyncio.create_task(self._close_when_idle(member))
 
     async def discard(self, member: Member) -> None:
-        """Closes one that was never taken."""
+        """Closes a member that never joined the pool."""
         await self._close(member)
         del self._closing[member]
 
     async def close(self, members: Sequence[Member]) -> None:
-        """All of these, and those that are leaving: they do not finish. Twice is no mistake."""
+        """Closes these and the leaving members, which do not finish. Safe to call twice."""
         tasks = list(self._leaving.values())
         for task in tasks:
             task.cancel()
@@ -115,7 +115,7 @@ class Closing:
         del self._leaving[member], self._closing[member]
 
     async def _close(self, member: Member) -> None:
-        """Once, whoever asks for it and goes away meanwhile."""
+        """Closes the member once, even if several callers close it and some are cancelled."""
         if member not in self._closing:
             self._closing[member] = asyncio.create_task(self._let_go(member))
         await asyncio.shield(self._closing[member])

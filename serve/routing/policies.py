@@ -1,6 +1,6 @@
-"""How the next member is chosen among those that are available: microseconds, and no waiting.
+"""Policies that choose the next member among those available, in microseconds, without waiting.
 
-What choosing a backend needs to know of a request.
+`Ask` holds the properties of a request that the choice depends on.
 """
 
 import random
@@ -17,27 +17,27 @@ __all__ = ["Ask", "Policy", "make_policy"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    tokens: int  # of the prompt and of the longest answer, estimated
+    tokens: int  # prompt plus longest answer, estimated
     # The prompt's first `routing.prefix_chars` characters; empty if they are not known.
     prefix: bytes = b""
-    session: str = ""  # what the requests of one conversation have in common; empty if nothing
+    session: str = ""  # shared by the requests of one conversation; may be empty
 
 
-# A batch so small that nobody in it waits: affinity is worth more than balance up to here.
+# In a smaller batch no request waits, so affinity is worth more than balance.
 _ALWAYS_ROOM = 4  # requests
-_NOISE = 0.01  # a difference of reported pressure below it says nothing
+_NOISE = 0.01  # smaller differences of reported pressure are ignored
 
 
 class Policy(Protocol):
     def pick(self, members: Sequence[Member], ask: Ask) -> Member:
-        """One of `members`, of which there is at least one."""
+        """Returns one of `members`, which is not empty."""
 
     def joined(self, members: Sequence[Member]) -> None:
-        """These are the pool's members now, available or not."""
+        """Takes over the pool's new list of members, available or not."""
 
 
 class RoundRobin:
-    """In turn, whatever they have to do."""
+    """Picks members in turn, whatever their load."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -51,7 +51,7 @@ class RoundRobin:
 
 
 class LeastTokens:
-    """The fewest outstanding tokens; equals in turn."""
+    """Picks the member with the fewest outstanding tokens; ties in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -64,7 +64,7 @@ class LeastTokens:
         self._turn = turn = (self._turn + 1) % count
         best = members[turn]
         least = best.outstanding_tokens
-        for index in range(turn + 1 - count, turn):  # negative indices: from the turn on, around
+        for index in range(turn + 1 - count, turn):  # negative indices wrap around
             member = members[index]
             if member.outstanding_tokens < least:
                 best, least = member, member.outstanding_tokens
@@ -72,10 +72,10 @@ class LeastTokens:
 
 
 class PowerOfTwo:
-    """The less pressed of two drawn at random (Mitzenmacher 2001)."""
+    """Picks the less loaded of two members drawn at random (Mitzenmacher 2001)."""
 
     def __init__(self, fresh_s: float, clock: Callable[[], float], rng: random.Random) -> None:
-        """Reports older than `fresh_s` are not believed."""
+        """Ignores load reports older than `fresh_s`."""
         self._fresh_s = fresh_s
         self._clock = clock
         self._random = rng.random
@@ -99,10 +99,10 @@ class PowerOfTwo:
 
 
 class Affinity:
-    """The same key to the same member: consistent hashing with bounded loads.
+    """Sends the same key to the same member: consistent hashing with bounded loads.
 
-    Mirrokni, Thorup, Zadimoghaddam 2018: one that has more than `load_factor` times the mean load
-    is passed over for the next on the ring, so that a popular key spreads as far as it must.
+    Mirrokni, Thorup, Zadimoghaddam 2018: a member with more than `load_factor` times the mean load
+    is skipped for the next on the ring, so that a popular key spreads as far as it must.
     """
 
     def __init__(self, key: Callable[[Ask], bytes], load_factor: float) -> None:
@@ -133,14 +133,17 @@ class Affinity:
 
 
 def _place(member: Member, members: Sequence[Member]) -> str:
-    """By its address, so that all gateways agree; by its name too where two have the same."""
+    """Returns the text that places a member on the ring.
+
+    That is its address, so that all gateways agree, plus its name if two share an address.
+    """
     address = member.backend.name
     alone = sum(each.backend.name == address for each in members) == 1
     return address if alone else f"{address}\0{member.name}"
 
 
 def _more_pressed(a: Member, b: Member) -> float:
-    """How much more pressed `a` is than `b`, by what they say; both have said something."""
+    """Returns how much more loaded `a` is than `b`, by their reports; both must have reported."""
     pressures = _pressure(a), _pressure(b)
     if pressures[0] is not None and pressures[1] is not None:
         return pressures[0] - pressures[1]
@@ -148,13 +151,13 @@ def _more_pressed(a: Member, b: Member) -> float:
 
 
 def _pressure(member: Member) -> float | None:
-    """The part of the KV cache in use, and the wait for a place in the batch in service times.
+    """Returns the used part of the KV cache plus the wait for a batch slot in service times.
 
-    Of the requests that run, a server finishes `running` in one service time, so that is how long
-    the last of `waiting` waits, times waiting / running (Little's law). A report is up to a second
-    old: what was begun and ended since is added and taken off, or all requests of that second would
-    go to whoever had least at its beginning. It joins the queue where there was one, and else the
-    cache.
+    A server finishes `running` requests in one service time, so the last of `waiting` requests
+    waits waiting / running service times (Little's law). A report is up to a second old. Requests
+    begun and ended since then are added and subtracted; otherwise all requests of that second would
+    go to the member that was least loaded at its beginning. They count towards the queue if there
+    was one, otherwise towards the cache. None if the KV-cache usage is not reported.
     """
     report = member.report
     if report is None or report.kv_usage is None:
@@ -171,7 +174,7 @@ def _pressure(member: Member) -> float | None:
 
 
 def _requests(member: Member) -> int:
-    """Those that it has, others' too, corrected likewise."""
+    """Returns its number of requests, other clients' included, with the same correction."""
     report = member.report
     assert report is not None
     since = member.in_flight - member.reported_in_flight

@@ -1,4 +1,4 @@
-"""The backends that stand in for each other, and which of them is asked next."""
+"""A pool of interchangeable backends, and the choice of the one that gets the next request."""
 
 import asyncio
 import itertools
@@ -29,8 +29,8 @@ from serve.routing.retry_budget import RetryBudget
 
 __all__ = ["FIRST_PROOF_S", "Pool"]
 
-FIRST_PROOF_S = 10.0  # a start waits no longer for verdicts
-_FRESH_REPORTS = 3  # intervals of reading the load: older reports are not believed
+FIRST_PROOF_S = 10.0  # longest wait of a start for the first verdicts
+_FRESH_REPORTS = 3  # load intervals; older load reports are ignored
 
 
 class Pool:
@@ -45,7 +45,7 @@ class Pool:
         rng: random.Random | None = None,
         exams: Exams | None = None,
     ) -> None:
-        """`model` is the public name for which backends are made later on."""
+        """`model` is the public model name of backends that are added later."""
         self.name = name
         self.config = config
         self.model = model or name
@@ -53,8 +53,8 @@ class Pool:
         self._clock = clock
         self._rng = rng or random.Random()
         self._policy = self._make_policy()
-        self.closing = False  # what its members fail from then on is not their fault
-        self.active = 0  # requests that are in it, those that wait for a retry included
+        self.closing = False  # once True, a failure is not the member's fault
+        self.active = 0  # requests in the pool, including those waiting for a retry
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
         self._exams = exams or Exams(config.proof)
         self._watches = Watches(clock, self._rng)
@@ -62,9 +62,9 @@ class Pool:
         self._gone = Closing(self._watches)
         self._available: list[Member] = []
         self._proven = Proven()
-        self._stale = True  # these two are to be made anew
-        self._moved = asyncio.Event()  # set at each change, for those who wait for one
-        self._reopens_at = math.inf  # when a breaker's time passes, by the clock
+        self._stale = True  # `_available` and `_proven` must be recomputed
+        self._moved = asyncio.Event()  # set at each change, to wake waiting requests
+        self._reopens_at = math.inf  # when the next open breaker's time is over, by the clock
         self._take(members)
 
     @classmethod
@@ -87,7 +87,7 @@ class Pool:
         rng: random.Random | None = None,
         exams: Exams | None = None,
     ) -> Self:
-        """A pool of backends that exist already."""
+        """Makes a pool of existing backends."""
         pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng, exams=exams)
         for backend in backends:
             pool.members = (*pool.members, pool._member(backend))
@@ -99,64 +99,68 @@ class Pool:
         return self.config.precision
 
     def choose(self, ask: Ask, tried: Collection[Member] = ()) -> Member | None:
-        """The member to ask, none of `tried`; None if nobody is available."""
+        """Returns the member for the next request, none of `tried`; None if none is available."""
         if self._stale or self._clock() >= self._reopens_at:
             self._refresh()
         members = self._available
         if tried:
             members = [member for member in members if member not in tried]
-        if not members:  # those whose connection is being looked into are better than nobody
+        if not members:  # a backend whose connection is being checked is better than none
             members = [m for m in self.members if m.doubtful and not m.proof and m not in tried]
             if not members:
                 return None
         return self._policy.pick(members, ask)
 
     async def looked_into(self, tried: Collection[Member] = ()) -> bool:
-        """Waits for one whose connection is being looked into, and who has to be the one it was.
+        """Waits for the check of doubtful members that need a proof; True if one is available now.
 
-        For none of `tried`. Whether there is one that may be chosen now.
+        They must still be in the incarnation that was proven. Members in `tried` are ignored.
         """
         doubtful = [m for m in self.members if m.doubtful and m.proof and m not in tried]
         return bool(doubtful) and await one_is_well(doubtful, self.config.health.timeout_s)
 
     async def room(self, tried: Collection[Member]) -> bool:
-        """Waits for room at one that is full, and none of `tried`; whether there is some."""
+        """Waits for a free slot at a full member not in `tried`; returns whether there is one."""
         wait_s = self.config.admission.max_wait_s
         return await room(lambda: [m for m in self.members if m not in tried], self._moved, wait_s)
 
     def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
-        """When one of these, or of all, may be available again: a moment to a minute."""
+        """Estimates the seconds until one of these, or of all, may be available: 0.1 to 60."""
         health, now = self.config.health, self._clock()
         waits = [wait_s(member, health, now) for member in of or self.members if not member.leaving]
         return min(waits, default=LONGEST_WAIT_S)
 
     @property
     def unproven(self) -> bool:
-        """Whether some member serves without proof, or will: none is wanted of it, be it down or
-        yet to be found; or it gives no figures."""
+        """Returns whether a member serves, or will serve, without proof.
+
+        True if no proof is required of a member, even if it is down or not yet discovered, or if
+        one is admitted that returns no log-probabilities.
+        """
         if self.config.discover and directory_of(self.config.proof, None) is None:
             return True
         return any(m.proof is None or m.proof.state == "admitted" for m in self.members)
 
     @property
     def proven(self) -> Proven:
-        """What its numbers measure now."""
+        """Returns the measured divergence of the backends that serve now."""
         if self._stale or (self._reopens_at < math.inf and self._clock() >= self._reopens_at):
             self._refresh()
         return self._proven
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would find a member that serves, be it full or not."""
+        """Returns whether some member serves now, even if it is full."""
         if self._stale:
             self._refresh()
         return any(member.up for member in self.members)
 
     @property
     def capacity_tokens(self) -> int | None:
-        """Of the KV caches of those that serve; who does not say is taken for the mean.
+        """Sums the KV-cache capacity, in tokens, of the members that serve.
 
-        Of all, if none serves: a limit must not vanish with the last backend. None if nobody says.
+        A member that reports no capacity counts as the mean of the others. If no member serves,
+        all are counted: a limit must not vanish with the last backend. None if no member reports.
         """
         counted = [member for member in self.members if member.up] or self.members
         known = [m.capacity_tokens for m in counted if m.capacity_tokens is not None]
@@ -164,15 +168,15 @@ class Pool:
 
     @property
     def context_length(self) -> int | None:
-        """The shortest context among the backends that say theirs."""
+        """Returns the shortest context, in tokens, among the backends that report theirs."""
         lengths = (member.backend.context_length for member in self.members)
         return min((length for length in lengths if length), default=None)
 
     async def start(self, *, patience_s: float = FIRST_PROOF_S) -> None:
-        """Starts every backend and has a first look at each, for `health.timeout_s` at most.
+        """Starts every backend and waits for its first health check, `health.timeout_s` at most.
 
-        Then waits for the first verdicts, for `patience_s` at most. Raises the OctetError of the
-        first backend that can never work; one that cannot be reached is only unavailable.
+        Then waits for the first verdicts, `patience_s` at most. Raises the OctetError of the first
+        backend that can never work; one that cannot be reached is only unavailable.
         """
         started = await asyncio.gather(
             *(member.backend.start() for member in self.members), return_exceptions=True
@@ -189,7 +193,7 @@ class Pool:
         await self._watches.begin(self.members, self.config, provers, patience_s=patience_s)
 
     async def close(self) -> None:
-        """Lets go of every backend; those that are retiring do not finish. Twice is no mistake."""
+        """Closes every backend; retiring ones do not finish their requests. Safe to call twice."""
         self.closing = True
         await self._gone.close([*self.members, *self._prepared])
 
@@ -202,10 +206,11 @@ class Pool:
         exams: Exams | None = None,
         patience_s: float = FIRST_PROOF_S,
     ) -> Member:
-        """One more, made, started, looked at and, within `patience_s`, proven; `swap` takes it in.
+        """Makes, starts and checks one more member; `swap` adds it to the pool.
 
-        `model` is the public name, and `exams` what it is proven with, where they are about to
-        change. Raises OctetError if it can never work.
+        Waits for its first verdict, `patience_s` at most. `model` is the public model name and
+        `exams` what the member is proven against, where these are about to change. Raises
+        OctetError if the member can never work.
         """
         member = self._member(make_backend(model or self.model, config), config, origin)
         self._prepared.add(member)
@@ -219,12 +224,12 @@ class Pool:
         return member
 
     async def discard(self, member: Member) -> None:
-        """Lets go of one that was prepared and is not wanted after all."""
+        """Closes a prepared member that is not needed after all."""
         self._prepared.discard(member)
         await self._gone.discard(member)
 
     async def examined(self, members: Sequence[Member], exams: Exams) -> Provers:
-        """What `swap` needs for those that stay and are proven with something else from then on."""
+        """Proves the members that stay and whose exam changes; returns their provers for `swap`."""
         return await examined(members, await self._provers(members, exams), self._watches.provers)
 
     def swap(
@@ -235,9 +240,9 @@ class Pool:
         exams: Exams | None = None,
         provers: Provers | None = None,
     ) -> None:
-        """In one step: new settings, and these members.
+        """Applies new settings and this set of members in one step.
 
-        Those that stay keep their state. Those that are missing are given nothing more, and are
+        Members that stay keep their state. Members that are missing get no more requests, and are
         closed when their last lease ends.
         """
         before, self.config = self.config, config
@@ -256,7 +261,7 @@ class Pool:
 
     @property
     def retiring(self) -> tuple[Member, ...]:
-        """Those that are no members any more and finish what they have."""
+        """Returns the removed members that are still finishing their requests."""
         return self._gone.leaving
 
     def _member(

@@ -1,4 +1,4 @@
-"""What a pool's backends are proven with, and what they have proven together."""
+"""The provers of a pool's backends, and the divergence that they have measured together."""
 
 import asyncio
 import random
@@ -11,20 +11,20 @@ from serve.proof.prover import Prover
 
 __all__ = ["Proven", "Provers", "proven_by"]
 
-Provers = Mapping[Member, Prover | None]  # None: no proof is wanted
+Provers = Mapping[Member, Prover | None]  # None: no proof is required
 
 
 @dataclass(frozen=True)
 class Proven:
-    """Of the members that serve, the figures of the one that is furthest from the reference."""
+    """Figures of the serving member that is furthest from the reference."""
 
-    kl: float | None = None  # nats at most, with 95 % confidence; None: not known of each
-    kl_low: float | None = None  # nats at least
+    kl: float | None = None  # nats, upper bound, 95 % confidence; None: some member's is unknown
+    kl_low: float | None = None  # nats, lower bound
     artifact: str | None = None  # identity of its manifest
 
 
 def proven_by(members: Iterable[Member]) -> Proven:
-    """Nothing where one that serves has no measured figure: a request may meet it."""
+    """Returns no figures if any serving member is unmeasured, since it may get a request."""
     proofs = [member.proof for member in members if member.up]
     found = [(kl, proof) for proof in proofs if proof and (kl := proof.measured_kl) is not None]
     if not found or len(found) < len(proofs):
@@ -41,7 +41,7 @@ async def make_provers(
     clock: Callable[[], float],
     rng: random.Random,
 ) -> dict[Member, Prover | None]:
-    """One for each member. Raises ArtifactError for golden records that cannot be used."""
+    """Makes a prover for each member, or None. Raises ArtifactError for unusable golden records."""
     found: dict[Member, Prover | None] = {}
     for member in members:
         exam = await exams.find(member.config)
@@ -51,9 +51,9 @@ async def make_provers(
 
 
 async def examined(members: Sequence[Member], provers: Provers, now: Provers) -> Provers:
-    """Those of `provers` that ask for something else than `now` does, with a first admission.
+    """Returns the `provers` whose exam differs from that in `now`, after a first admission.
 
-    So new settings are proven before they are taken over, and nobody is out meanwhile.
+    So backends are proven under new settings before these apply, and no backend is out meanwhile.
     """
     changed = {m: provers[m] for m in members if _key(provers[m]) != _key(now.get(m))}
     asked = (p.admit() for m, p in changed.items() if p is not None and m.reachable and m.ready)

@@ -1,7 +1,7 @@
-"""How many retries a pool bears: Envoy's retry budget, and AWS's full jitter.
+"""Limits the retries of a pool: Envoy's retry budget, and AWS's full jitter.
 
-Retries of a struggling pool add to the load that made it struggle. So no more than a part of the
-active requests may be retries at any time, and a few where there are hardly any requests.
+Retries of a struggling pool add to the load that made it struggle. So at any time only a fraction
+of the active requests may be retries, or a small fixed number if there are few requests.
 """
 
 import random
@@ -22,14 +22,14 @@ class RetryBudget:
         *,
         rng: random.Random | None = None,
     ) -> None:
-        """`active` says how many requests the pool has, retries included."""
+        """`active` returns the pool's number of requests, retries included."""
         self.config = config
         self._active = active
         self._rng = rng or random.Random()
         self.retrying = 0  # requests
 
     def take(self) -> bool:
-        """Whether one more retry may begin; it counts until `give_back`."""
+        """Returns whether one more retry may begin; it counts until `give_back`."""
         allowed = max(self.config.min_concurrent, self.config.budget * self._active())
         if self.retrying + 1 > allowed:
             return False
@@ -37,15 +37,15 @@ class RetryBudget:
         return True
 
     def give_back(self) -> None:
-        """The retry has ended, one way or another."""
+        """Ends the count of one retry, whatever its outcome."""
         assert self.retrying > 0
         self.retrying -= 1
 
     def backoff_s(self, retry: int) -> float:
-        """How long to wait before the `retry`-th retry of a request, counted from 1.
+        """Returns the seconds to wait before the `retry`-th retry of a request, counted from 1.
 
-        None before the first: it goes to another backend. Then anything up to a limit that doubles,
-        so that those who failed together do not come back together.
+        0 before the first, which goes to another backend. Then a random time up to a limit that
+        doubles, so that requests that failed together do not come back together.
         """
         if retry <= 1:
             return 0.0

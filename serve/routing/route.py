@@ -1,4 +1,4 @@
-"""From a model's public name to the pools that answer for it, in the order to ask them."""
+"""Resolves a model's public name to the pools that answer for it, in the order to try them."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ class Route:
         """Raises ConfigError for a pool or a tier that does not exist."""
 
         def named(reference: object) -> Pool:
-            key = reference if isinstance(reference, str) else name  # a pool written in place
+            key = reference if isinstance(reference, str) else name  # an inline pool
             if key not in pools:
                 raise ConfigError(f"models.{name}: no pool '{key}'{nearest(key, pools)}")
             return pools[key]
@@ -49,13 +49,13 @@ class Route:
                 raise ConfigError(f"models.{name}: no tier '{tier}'{nearest(tier, self.tiers)}")
 
     def tier_of(self, name: str) -> str | None:
-        """The tier of requests for `name`, this model's or an alias, that ask for none."""
+        """Returns the tier of requests for `name` (this model or an alias) that name no tier."""
         return self.tier_aliases.get(name, self._default_tier)
 
     def tier(self, name: str, asked: str | None) -> ModelTier | None:
-        """The tier of a request for `name` that asks for the tier `asked`.
+        """Returns the tier of a request for `name` whose header names the tier `asked`.
 
-        Raises RequestError (400) for a tier that is not there, or another than its alias is of.
+        Raises RequestError (400) for an unknown tier, or one other than the alias's own.
         """
         if asked is None:
             of_name = self.tier_of(name)
@@ -71,10 +71,11 @@ class Route:
         return self.tiers[asked]
 
     def pools(self, tier: ModelTier | None = None) -> list[Pool]:
-        """In the order to ask them: a canary if one is drawn, the main pool, the fallbacks.
+        """Returns the pools to try, in order: a canary if drawn, the main pool, the fallbacks.
 
-        With a tier, as `ModelTier.order` has the latter, and a canary only if it fits: of one that
-        is more exact, those are left out that are less. Raises RequestError (503) if none is left.
+        With a tier, `ModelTier.order` orders main pool and fallbacks, and a canary is used only if
+        it fits. Pools that are less exact than the canary are then left out. Raises RequestError
+        (503) if none is left.
         """
         canary = self._canary()
         if tier is None:
@@ -88,7 +89,7 @@ class Route:
         return order
 
     def _canary(self) -> Pool | None:
-        """The one that this request is drawn for, if it is for one."""
+        """Draws whether a canary pool gets this request; returns that pool, if any."""
         if self._canaries:
             draw = self._rng.random()
             for pool, fraction in self._canaries:
@@ -98,14 +99,14 @@ class Route:
         return None
 
     def shadow(self) -> Pool | None:
-        """The pool that gets a copy of this request, if one is drawn."""
+        """Draws whether the shadow pool gets a copy of this request; returns that pool, if so."""
         if self._shadow is None or self.config.shadow is None:
             return None
         return self._shadow if self._rng.random() < self.config.shadow.fraction else None
 
     @property
     def context_length(self) -> int | None:
-        """The shortest among the pools that may answer and say theirs."""
+        """Returns the shortest context, in tokens, of the pools that may answer and report one."""
         pools = [self._main, *self._fallback, *(pool for pool, _ in self._canaries)]
         lengths = (pool.context_length for pool in pools)
         return min((length for length in lengths if length), default=None)
@@ -123,9 +124,9 @@ class Routes:
         costs: Mapping[str, float] | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`costs` are of a token in each pool, by their names; 1 where nothing is said.
+        """`costs` holds the cost of a token by pool name; 1 for a pool that is not listed.
 
-        Raises ConfigError for a pool or a tier that does not exist, or a name that is given twice.
+        Raises ConfigError for a pool or a tier that does not exist, or a name that is used twice.
         """
         rng = rng or random.Random()
         self._routes = {
@@ -141,7 +142,7 @@ class Routes:
     @classmethod
     def from_config(cls, config: GatewayConfig, pools: Mapping[str, Pool]) -> Self:
         """Raises ConfigError, as above."""
-        # Not the pools' own word for it: until a reload is over, they have the old configuration.
+        # Not the pools' own costs: until a reload is over, pools have the old configuration.
         costs = {name: pool.cost for name, pool in config.all_pools.items()}
         return cls(config.models, pools, tiers=config.tiers, costs=costs)
 
@@ -150,13 +151,13 @@ class Routes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the models, without their aliases."""
+        """Returns the models' names, without their aliases."""
         return tuple(self._routes)
 
     def resolve(self, model: str, may_use: Callable[[Route], bool] = lambda route: True) -> Route:
-        """Raises RequestError (404) for a name that is not served.
+        """Returns the route of `model`. Raises RequestError (404) for a name that is not served.
 
-        It says which are, of those that the client `may_use`.
+        The error names only models that the client `may_use`.
         """
         route = self._by_name.get(model)
         if route is None:

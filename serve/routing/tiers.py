@@ -1,7 +1,7 @@
-"""One tier of one model: which of the model's pools may answer, by what their numbers measure.
+"""A tier of a model: the model's pools that may answer, by their measured divergence.
 
-A pool fits where the upper bound of its measured divergence is within the tier's budget. One of
-which nothing is measured fits no tier. All of this is asked anew for each request.
+A pool fits if the upper bound of its measured divergence is within the tier's budget. An unmeasured
+pool fits no tier. The selection is made anew for each request.
 """
 
 import math
@@ -15,11 +15,11 @@ from serve.routing.pool import Pool
 
 __all__ = ["ModelTier", "tiers_of"]
 
-_LONGEST_WAIT_S = 60.0  # that a client is told to wait
+_LONGEST_WAIT_S = 60.0  # largest Retry-After that a client receives
 
 
 class ModelTier:
-    """What a request of this tier may go to; nothing of a request is kept here."""
+    """Selects the pools that may answer a request of this tier. Keeps no state of a request."""
 
     __slots__ = ("_by_cost", "_siblings", "allow_less_exact", "max_kl", "model", "name")
 
@@ -31,9 +31,9 @@ class ModelTier:
         by_cost: Sequence[Pool],
         siblings: "Mapping[str, ModelTier]",
     ) -> None:
-        """`by_cost` are the model's pools, the cheapest first; `siblings` its tiers, by exactness.
+        """`by_cost` holds the model's pools, the cheapest first.
 
-        The latter may still be growing.
+        `siblings` holds the model's tiers, the most exact first; it may still be incomplete.
         """
         self.name = name
         self.model = model
@@ -43,17 +43,17 @@ class ModelTier:
         self._siblings = siblings
 
     def fits(self, pool: Pool) -> bool:
-        """Whether `pool` keeps the budget, as last measured."""
+        """Returns whether `pool` is within the budget, as last measured."""
         kl = pool.proven.kl
         return kl is not None and kl <= self.max_kl
 
     def order(self, first: Pool | None = None) -> list[Pool]:
-        """The cheapest that fits, then those to fall back to. Empty: nobody fits.
+        """Returns the cheapest pool that fits, then its fallbacks. Empty if no pool may answer.
 
-        Each further one is not measurably less exact than any before it: its lower bound is not
-        over their upper bounds. Where the tier allows less, the others that fit come after them,
-        then those that do not, the most exact first; never one of which nothing is measured.
-        `first`, which has to fit, is asked before all of them.
+        No fallback is measurably less exact than a pool before it: its lower bound is not above
+        their upper bounds. If the tier allows less exact answers, the other fitting pools come
+        next, then those that do not fit, the most exact first. An unmeasured pool is never
+        included. `first`, which must fit, comes before all others.
         """
         limit, exactest = self.max_kl, math.inf
         found: list[Pool] = []
@@ -77,22 +77,22 @@ class ModelTier:
         return found
 
     def require(self, pool: Pool) -> None:
-        """Raises RequestError (503) for a pool that must not answer any more.
+        """Raises RequestError (503) if `pool` may no longer answer.
 
-        Since `order` was asked, the request may have waited, and the pool been measured again.
+        Since the call of `order`, the request may have waited, and the pool been measured again.
         """
         kl = pool.proven.kl
         if kl is None or (kl > self.max_kl and not self.allow_less_exact):
             raise self.refusal()
 
     def kept_by(self, pool: Pool) -> str | None:
-        """The tier whose budget an answer of `pool` keeps: this one, or the most exact it fits."""
+        """Returns the tier whose budget `pool` keeps: this one, or the most exact that it fits."""
         if self.fits(pool):
             return self.name
         return next((tier.name for tier in self._siblings.values() if tier.fits(pool)), None)
 
     def refusal(self) -> RequestError:
-        """503: which budget, what each pool measures, and what to do."""
+        """Builds the 503 error: the budget, each pool's measured divergence, and what to do."""
         reasons = ", ".join(f"'{name}' {why}" for name, why in self.reasons().items())
         served = [name for name, tier in self._siblings.items() if tier.order()]
         waits_s = [_retry_after_s(pool) for pool in self._by_cost if is_measured(pool.config)]
@@ -110,11 +110,11 @@ class ModelTier:
         )
 
     def reasons(self) -> dict[str, str]:
-        """Of each pool that does not fit: why."""
+        """Maps each pool that does not fit to the reason."""
         return {pool.name: self._reason(pool) for pool in self._by_cost if not self.fits(pool)}
 
     def status(self) -> dict[str, Any]:
-        """Its budget, who would be asked now in which order, and why the others do not fit."""
+        """Returns the budget, the current order of pools, and why the others do not fit."""
         return {
             "max_kl": self.max_kl,
             "allow_less_exact": self.allow_less_exact,
@@ -123,7 +123,7 @@ class ModelTier:
         }
 
     def fitting(self) -> Mapping[str, bool]:
-        """Of each pool, whether it fits."""
+        """Maps each pool to whether it fits."""
         return {pool.name: self.fits(pool) for pool in self._by_cost}
 
     def _reason(self, pool: Pool) -> str:
@@ -139,7 +139,7 @@ class ModelTier:
 def tiers_of(
     tiers: Mapping[str, Tier], model: str, pools: Sequence[Pool], costs: Mapping[str, float]
 ) -> dict[str, ModelTier]:
-    """Every tier as the model has it; `pools` are in the model's order, `costs` by their names."""
+    """Builds every tier for one model; `pools` are in the model's order, `costs` by pool name."""
     by_cost = sorted(pools, key=lambda pool: costs.get(pool.name, 1.0))  # stable
     found: dict[str, ModelTier] = {}
     for name, tier in tiers.items():
@@ -148,6 +148,6 @@ def tiers_of(
 
 
 def _retry_after_s(pool: Pool) -> float:
-    """When it may fit: a backend is back, or has been measured again."""
+    """Estimates the seconds until it may fit: a backend is back, or is measured again."""
     wait_s = pool.config.proof.every_s if pool.ready else pool.retry_after_s()
     return min(wait_s, _LONGEST_WAIT_S)

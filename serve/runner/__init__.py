@@ -1,1 +1,1 @@
-"""Defines what a runner of the embedded engine is, and its cache of keys and values."""
+"""Defines the embedded engine's interface to a runner, and the key-value cache."""

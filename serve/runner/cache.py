@@ -1,10 +1,11 @@
-"""The key-value cache: a slot per running request, of which the live part is read.
+"""The key-value cache: one slot per running request, of which a step reads the live part.
 
-`Slots` says who is where; a runner adds the memory that it reads: `SlotCache` on the host, for ONNX
+`Slots` assigns slots to requests. A runner adds the memory: `SlotCache` on the host, for ONNX
 Runtime, and serve/tensorrt/cache.py on a GPU. An E5M2 number is the top byte of an IEEE half, so
-decoding is one shift, done while the live windows of the slots in a step are gathered for the
-runner. Unfilled positions are zero at all times: a masked position has probability 0, and 0 times a
-leftover NaN would still be NaN.
+decoding is one shift, done while the live windows of a step's slots are gathered for the runner.
+
+Unfilled positions are always zero: a masked position has probability 0, and 0 times a leftover NaN
+would still be NaN.
 """
 
 from abc import ABC, abstractmethod
@@ -24,20 +25,20 @@ __all__ = ["WINDOW", "CacheDtype", "SlotCache", "Slots", "window"]
 CacheDtype: TypeAlias = KvCacheDtype
 
 # Live windows end at multiples of this many positions, so that a row's sums are split over vector
-# lanes in the same way whatever the longest row of its batch is.
+# lanes in the same way, however long the longest row of its batch is.
 WINDOW = 64
 
 
 def window(length: int) -> int:
-    """`length` rounded up to a multiple of WINDOW."""
+    """Returns `length` rounded up to a multiple of WINDOW."""
     return -(-length // WINDOW) * WINDOW
 
 
 class Slots(ABC):
-    """`slots` requests of up to `positions` tokens each: which are taken, and how long they are.
+    """Slots for `slots` requests of up to `positions` tokens each, with their lengths.
 
-    `lengths` int64 [slots] counts the filled positions of each slot, `tenants` int64 [slots] the
-    requests that have had it.
+    `lengths` int64 [slots] counts the filled positions of each slot, `tenants` int64 [slots] its
+    past requests.
     """
 
     def __init__(self, spec: ModelSpec, slots: int, positions: int) -> None:
@@ -58,14 +59,14 @@ class Slots(ABC):
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Of the keys and values of all slots."""
+        """Size of the keys and values of all slots."""
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
     def acquire(self) -> int | None:
-        """An empty slot, or None if all are taken."""
+        """Takes an empty slot, or returns None if all are taken."""
         return self._free.pop() if self._free else None
 
     def release(self, slot: int) -> None:
@@ -105,7 +106,7 @@ class SlotCache(Slots):
     def read(self, slots: Sequence[int], out: NDArray[Any]) -> None:
         """Gathers the first positions of `slots` into `out` [2·layers, B, Hkv, window, D].
 
-        `out` is float16 for values (exact), or uint8 for E5M2 codes as they are.
+        `out` is float16 for decoded values (exact), or uint8 for E5M2 codes as they are.
         """
         live = out.shape[3]
         for row, slot in enumerate(slots):
@@ -116,7 +117,7 @@ class SlotCache(Slots):
                 out.view(codes.dtype)[:, row] = codes
 
     def read_newest(self, slots: Sequence[int], out: NDArray[Any]) -> None:
-        """Only the last filled position of each of `slots`, into the same place of `out`."""
+        """Copies only the last filled position of each of `slots` to its place in `out`."""
         at = self.lengths[slots] - 1
         codes = self.codes[slots, :, :, at]  # [B, 2·layers, Hkv, D]
         rows = np.arange(len(slots))
@@ -126,7 +127,7 @@ class SlotCache(Slots):
             out.view(codes.dtype)[:, rows, :, at] = codes
 
     def append(self, slots: Sequence[int], rows: NDArray[Any]) -> None:
-        """Writes new `rows` [2·layers, B, Hkv, T, D] (codes) after what each slot holds."""
+        """Appends new `rows` [2·layers, B, Hkv, T, D] (codes) to `slots`."""
         count = rows.shape[3]
         at = self.lengths[slots, None] + np.arange(count)  # [B, T]
         # Two index arrays around slices put their shared shape first: [B, T, 2·layers, Hkv, D].

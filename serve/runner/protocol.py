@@ -1,4 +1,4 @@
-"""What the engine asks of whatever runs the model: one step over some slots of the cache."""
+"""Defines the interface of a runner, which computes one step of the model over cache slots."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,16 +12,16 @@ from serve.runner.cache import CacheDtype, Slots
 
 __all__ = ["CHUNK", "Runner", "RunnerLost", "StepBatch"]
 
-# Prompt tokens read in one step; on two cores some 60 ms of a 7 M parameter model.
+# Prompt tokens prefilled in one step; some 60 ms on two cores for a model of 7 M parameters.
 CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """New tokens for B requests, T each: T = 1 when decoding, B = 1 when reading a prompt.
+    """New tokens for B requests, T each: T = 1 in decoding, B = 1 in prefill.
 
-    `token_ids` int64 [B, T] follow what `slots` [B] hold. `logit_positions` int64 [B, L] are the
-    indices into T whose logits are wanted.
+    `token_ids` int64 [B, T] follow the tokens in `slots` [B]. `logit_positions` int64 [B, L] are
+    the indices into T whose logits are needed.
     """
 
     token_ids: NDArray[np.int64]
@@ -30,18 +30,18 @@ class StepBatch:
 
 
 class RunnerLost(BackendError):
-    """What the runner computes on has failed: no later step in this process can succeed."""
+    """The runner's device has failed: no later step in this process can succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, kind="dead")
 
 
 class Runner(Protocol):
-    """A model that attends over a cache, which it makes: in the memory where it computes.
+    """Runs a model over a cache, which it makes in the memory where it computes.
 
-    A row's logits must not depend on the other rows of its batch: in no bit with ONNX Runtime. A
-    TensorRT engine may take another kernel for another batch, whose sums round otherwise;
-    serve/engine/golden_check.py says whether this one does.
+    A row's logits must not depend on the other rows of its batch, with ONNX Runtime not in a single
+    bit. A TensorRT engine may choose another kernel for another batch, whose sums round
+    differently; serve/engine/golden_check.py reports whether an engine does.
     """
 
     @property
@@ -52,17 +52,17 @@ class Runner(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many requests it decodes together if nobody says otherwise."""
+        """Default number of requests that it decodes together."""
 
     def new_cache(self, slots: int, positions: int) -> Slots:
-        """A cache for `slots` requests of up to `positions` tokens.
+        """Makes a cache for `slots` requests of up to `positions` tokens.
 
-        Raises ConfigError for sizes that the model, or the memory, does not have.
+        Raises ConfigError for sizes beyond the model or the memory.
         """
 
     def forward(self, step: StepBatch, cache: Any) -> NDArray[np.float32]:
-        """Logits float32 [B, L, V]; appends the new keys and values to the slots.
+        """Returns logits float32 [B, L, V]; appends the new keys and values to the slots.
 
-        `cache` is one of `new_cache`'s. The array may be reused by the next call. If it raises,
-        the slots of this step are in an unknown state and fit only to be released.
+        `cache` comes from `new_cache`. The next call may reuse the returned array. If it raises,
+        the slots of this step are in an unknown state and must be released.
         """

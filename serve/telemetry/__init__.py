@@ -1,1 +1,1 @@
-"""What the gateway shows of itself: metrics, traces and logs."""
+"""Observability of the gateway: metrics, traces and logs."""

@@ -1,4 +1,4 @@
-"""Log lines on standard error, as text or as JSON, each with the id of the request it is about."""
+"""Log lines on standard error, as text or as JSON, each with the id of its request."""
 
 import json
 import logging
@@ -16,16 +16,16 @@ from serve.telemetry.observation import Observation, current
 
 __all__ = ["json_line", "log_access", "logging_to"]
 
-MOST_WAITING = 10_000  # lines; beyond it they are dropped, and their number is logged
+MOST_WAITING = 10_000  # lines; further ones are dropped, and their number is logged
 _access = logging.getLogger("octet.access")
 
 
 @contextmanager
 def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
-    """Sends everything logged from INFO up to `stream` (standard error), from a thread.
+    """Writes everything logged at INFO and above to `stream` (standard error), from a thread.
 
-    So nobody who reads slowly (a full pipe, a terminal) can hold the event loop up. What waits at
-    the end is written before this returns.
+    A slow reader (a full pipe, a terminal) therefore cannot block the event loop. Lines that still
+    wait at the end are written before this returns.
     """
     writer = logging.StreamHandler(stream or sys.stderr)
     writer.setFormatter(_Json() if config.format == "json" else _Text())
@@ -46,7 +46,7 @@ def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
 
 
 def log_access(method: str, path: str, observation: Observation) -> None:
-    """One line for a request that has ended."""
+    """Logs one line for a request that has ended."""
     tokens = observation.tokens
     fields: dict[str, Any] = {
         "method": method,
@@ -73,7 +73,7 @@ def log_access(method: str, path: str, observation: Observation) -> None:
 
 
 class _Handler(QueueHandler):
-    """Hands records to the writing thread, with the request's id, and never waits."""
+    """Hands records, with the request's id, to the writing thread; never waits."""
 
     def __init__(self, waiting: "queue.SimpleQueue[logging.LogRecord]") -> None:
         super().__init__(waiting)
@@ -81,7 +81,7 @@ class _Handler(QueueHandler):
         self.dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The arguments may change, or go, before the record is written: the text is made here."""
+        """Formats the text here: the arguments may change, or go, before the record is written."""
         observation = current.get()
         record.request_id = "" if observation is None else observation.id
         record.message = record.msg = record.getMessage()
@@ -99,7 +99,7 @@ class _Handler(QueueHandler):
 
 
 class _Json(logging.Formatter):
-    """An object a line: time (RFC 3339, UTC), level, logger, message, request_id, more fields."""
+    """One object per line: time (RFC 3339, UTC), level, logger, message, request_id, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -117,7 +117,7 @@ class _Json(logging.Formatter):
 
 
 def json_line(message: str, level: int) -> str:
-    """As one of the log's lines, for what is said before there is a log, or beside it."""
+    """Formats `message` like a line of the log, for use before logging starts or beside it."""
     line = logging.LogRecord("octet", level, "", 0, message, None, None)
     return _Json().format(line)
 
@@ -131,7 +131,7 @@ class _Text(logging.Formatter):
             fields = {"request_id": request_id} | fields
         pairs = [f" {name}={_quoted(value)}" for name, value in fields.items()]
         message = record.getMessage()
-        if not message.isprintable():  # nobody's text ends a line, or talks to the terminal
+        if not message.isprintable():  # no message may end the line or control the terminal
             message = json.dumps(message)[1:-1]
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{''.join(pairs)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

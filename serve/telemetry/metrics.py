@@ -1,4 +1,4 @@
-"""The gateway's own figures; OpenTelemetry's `gen_ai.*` names where that convention has one.
+"""The gateway's own metrics, under OpenTelemetry's `gen_ai.*` names where the convention has one.
 
 Gauges of pools, queues and backends are not kept here: `serve/gateway/collector.py` reads them at
 each scrape.
@@ -19,7 +19,7 @@ from prometheus_client.exposition import choose_encoder
 __all__ = ["Metrics"]
 
 # The boundaries that OpenTelemetry's semantic conventions for generative AI advise. A token of a
-# small model takes less than their first boundary for it, 10 ms: three more below.
+# small model takes less than their first boundary per token, 10 ms, so three lower ones are added.
 _DURATION_S = [0.01 * 2**i for i in range(14)]
 _FIRST_TOKEN_S = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
@@ -36,7 +36,7 @@ class Metrics:
     """Every metric that is counted as it happens, in a registry of its own."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a line more a series
+        disable_created_metrics()  # they would add a line per series
         self.registry = CollectorRegistry()
         self.requests = self._counter(
             "octet_requests",
@@ -140,11 +140,11 @@ class Metrics:
         )
 
     def refused(self, code: str, endpoint: str = "none") -> None:
-        """Counts an error object; `none` is for what was refused before its path was known."""
+        """Counts an error object; `none` is for a request refused before its path was known."""
         self.errors.labels(endpoint, code).inc()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All figures and their content type, in the format that the `Accept` header prefers."""
+        """Returns all metrics and their content type, in the format that `accept` prefers."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 

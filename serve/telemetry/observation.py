@@ -1,4 +1,4 @@
-"""What is seen of one request: the figures it adds to, its spans, and its line in the log."""
+"""Observes one request: the metrics it adds to, its spans, and its line in the log."""
 
 import time
 from contextvars import ContextVar
@@ -14,7 +14,7 @@ __all__ = ["Observation", "Trace", "Tracing", "current"]
 # The request that the running task works for: log lines carry its id.
 current: ContextVar["Observation | None"] = ContextVar("observation", default=None)
 
-OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` of each path; theirs end at embeddings
+OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` by path; the last two are not its own
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
@@ -24,7 +24,7 @@ OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` of each path; theirs e
 
 
 class Trace(Protocol):
-    """The spans of one request (`traces.py`); an Observation has none where tracing is off."""
+    """The spans of one request (`spans.py`); an Observation has none if tracing is off."""
 
     trace_id: str | None  # hexadecimal; None if it is not recorded
 
@@ -43,13 +43,13 @@ class Tracing(Protocol):
         """Returns the span of a request that has just arrived, within its client's trace if any."""
 
     def close(self) -> None:
-        """Sends what is left. Waits for it, at most a few seconds."""
+        """Sends the remaining spans. Waits for that, at most a few seconds."""
 
 
 class Observation:
-    """Made by `Observe` for each request, in `scope["octet"]`; told what happens on the way.
+    """Records what happens to one request. `Observe` puts it into `scope["octet"]`.
 
-    Times are of `time.perf_counter`. Everything may be called in any order, or not at all.
+    Times are by `time.perf_counter`. Every method may be called in any order, or not at all.
     """
 
     __slots__ = (
@@ -82,14 +82,14 @@ class Observation:
         self.events = 0  # with tokens, streamed until now
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
-        self.estimated_prompt_tokens = 0  # counted where the backend does not say
-        self._first_at = self._round_at = self._last_at = 0.0  # the latter: of the latest event
+        self.estimated_prompt_tokens = 0  # used if the backend reports no count
+        self._first_at = self._round_at = self._last_at = 0.0  # the last: of the latest event
         self._running = 1  # choices that are still being written
         self._skipped = 0  # events still to come that end no gap
         self._pending = 0  # events since `_round_at`
         self._gaps = 0  # between tokens, the held ones included
-        # Gaps not yet counted, by rounds: each one's length, and how many. With one choice the
-        # latest alone; with several all, for the ends of choices are spread over the last ones.
+        # Gaps not yet counted, by rounds: seconds and number of each. One choice holds only the
+        # latest round; several hold all, because choices end anywhere in the last rounds.
         self._held: list[tuple[float, int]] = []
         self._inter_token: Histogram | None = None
 
@@ -97,26 +97,26 @@ class Observation:
         self.key = key
 
     def routed(self, model: str, choices: int = 1, tier: str = "") -> None:
-        """The model's public name, how many choices the answer will have, and the tier asked."""
+        """Records the model's public name, the number of choices, and the requested tier."""
         self.model = model
         self.choices = choices
         self.tier = tier
 
     def queued(self, seconds: float) -> None:
-        """It waited for so long at the gate of `pool`; once for each pool."""
+        """Records the wait at the gate of `pool`; called once for each pool."""
         self.queued_s += seconds
         self.metrics.queue.labels(self.pool).observe(seconds)
         if self.trace is not None:
             self.trace.queued(seconds)
 
     def attempt(self, pool: str, backend: str, precision: str) -> None:
-        """A backend is asked, by its member's name."""
+        """Records that a backend is sent the request; `backend` is its member's name."""
         self.pool, self.backend, self.precision = pool, backend, precision
         if self.trace is not None:
             self.trace.attempt(pool, backend, precision)
 
     def retried(self, reason: FailureKind) -> None:
-        """The backend of the last `attempt` failed; another attempt follows."""
+        """Records that the backend of the last `attempt` failed, and another attempt follows."""
         self.retries += 1
         self.metrics.retries.labels(self.pool, reason).inc()
         self.metrics.failovers.labels(self.model, self.backend).inc()
@@ -124,7 +124,7 @@ class Observation:
             self.trace.attempt_ended(reason)
 
     def first_token(self, events: int = 1) -> None:
-        """The first piece of a streamed answer, of so many events, goes to the client."""
+        """Records that the first piece of a streamed answer, of `events` events, is sent."""
         self._first_at = self._round_at = self._last_at = time.perf_counter()
         self.first_s = self._first_at - self.started
         self.events = events
@@ -132,7 +132,7 @@ class Observation:
         # The first token of each choice ends no gap between tokens. In a chat, an event with its
         # role and no token comes before it.
         self._skipped = self.choices * (2 if self.operation == "chat" else 1) - events
-        self._gaps = max(-self._skipped, 0)  # tokens that came together: no time
+        self._gaps = max(-self._skipped, 0)  # tokens that came together: gaps of no length
         self._held = [(0.0, self._gaps)]
         labels = (self.operation, self.model, self.pool)
         self._inter_token = self.metrics.inter_token.labels(*labels)
@@ -141,11 +141,11 @@ class Observation:
         self.metrics.first_token.labels(*labels).observe(self.first_s, self._exemplar)
 
     def streamed(self, events: int, ended: int = 0) -> None:
-        """A piece after the first goes to the client.
+        """Records that a piece after the first is sent to the client.
 
-        `events` of it have tokens: usage alone and `[DONE]` do not count. They end `ended` choices.
-        Choices are written in turns, so of n that run, n events are one token of each: gaps are
-        counted from one such round to the next.
+        It has `events` events with tokens (usage alone and `[DONE]` do not count), which end
+        `ended` choices. Choices are written in turns: while n run, n events are a round of one
+        token each. Gaps are counted from one round to the next.
         """
         if not events or self._inter_token is None:
             return
@@ -181,10 +181,10 @@ class Observation:
         self._held.clear()
 
     def finished(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
-        """What the backend counted, as far as it said; also of an answer that was cut short."""
+        """Records the backend's counts, if it reports them; also of an answer cut short."""
         self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
         if completion_tokens is not None:
-            # An event that only says why a choice ended came with no token: its gap is none.
+            # An event that holds only a finish reason came with no token, so it ends no gap.
             excess = self._gaps - max(completion_tokens - self.choices, 0)
             while excess > 0 and self._held:
                 seconds, count = self._held.pop()
@@ -193,29 +193,32 @@ class Observation:
                 excess -= count
 
     def broken(self, kind: str) -> None:
-        """A streamed answer ended in an error event: a FailureKind, or the error's code."""
+        """Records that a streamed answer ended in an error event.
+
+        `kind` is a FailureKind, or the error's code.
+        """
         self.broke = True
         self.metrics.broken.labels(self.model).inc()
         self.refused(kind)
 
     def refused(self, code: str) -> None:
-        """An error object was sent."""
+        """Records that an error object was sent."""
         self.code = code
         self.metrics.refused(code, self.endpoint)
 
     @property
     def _exemplar(self) -> dict[str, str] | None:
-        """A trace that shows such a value."""
+        """The request's trace, as an example behind a metric's value."""
         trace_id = None if self.trace is None else self.trace.trace_id
         return None if trace_id is None else {"trace_id": trace_id}
 
     def headers_out(self) -> dict[str, str]:
-        """To be sent to the backend: the request's id, and the trace that it belongs to."""
+        """Returns the headers for the backend: the request's id and its trace context."""
         context = self.propagated if self.trace is None else self.trace.headers()
         return {"x-request-id": self.id, **context}
 
     def ended(self) -> None:
-        """Called once, by `Observe`: adds the request to the totals."""
+        """Adds the request to the totals; called once, by `Observe`."""
         metrics = self.metrics
         self._count_gaps()
         if self.gone:
@@ -250,10 +253,10 @@ class Observation:
 
     @property
     def tokens(self) -> tuple[int, int, bool] | None:
-        """Of the prompt and of the answer, and whether the backend counted them.
+        """Tokens of the prompt and of the answer, and whether the backend counted them.
 
-        Else they are estimated, an event for a token: the answer was cut short, or the backend
-        does not say. None where no backend worked for the request, as far as we know.
+        Otherwise they are estimated, one token per event: the answer was cut short, or the backend
+        reports no count. None if, as far as is known, no backend worked on the request.
         """
         if self.prompt_tokens is not None:
             return self.prompt_tokens, self.completion_tokens or 0, True

@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry, sent over OTLP/HTTP: a request's, its wait's, one for each attempt.
+"""OpenTelemetry spans over OTLP/HTTP: for the request, for each wait and for each attempt.
 
-A thread of the library sends them in batches, and drops them when its queue is full: tracing
-cannot hold a request up. What was said, by either side, is not in them.
+A thread of the library sends them in batches, and drops them when its queue is full, so tracing
+cannot delay a request. Spans contain neither prompts nor answers.
 """
 
 import time
@@ -25,8 +25,8 @@ _context = TraceContextTextMapPropagator()  # W3C's traceparent and tracestate
 
 
 class SpanTracing(Tracing):
-    """`sample` is the part of the requests that is recorded; a client that says whether its trace
-    is recorded decides for its own."""
+    """Records the fraction `sample` of the requests, unless a client's trace context decides
+    whether its own is recorded."""
 
     def __init__(self, processor: SpanProcessor, sample: float) -> None:
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
@@ -41,7 +41,7 @@ class SpanTracing(Tracing):
 
     @classmethod
     def over_http(cls, endpoint: str, sample: float) -> "SpanTracing":
-        """To a collector at `endpoint`, with or without the path /v1/traces."""
+        """Exports to a collector at `endpoint`, with or without the path /v1/traces."""
         url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
         exporter = OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S)
         return cls(BatchSpanProcessor(exporter), sample)
@@ -94,7 +94,7 @@ class RequestTrace:
         )
 
     def attempt_ended(self, outcome: str) -> None:
-        """`ok`, or what went wrong."""
+        """Ends the attempt's span. `outcome` is `ok`, or what went wrong."""
         span, self._attempt = self._attempt, None
         if span is None:
             return
@@ -109,7 +109,7 @@ class RequestTrace:
         (self._attempt or self._span).add_event("first_token")
 
     def headers(self) -> dict[str, str]:
-        """The trace context for the backend: its spans become children of the attempt."""
+        """Returns the trace context for the backend: its spans become children of the attempt."""
         carrier: dict[str, str] = {}
         inside = self._inside if self._attempt is None else set_span_in_context(self._attempt)
         _context.inject(carrier, inside)
@@ -129,7 +129,7 @@ class RequestTrace:
 
 
 def _attributes(observation: Observation) -> dict[str, str | int | float]:
-    """What is known at the end; OpenTelemetry's names where its conventions have them."""
+    """Returns the final attributes, under OpenTelemetry's names where its conventions have them."""
     tokens = observation.tokens
     attributes: dict[str, str | int | float | None] = {
         "http.response.status_code": observation.status,

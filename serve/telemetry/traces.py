@@ -1,4 +1,4 @@
-"""Starts tracing where the configuration asks for it; else OpenTelemetry's SDK is not imported."""
+"""Starts tracing if the configuration enables it; else OpenTelemetry's SDK is not imported."""
 
 from urllib.parse import urlsplit
 
@@ -12,7 +12,7 @@ __all__ = ["tracing_from"]
 def tracing_from(config: Traces) -> Tracing | None:
     """Returns None without an endpoint.
 
-    Raises ConfigError for an endpoint that is no URL, or for a missing library.
+    Raises ConfigError if the endpoint is not a URL, or a library is missing.
     """
     if config.endpoint is None:
         return None

@@ -1,1 +1,1 @@
-"""Serving from a TensorRT plan: its library, the GPU's memory, the cache there, and the runner."""
+"""Serves from a TensorRT plan: the library, the GPU's memory, the cache on it, and the runner."""

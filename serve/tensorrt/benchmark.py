@@ -1,9 +1,9 @@
-"""How fast an engine is, by itself: what `trtexec --loadEngine` measures, with its words.
+"""Measures the speed of an engine by itself: what `trtexec --loadEngine` measures, in its terms.
 
-Each profile is run at the shape that it was tuned for, over and over, inputs and outputs moved each
-time. The cache stays on the GPU, as in serving; trtexec would move that too. Nothing overlaps: the
-next step starts when the last has come back, as in a decode loop, which must see a token before it
-can ask for another. Times on the GPU are CUDA events, to half a microsecond.
+Each profile is run repeatedly at the shape that it was tuned for; inputs and outputs are copied
+each time. The cache stays on the GPU, as in serving; trtexec would copy it too. Nothing overlaps:
+each step starts after the results of the one before have arrived, as in a decode loop, which needs
+a token before it can compute the next. GPU times are CUDA events, accurate to half a microsecond.
 """
 
 import time
@@ -35,9 +35,9 @@ def benchmark(
     warm_up_s: float = WARM_UP_S,
     device: int = 0,
 ) -> dict[str, Any]:
-    """Runs each profile for at least `duration_s` and `iterations`; the figures, in seconds.
+    """Runs each profile for at least `duration_s` and `iterations`; returns figures in seconds.
 
-    Raises what `TensorRTRunner` raises for an engine that cannot run here.
+    Raises the errors of `TensorRTRunner` for an engine that cannot run here.
     """
     runner = TensorRTRunner(directory, device=device)
     details = runner.manifest.details
@@ -62,7 +62,7 @@ def benchmark(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """`benchmark`'s figures, a row for each profile and time, in milliseconds."""
+    """Makes a table of `benchmark`'s figures: a row per profile and time, in milliseconds."""
     columns = ("min", "mean", "median", *_PERCENTILES, "max")
     made = Table(
         title=f"{result['model']}, {result['recipe']}, {result['kv_cache']} cache, on"
@@ -135,7 +135,7 @@ def _measure(
 
 
 def _set_up(runner: TensorRTRunner, lane: Lane, shape: Limits) -> None:
-    """Puts token ids, and a cache of zeros of the right length, where the engine reads them."""
+    """Sets the engine's inputs: random token ids, and a cache of zeros of the right length."""
     longest = min(runner.spec.max_positions, shape.cached + shape.tokens)
     cache = runner.new_cache(shape.batch, longest)
     slots = list(range(shape.batch))
@@ -151,7 +151,7 @@ def _set_up(runner: TensorRTRunner, lane: Lane, shape: Limits) -> None:
 
 
 def _summary(values: list[float]) -> dict[str, float]:
-    """Seconds."""
+    """Summarizes times, in seconds."""
     times = np.array(values)
     return {
         "min": float(times.min()),

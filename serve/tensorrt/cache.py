@@ -1,4 +1,4 @@
-"""The key-value cache on a GPU: codes per slot, and the windows that an engine reads of them."""
+"""The key-value cache on a GPU: codes per slot, and the windows of them that an engine reads."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,9 +17,8 @@ __all__ = ["DeviceCache", "Window"]
 class Window:
     """The first `live` positions of some slots, [2·layers, B, Hkv, live, D] on the GPU.
 
-    `stride` bytes lie between the addresses of two tensors.
-    `held` says of which: a cache, and (slot, tenant, length) of each row; None for nothing that is
-    of use.
+    `stride` bytes lie between the addresses of two tensors. `held` names the content: a cache, and
+    (slot, tenant, length) of each row; None if the content is not usable.
     """
 
     memory: Memory
@@ -29,7 +28,7 @@ class Window:
 
 
 class DeviceCache(Slots):
-    """Codes on the GPU, [slots, 2·layers, Hkv, positions, D]: 1 byte each, or 2 of a float16."""
+    """Codes on the GPU, [slots, 2·layers, Hkv, positions, D]: 1 byte each, or 2 for float16."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class DeviceCache(Slots):
         kernels: Kernels,
         item_bytes: int,
     ) -> None:
-        """Raises ConfigError as `Slots` does, and for more than the GPU has memory for."""
+        """Raises ConfigError as `Slots` does, and for a cache beyond the GPU's free memory."""
         super().__init__(spec, slots, positions)
         self._gpu, self._kernels = gpu, kernels
         self._tensors, self._heads, self._dim = 2 * spec.layers, spec.kv_heads, spec.head_dim
@@ -57,29 +56,29 @@ class DeviceCache(Slots):
         return self.slots * self._slot_bytes
 
     def resize(self, window: Window, batch: int, live: int) -> None:
-        """Makes room for the windows of `batch` rows; what was there is lost."""
+        """Makes room for the windows of `batch` rows of `live` positions; discards the content."""
         window.live, window.held = live, None
         window.stride = aligned(batch * self._heads * live * self._dim * self._item_bytes)
         size = self._tensors * window.stride
-        if size > window.memory.nbytes:  # with room to grow: contexts get longer
+        if size > window.memory.nbytes:  # allocate spare room, because contexts get longer
             window.memory.reserve(size * 5 // 4)
 
     def is_in(self, window: Window, slots: Sequence[int]) -> bool:
-        """Whether `window` holds what `gather` would read."""
+        """Decides whether `window` already holds what `gather` would read."""
         return window.held is not None and window.held == (self, self._rows(slots))
 
     def gather(self, batch: int, where: int, into: Window) -> None:
-        """Reads a window. `where` is the address of int64 [B, 2]: slots, and their lengths."""
+        """Fills a window. `where` is the address of int64 [B, 2]: slots, and their lengths."""
         into.held = None
         self._kernels.gather(self._arguments(batch, where, into))
 
     def append(
         self, slots: Sequence[int], where: int, rows: int, stride: int, count: int, into: Window
     ) -> None:
-        """Writes the new rows behind what each slot holds, and into a window.
+        """Appends the new rows to each slot and to a window.
 
-        `rows` is their address, [2·layers, B, Hkv, count, D]; a tensor's are `stride` elements
-        from the next one's.
+        `rows` is their address, [2·layers, B, Hkv, count, D]; `stride` elements lie between the
+        rows of two tensors.
         """
         into.held = None
         arguments = self._arguments(len(slots), where, into)
@@ -92,7 +91,7 @@ class DeviceCache(Slots):
         return tuple((slot, int(self.tenants[slot]), int(self.lengths[slot])) for slot in slots)
 
     def _clear(self, slot: int, length: int) -> None:
-        with suppress(BackendError):  # a GPU that cannot do this fails every later step
+        with suppress(BackendError):  # a GPU that fails here fails every later step too
             self._gpu.activate()
             self._gpu.zero(
                 self._memory.address + slot * self._slot_bytes,

@@ -1,7 +1,7 @@
-"""One GPU through cuda-bindings: its memory, one stream that orders all work, and time.
+"""One GPU through cuda-bindings: its memory, one stream that orders all work, and timing.
 
-No array library is needed to run an engine: memory is addresses, and whoever writes them knows the
-shapes. Everything here is asynchronous but `synchronize`, which the host waits in.
+No array library is needed to run an engine: memory is addresses, and the callers know the shapes.
+Everything here is asynchronous except `synchronize`, in which the host waits.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from serve.runner.protocol import RunnerLost
 
 __all__ = ["Event", "Gpu", "Memory", "PinnedMemory", "aligned", "checked"]
 
-_ALIGNMENT = 256  # bytes; what cudaMalloc gives, and so what TensorRT may expect of an address
+_ALIGNMENT = 256  # bytes; the alignment of cudaMalloc, which TensorRT may expect of an address
 _GRANULE = 2 << 20  # device memory is allocated in multiples of this
-_PAGE = 64 << 10  # and page-locked memory of these
+_PAGE = 64 << 10  # page-locked memory is allocated in multiples of this
 
 
 class Gpu:
-    """Device `index` and its stream. Calls from another thread than the last need `activate`."""
+    """Device `index` and its stream. Calls from a thread other than the last need `activate`."""
 
     def __init__(self, index: int = 0) -> None:
-        """Raises UnsupportedError where there is no such GPU, or no cuda-bindings."""
+        """Raises UnsupportedError if there is no such GPU, or no cuda-bindings."""
         self.runtime = _runtime()
         self.index = index
         status, count = self.runtime.cudaGetDeviceCount()
@@ -47,7 +47,7 @@ class Gpu:
 
     @property
     def target(self) -> str:
-        """Such as "sm89"."""
+        """The GPU's architecture, such as "sm89"."""
         return f"sm{self.capability[0]}{self.capability[1]}"
 
     @property
@@ -67,7 +67,7 @@ class Gpu:
         checked(self.runtime.cudaMemcpyAsync(to.address, source, nbytes, kind, self.stream))
 
     def zero(self, address: int, *, pitch: int, width: int, height: int) -> None:
-        """The first `width` bytes of each of `height` rows that lie `pitch` bytes apart."""
+        """Zeroes the first `width` bytes of each of `height` rows that lie `pitch` bytes apart."""
         runtime = self.runtime
         if width == pitch:  # CUDA takes no pitch of 2 GiB or more
             checked(runtime.cudaMemsetAsync(address, 0, width * height, self.stream))
@@ -77,7 +77,7 @@ class Gpu:
     def synchronize(self) -> None:
         """Waits for all work.
 
-        Raises RunnerLost for what went wrong in it: CUDA gives that error from then on.
+        Raises RunnerLost if the work failed: CUDA returns the same error from then on.
         """
         try:
             checked(self.runtime.cudaStreamSynchronize(self.stream))
@@ -86,17 +86,17 @@ class Gpu:
 
 
 class Memory:
-    """Bytes on the GPU, freed with this object; `reserve` makes them more, with no content."""
+    """Bytes on the GPU, freed with this object; growing them by `reserve` discards the content."""
 
     def __init__(self, gpu: Gpu, nbytes: int = 0) -> None:
-        """Raises ConfigError if the GPU has not that many left."""
+        """Raises ConfigError if the GPU has not enough memory left."""
         self._gpu = gpu
         self.address = self.nbytes = 0
         self._free: Any = None
         self.reserve(nbytes)
 
     def reserve(self, nbytes: int) -> int:
-        """The address of at least `nbytes`; valid until the next call."""
+        """Returns the address of at least `nbytes`; valid until the next call."""
         if nbytes > self.nbytes or not self.address:
             runtime = self._gpu.runtime
             if self._free is not None:
@@ -112,12 +112,12 @@ class Memory:
                 )
             self.address, self.nbytes = int(checked((status, address))), size
             self._free = weakref.finalize(self, runtime.cudaFree, self.address)
-            self._free.atexit = False  # the process returns all memory
+            self._free.atexit = False  # the end of the process frees all memory
         return self.address
 
 
 class PinnedMemory:
-    """Page-locked bytes of the host, which the GPU copies from and to by itself."""
+    """Page-locked host memory, which the GPU reads and writes by itself."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -125,7 +125,7 @@ class PinnedMemory:
         self._free: Any = None
 
     def reserve(self, nbytes: int) -> None:
-        """At least `nbytes`, with no content; ends what `array` has given."""
+        """Makes it at least `nbytes` long. Growing discards the content and invalidates arrays."""
         if nbytes > self.nbytes:
             runtime = self._gpu.runtime
             if self._free is not None:
@@ -137,7 +137,7 @@ class PinnedMemory:
             self._free.atexit = False
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """The bytes from `offset` on as an array; valid until `reserve` makes them more."""
+        """Returns the bytes from `offset` on as an array; valid until `reserve` grows them."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         assert offset + nbytes <= self.nbytes
         buffer = (ctypes.c_uint8 * nbytes).from_address(self.address + offset)
@@ -156,18 +156,18 @@ class Event:
         checked(self._gpu.runtime.cudaEventRecord(self._handle, self._gpu.stream))
 
     def since_s(self, earlier: "Event") -> float:
-        """Seconds from `earlier` to this, once the stream has reached both; to 0.5 µs."""
+        """Returns seconds since `earlier`, to 0.5 µs, once the stream has reached both events."""
         elapsed = self._gpu.runtime.cudaEventElapsedTime(earlier._handle, self._handle)
         return float(checked(elapsed)) / 1e3
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` up to where the next tensor may begin."""
+    """Returns `nbytes` rounded up to where the next tensor may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned beside its status; BackendError if that is not 0."""
+    """Returns a cuda-bindings call's results without its status. Raises BackendError if not 0."""
     status, *values = result
     if status.value != 0:
         raise BackendError(f"CUDA: {status.name}")

@@ -1,6 +1,6 @@
-"""What an engine takes and gives: names, element types, and the sizes that its profiles allow.
+"""An engine's inputs and outputs: names, element types, and the sizes that its profiles allow.
 
-export/onnx/decoder.py describes the graph that it was built from.
+export/onnx/decoder.py describes the graph that an engine is built from.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Limits:
     """Sizes that one optimization profile allows, or expects."""
 
     batch: int
-    tokens: int  # new ones, of a row
-    cached: int  # positions, of a row
-    logits: int  # positions with logits, of a row
+    tokens: int  # new tokens per row
+    cached: int  # positions per row
+    logits: int  # positions with logits per row
 
     @classmethod
     def of(cls, engine: Any, profile: int, *, usual: bool = False) -> "Limits":
-        """The largest; with `usual` those that the engine was tuned for."""
+        """Reads the largest sizes; with `usual`, those that the engine was tuned for."""
 
         def shape(name: str) -> tuple[int, ...]:
             return tuple(engine.get_tensor_profile_shape(name, profile)[1 if usual else 2])
@@ -42,15 +42,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What the engine reads and writes."""
+    """Element types that the engine reads and writes."""
 
-    indices: Any  # numpy's, of token ids and positions
-    cache_bytes: int  # of an element of the cache that it reads
-    present_bytes: int  # of an element of a new row
+    indices: Any  # numpy type of token ids and positions
+    cache_bytes: int  # per element of the cache that it reads
+    present_bytes: int  # per element of a new row
 
     @classmethod
     def of(cls, trt: Any, engine: Any, spec: ModelSpec, directory: Path) -> "Dtypes":
-        """Raises ArtifactError for an engine of another graph than this release builds."""
+        """Reads them. Raises ArtifactError for a graph other than this release builds."""
         kind = trt.DataType
         found = {
             name: engine.get_tensor_dtype(name)

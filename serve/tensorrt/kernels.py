@@ -1,4 +1,4 @@
-"""The two kernels of cache.cu, compiled by NVRTC for the GPU at hand when an engine is loaded."""
+"""The two kernels of cache.cu, compiled by NVRTC for the present GPU when an engine is loaded."""
 
 import ctypes
 from importlib import resources
@@ -9,8 +9,8 @@ from serve.tensorrt.gpu import Gpu, checked
 
 __all__ = ["Arguments", "Kernels", "compile_kernels"]
 
-_THREADS = 256  # of a block
-_MAX_BLOCKS = 1 << 16  # a thread does more than one item if there are more
+_THREADS = 256  # per block
+_MAX_BLOCKS = 1 << 16  # with more items than this allows, a thread handles several
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}
 
 
@@ -78,14 +78,14 @@ class Kernels:
 
 
 def word_bytes(row_bytes: int) -> int:
-    """The widest type that divides a row; a load of 16 bytes a thread is what memory likes."""
+    """Returns the size of the widest type that divides a row; memory favours 16 bytes per load."""
     return next(size for size in (16, 8, 4, 2, 1) if row_bytes % size == 0)
 
 
 def compile_kernels(
     capability: tuple[int, int], cache_bytes: int, present_bytes: int, word: int
 ) -> bytes:
-    """Machine code for a compute capability; PTX if NVRTC is older than the GPU. About 0.1 s."""
+    """Compiles to machine code, or to PTX if NVRTC is older than the GPU. Takes about 0.1 s."""
     nvrtc = load_nvrtc("running an engine", "cuda-bindings nvidia-cuda-nvrtc")
     known = architectures(nvrtc)
     target = Target.nearest(known, capability)

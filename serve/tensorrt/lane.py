@@ -1,8 +1,8 @@
 """One optimization profile of an engine: an execution context, and buffers for the current shape.
 
-Of a step, the token ids, positions and mask go to the GPU in one copy, and the logits come back in
-one. The windows of the cache that the engine reads are gathered there; while the same requests go
-on decoding they need only their newest row, which the step before has put in.
+In each step, one copy moves the token ids, positions and mask to the GPU, and one brings the logits
+back. The windows of the cache that the engine reads are gathered on the GPU. While the same
+requests keep decoding, the windows need only their newest row, which the previous step has added.
 """
 
 from dataclasses import dataclass, field
@@ -49,11 +49,11 @@ class Lane:
 
     @property
     def usual(self) -> Limits:
-        """The sizes that the profile was tuned for."""
+        """Sizes that the profile was tuned for."""
         return Limits.of(self.engine, self.profile, usual=True)
 
     def run(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
-        """Logits [B, L, V] of `step`, valid until the next call."""
+        """Runs `step`; returns its logits [B, L, V], valid until the next call."""
         lengths = cache.lengths[step.slots]
         live = min(window(int(lengths.max())), self.limits.cached)
         batch, count = step.token_ids.shape
@@ -71,7 +71,7 @@ class Lane:
         return self.logits
 
     def prepare(self, shape: tuple[int, int, int, int], cache: DeviceCache) -> None:
-        """Buffers and addresses for (B, T, S, L): rows, new tokens, cached positions, logits."""
+        """Sets buffers and addresses for (B, T, S, L): rows, new tokens, cached tokens, logits."""
         if shape == self.shape:
             return
         self.shape = None
@@ -108,7 +108,7 @@ class Lane:
         self.gpu.copy_out(self._out, self._logits.address, self._logits_bytes)
 
     def _lay_out_inputs(self, shape: tuple[int, int, int, int]) -> None:
-        """All small inputs lie one behind the other, so that one copy moves them."""
+        """Places all small inputs in one block of memory, so that one copy moves them."""
         batch, count, live, wanted = shape
         inputs: dict[str, tuple[tuple[int, ...], Any]] = {
             "input_ids": ((batch, count), self.dtypes.indices),
@@ -140,7 +140,7 @@ class Lane:
                 self._bind(name, self._in.address + offsets[name], dims)
 
     def fill(self, step: StepBatch, lengths: NDArray[np.int64]) -> None:
-        """Writes the inputs, on the host; `lengths` [B] are cached already."""
+        """Writes the inputs on the host; `lengths` [B] are the cached tokens of each row."""
         self._ids[:] = step.token_ids
         self._wanted[:] = step.logit_positions
         np.add(lengths[:, None], self._offsets, out=self._positions, casting="same_kind")
@@ -149,7 +149,7 @@ class Lane:
         self._where[:, 0], self._where[:, 1] = step.slots, lengths
 
     def _bind(self, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
-        """Gives the engine an address, and of an input its shape."""
+        """Sets a tensor's address, and for an input its shape."""
         taken = self.context.set_tensor_address(name, address)
         if taken and shape is not None:
             taken = self.context.set_input_shape(name, shape)

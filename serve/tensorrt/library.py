@@ -1,7 +1,7 @@
-"""TensorRT's run-time library, and whether a plan is one for it and for the GPU at hand.
+"""Loads TensorRT's run-time library, and checks that a plan fits it and the present GPU.
 
-A plan holds machine code of one compute capability, laid out by one version of one builder. All
-that is in the manifest beside it, so a plan that cannot run is refused before it is read.
+A plan holds machine code for one compute capability, laid out by one version of one builder. The
+manifest beside it names them, so a plan that cannot run is refused before it is read.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from serve.tensorrt.gpu import Gpu
 
 __all__ = ["load_engine", "load_library", "require_gpu"]
 
-# By the name of the builder: the modules that may hold it, and what installs it.
+# Builder → the modules that may hold its library, and the requirement that installs it.
 _LIBRARIES = {
     "TensorRT": (("tensorrt", "tensorrt_bindings"), "tensorrt=={}"),
     "TensorRT-RTX": (("tensorrt_rtx", "tensorrt_rtx_bindings"), "tensorrt_rtx=={}"),
@@ -24,9 +24,9 @@ _LIBRARIES = {
 
 
 def load_library(directory: Path, manifest: Manifest) -> ModuleType:
-    """The module that runs the engine of `directory`.
+    """Imports the module that runs the engine of `directory`.
 
-    Raises UnsupportedError if it is not installed, or not in the version that built the engine.
+    Raises UnsupportedError if it is not installed, or in another version than built the engine.
     """
     name, version = _builder(directory, manifest)
     modules, requirement = _LIBRARIES[name]
@@ -56,9 +56,9 @@ def require_gpu(directory: Path, manifest: Manifest, gpu: Gpu) -> None:
 
 
 def load_engine(trt: Any, plan: Path) -> tuple[Any, Any]:
-    """The engine in the file `plan` as an ICudaEngine, and the runtime, which must outlive it.
+    """Loads `plan`; returns the runtime, and the ICudaEngine, which the runtime must outlive.
 
-    Raises ArtifactError with TensorRT's first complaint if it does not take it.
+    Raises ArtifactError with TensorRT's first message if TensorRT does not load it.
     """
     log = logger(trt)
     log.clear()

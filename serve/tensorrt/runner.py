@@ -1,6 +1,6 @@
 """Runs a TensorRT engine: a `Runner` whose cache, and all that a step moves, is on the GPU.
 
-Reading a prompt and decoding have each an optimization profile, and so a lane of their own
+Prefill and decoding each have their own optimization profile, and so their own lane
 (serve/tensorrt/lane.py).
 """
 
@@ -26,13 +26,13 @@ __all__ = ["TensorRTRunner"]
 
 
 class TensorRTRunner:
-    """A `Runner` over one engine on one GPU; to be used by one thread at a time."""
+    """A `Runner` over one engine on one GPU, for one thread at a time."""
 
     def __init__(self, directory: Path, *, device: int = 0) -> None:
         """Opens and verifies `directory`.
 
         Raises UnsupportedError, before the plan is read, for an engine of another GPU or another
-        TensorRT than those here, and ArtifactError for what is not a whole, unaltered engine.
+        TensorRT than those here, and ArtifactError for an incomplete or altered engine.
         """
         self.manifest = Manifest.load(directory, "engine", verify=False)
         trt = load_library(directory, self.manifest)
@@ -55,7 +55,7 @@ class TensorRTRunner:
             Limits.of(self._engine, index)
             for index in range(self._engine.num_optimization_profiles)
         ]
-        # One new token a row decodes; the other profile is for prompts.
+        # The profile with one new token per row decodes; the other is for prefill.
         order = sorted(enumerate(profiles), key=lambda item: (item[1].tokens, -item[1].batch))
         self.decode, self.prefill = (
             Lane(self._engine, index, limits, self.gpu, spec, dtypes, logger(trt))
@@ -86,8 +86,8 @@ class TensorRTRunner:
     def forward(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
         """See `Runner`. The logits are valid until the next call.
 
-        Raises RunnerLost, whichever call was the first to report it, once the GPU has failed for
-        good: CUDA gives such an error from any call after it.
+        Raises RunnerLost once the GPU has failed for good, whichever call reports it first: CUDA
+        returns such an error from any later call.
         """
         try:
             self.gpu.activate()
@@ -108,7 +108,7 @@ class TensorRTRunner:
         return self._in_parts(step, cache)
 
     def _in_parts(self, step: StepBatch, cache: DeviceCache) -> NDArray[np.float32]:
-        """A prompt of more tokens, or logits, than the engine takes at once: [1, L, V]."""
+        """Runs a prompt of more tokens, or logits, than the engine takes at once: [1, L, V]."""
         assert len(step.slots) == 1
         size = min(self.prefill.limits.tokens, self.prefill.limits.logits)
         wanted = step.logit_positions[0]
@@ -116,7 +116,7 @@ class TensorRTRunner:
         for start in range(0, step.token_ids.shape[1], size):
             ids = step.token_ids[:, start : start + size]
             (here,) = np.nonzero((start <= wanted) & (wanted < start + size))
-            # An engine gives at least one row of logits.
+            # An engine returns at least one row of logits.
             positions = wanted[here] - start if len(here) else np.zeros(1, np.int64)
             part = self._forward(StepBatch(ids, step.slots, positions[None]), cache)
             found[0, here] = part[0, : len(here)]

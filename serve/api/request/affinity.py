@@ -1,4 +1,4 @@
-"""What requests have in common, so that one that follows another can go to the same backend."""
+"""Affinity of requests: a shared prefix or session lets a request go to the same backend again."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["ask_for"]
 def ask_for(
     routing: Routing, tokens: int, data: dict[str, Any], headers: Mapping[bytes, bytes]
 ) -> Ask:
-    """What a pool with this `routing` has to know of a request with the body `data`."""
+    """Returns what a pool with this `routing` needs to know of a request with the body `data`."""
     if routing.policy == "prefix":
         return Ask(tokens, prefix=_prefix(data, routing.prefix_chars))
     if routing.policy == "session":
@@ -31,7 +31,7 @@ def _session(data: dict[str, Any], headers: Mapping[bytes, bytes], header: str) 
 
 
 def _prefix(data: dict[str, Any], chars: int) -> bytes:
-    """How the prompt begins: of several the first, of token ids their decimals."""
+    """Returns the beginning of the (first) prompt; token ids are written as decimals."""
     prompt = data.get("prompt", data.get("input"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -44,7 +44,7 @@ def _prefix(data: dict[str, Any], chars: int) -> bytes:
 
 
 def _texts(messages: list[Any]) -> Iterable[str]:
-    """In pieces that nobody has copied: an image in a message may have megabytes."""
+    """Yields the texts of messages piece by piece, uncopied: an image may have megabytes."""
     for message in messages:
         if not isinstance(message, dict):
             continue
@@ -56,7 +56,7 @@ def _texts(messages: list[Any]) -> Iterable[str]:
 
 
 def _leaves(value: Any, depth: int = 8) -> Iterable[str]:
-    """The strings in `value`, and what else is in it as text; names of members apart."""
+    """Yields the strings in `value`, and its other values as text, but no names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

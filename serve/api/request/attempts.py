@@ -1,9 +1,9 @@
-"""One request over the backends that may answer it, until one does.
+"""Tries one request on the backends that may answer it, until one does.
 
-Nothing has reached the client yet: another member may be asked, then another pool. A connection
-that was refused or lost is worth one more try at once, and so is a model whose process died: all of
-its requests fail together, more than a budget would let through. What else goes wrong may be the
-load, or the request: it is tried again as far as the pool's retry budget goes.
+Nothing has reached the client yet, so another backend may be tried, then another pool. A refused or
+lost connection earns one immediate retry, and so does a model whose process died: all of its
+requests fail together, more than a retry budget would let through. Any other failure may be caused
+by the load or by the request. It is retried as far as the pool's retry budget allows.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Attempts"]
 
-_AGAIN = ("lost", "failed", "garbled")  # the same member, if there is no other: it may do better
-# Facts about the backend, no sign of load: one re-dispatch a request, outside the budget.
+_AGAIN = ("lost", "failed", "garbled")  # retried on the same member if there is no other
+# Facts about the backend, not signs of load: one re-dispatch per request, outside the budget.
 _GONE = ("refused", "lost", "dead")
 _log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """What one request holds, of which `release` gives everything back; and what it spent."""
+    """The resources that one request holds until `release`, and what it has spent."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Attempts:
         headers: Mapping[bytes, bytes],
         tier: ModelTier | None = None,
     ) -> None:
-        """`pools` are asked in this order, while `tier` allows; `headers` are the client's."""
+        """`pools` are tried in this order, while `tier` allows; `headers` are the client's."""
         self.operation = operation
         self.call = call
         self.pools = pools
@@ -70,16 +70,16 @@ class Attempts:
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
         self.prompt_tokens = 0  # estimated
-        self._budget: RetryBudget | None = None  # of `pool`, in which it has a place
+        self._budget: RetryBudget | None = None  # of `pool`, while the request has a place in it
         self._redispatched = False
-        self._retries = 0  # that took from a budget
-        self._waits: list[tuple[str, float]] = []  # member's name, when it was asked
+        self._retries = 0  # that count against a budget
+        self._waits: list[tuple[str, float]] = []  # member's name, when it was sent the request
         self._queued_s = 0.0
 
     async def open(self) -> Answer:
-        """The answer of the first member that gives one, over all pools.
+        """Returns the answer of the first member that gives one, over all pools.
 
-        Raises RequestError if it is refused, or the BackendError of the last who was asked.
+        Raises RequestError if the request is refused, or the BackendError of the last attempt.
         """
         last: OctetError | None = None
         for pool in self.pools:
@@ -98,7 +98,7 @@ class Attempts:
         raise last
 
     def release(self) -> None:
-        """Gives everything back, whatever became of the request. Idempotent; does not wait."""
+        """Gives everything back, however the request ended. Idempotent; does not wait."""
         try:
             self._leave_member()
         finally:
@@ -111,7 +111,7 @@ class Attempts:
 
     @property
     def closing(self) -> bool:
-        """Whether a drain is over, and running answers end."""
+        """True if a drain is over and running answers end."""
         return self.pool is not None and self.pool.closing
 
     @property
@@ -120,25 +120,25 @@ class Attempts:
         return self.pool.config.timeouts.inter_token_s
 
     def succeeded(self) -> None:
-        """The answer is complete."""
+        """Records that the answer is complete."""
         if self.lease is not None and self.operation.runs_model:
             self.lease.succeeded()
 
     def failed(self, error: BackendError) -> None:
-        """The answer broke off; `error` names the member from now on, and no address."""
+        """Records that the answer broke off; `error` then has the member's name, no address."""
         if self.lease is not None:
             self.lease.failed(error)
             without_address(error, self.lease.member)
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """What the key is charged for."""
+        """Charges the key for these tokens."""
         if self.lease is not None:
             self.lease.served = prompt_tokens + completion_tokens
         if self.ticket is not None:
             self.ticket.settle(prompt_tokens, completion_tokens)
 
     def expired(self, tokens: int) -> RequestError:
-        """The deadline that passed, as an error; `tokens` were sent until then."""
+        """Returns the passed deadline as an error; `tokens` were sent until then."""
         stage, total_s = self.deadlines.expired or "total", self.deadlines.total_s
         self.observation.metrics.deadlines.labels(stage).inc()
         what, at_fault = f"the deadline of {total_s:g} s passed", False
@@ -146,18 +146,18 @@ class Attempts:
             timeouts, name = self.pool.config.timeouts, self.lease.member.name
             if stage == "inter_token":
                 what, at_fault = f"{name} was silent for {timeouts.inter_token_s:g} s", True
-            else:  # a client in a hurry says nothing about the backend
+            else:  # a deadline shortened by the client says nothing about the backend
                 at_fault = tokens == 0 and total_s >= timeouts.total_s
             if at_fault:
                 self.lease.failed(BackendError(what, kind="timeout"))
         return self.too_late(what, tokens)
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:
-        """504, with what was spent."""
+        """Returns a 504 error that lists where the time went."""
         return too_late(what, self._queued_s, self._waits, tokens)
 
     async def _enter(self, pool: Pool) -> None:
-        """Waits for room. Raises RequestError if there is none, or the key has no more."""
+        """Waits for capacity. Raises RequestError if there is none, or the key is over a limit."""
         self._leave_pool()
         if pool.closing:
             raise shutting_down()
@@ -182,7 +182,7 @@ class Attempts:
                 )
             else:
                 await self.ticket.move_to(pool, deadline=deadline)
-        finally:  # who waited in vain has waited, too
+        finally:  # a wait in vain counts, too
             self._queued_s += time.monotonic() - since
         self.observation.queued(self.ticket.queued_s - before_s)
         pool.active += 1
@@ -190,7 +190,7 @@ class Attempts:
 
     async def _ask(self, pool: Pool) -> Answer:
         tried: list[Member] = []
-        unfit: list[Member] = []  # for this request, however often they are asked
+        unfit: list[Member] = []  # for this request, however often they are tried
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
         member = pool.choose(self._ask_of) or await self._next(pool, tried, unfit, failure)
@@ -199,7 +199,7 @@ class Attempts:
             tried.append(member)
             try:
                 return await self._attempt(pool, member, again=again)
-            except UnsupportedField as error:  # another backend of the pool may take the field
+            except UnsupportedField as error:  # another backend of the pool may accept the field
                 refusal = refusal or error
                 unfit.append(member)
                 member = await self._next(pool, tried, unfit, failure)
@@ -222,7 +222,7 @@ class Attempts:
     async def _next(
         self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
     ) -> Member | None:
-        """Who is asked after `failure`: one that was not, or else who may do better now."""
+        """Chooses the member to try after `failure`: an untried one, else one worth a retry."""
         again = failure is not None and failure.kind in _AGAIN
         for barred in (tried, unfit) if again else (tried,):
             member = pool.choose(self._ask_of, barred)
@@ -230,7 +230,7 @@ class Attempts:
                 member = pool.choose(self._ask_of, barred)
             if member is not None:
                 return member
-        # Room is waited for where the next try is free, and no later pool has any.
+        # Waits for capacity only if the next try is outside the budget and no later pool has any.
         free = failure is not None and failure.kind in _GONE and not self._redispatched
         later = self.pools[self.pools.index(pool) + 1 :]
         if not free or any(other.available for each in later for other in each.members):
@@ -238,10 +238,10 @@ class Attempts:
         return pool.choose(self._ask_of, tried) if await pool.room(tried) else None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
-        """Returns when the request may be tried again; raises `failure` if it may not.
+        """Returns when the request may be retried; raises `failure` if it may not.
 
-        Its retries in all pools count together: the first attempt in each is none. It has one place
-        in the pool's budget, from its first retry there until it leaves the pool.
+        Its retries in all pools count together; the first attempt in a pool is not a retry. It has
+        one place in the pool's budget, from its first retry there until it leaves the pool.
         """
         budget, attempts = pool.budget, pool.config.retries.attempts
         if self._retries + 1 >= attempts or not (self._budget or budget.take()):
@@ -276,7 +276,7 @@ class Attempts:
             raise without_address(refused, member) from None
         except (BackendError, asyncio.CancelledError) as failed:
             error = fault_of(failed, self.deadlines, member, first_token_s)
-            if error is not failed and error.kind == "timeout":  # by our own clock
+            if error is not failed and error.kind == "timeout":  # by the gateway's clock
                 self.observation.metrics.deadlines.labels("first_token").inc()
         else:
             return answer

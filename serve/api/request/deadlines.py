@@ -1,8 +1,9 @@
-"""What ends a request before its answer does: a deadline, or a client that goes away.
+"""Ends a request early: at a deadline, or when its client or its backend goes away.
 
-The request runs in a task of its own, and both cancel that task; whoever catches the cancellation
-asks here whether it was one of these. One timer serves all deadlines of a request. It is set when a
-stage begins; the events of a stream only move the time that it looks at when it fires.
+The request runs in a task of its own, and each of these cancels that task. The code that catches
+the cancellation checks here whether it was one of them. One timer serves all deadlines of a
+request. It is set when a stage begins; the events of a stream only move the time that the timer
+checks when it fires.
 """
 
 import asyncio
@@ -14,12 +15,12 @@ from octet.errors import RequestError
 
 __all__ = ["Deadlines", "Stage", "requested_timeout_s"]
 
-Stage: TypeAlias = Literal["total", "first_token", "inter_token"]  # that metrics tell apart
+Stage: TypeAlias = Literal["total", "first_token", "inter_token"]  # distinguished in metrics
 HEADER = b"x-request-timeout"
 
 
 class Deadlines:
-    """Of the request that the current task runs. Times are of the event loop's clock."""
+    """Deadlines of the request that the current task runs, by the event loop's clock."""
 
     __slots__ = (
         *("_at", "_before", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task"),
@@ -33,14 +34,14 @@ class Deadlines:
         assert task is not None
         self._task = task
         self.total_s = total_s
-        self.gone = False  # the client
-        self.given_up = False  # the backend
+        self.gone = False  # the client went away
+        self.given_up = False  # the backend went away
         self.expired: Stage | None = None
         self._total_at = self._loop.time() + total_s - elapsed_s
         self._at = self._silence_s = inf  # the end of the stage, and how long it may be
-        self._before = inf  # `_at`, before something was sent
+        self._before = inf  # `_at`, before the current send
         self._stage: Stage = "total"
-        self._pending = False  # a cancellation of ours that nobody has caught yet
+        self._pending = False  # this object cancelled the task, and that is not caught yet
         self._handle: asyncio.TimerHandle | None = self._loop.call_at(self._total_at, self._fire)
 
     @property
@@ -48,50 +49,53 @@ class Deadlines:
         return max(0.0, self._total_at - self._loop.time())
 
     def within(self, stage: Stage, seconds: float) -> None:
-        """Begins a stage that may take so long."""
+        """Begins a stage that may take `seconds`."""
         self._stage, self._silence_s = stage, seconds
         self._at = self._loop.time() + seconds
         self.expired = None
         self._rearm(min(self._at, self._total_at))
 
     def idle(self) -> None:
-        """No stage is under way: only the total counts."""
+        """Ends the stage: only the total deadline counts."""
         self._stage, self._silence_s, self._at = "total", inf, inf
 
     def sending(self) -> None:
-        """The client is given something, and may take its time: that is no silence of a backend."""
+        """Suspends the stage during a send: a slow client is not a silent backend."""
         self._before, self._at = self._at, inf
 
     def sent(self, *, heard: bool = True) -> None:
-        """The stage's time begins anew if the backend was `heard`; else it goes on."""
+        """Ends a send. The stage's time restarts if the backend was `heard`, else it continues."""
         self._at = self._loop.time() + self._silence_s if heard else self._before
 
     def disconnected(self) -> None:
-        """The client went away."""
+        """Interrupts the request because the client went away."""
         if self._handle is not None:
             self.gone = True
             self._interrupt()
 
     def give_up(self) -> None:
-        """The backend went away, and will not answer."""
+        """Interrupts the request because the backend went away and will not answer."""
         if self._handle is not None and not self._pending:
             self.given_up = True
             self._interrupt()
 
     @property
     def interrupting(self) -> bool:
-        """Whether the task was cancelled here, and nobody has `caught` it yet."""
+        """True if the task was cancelled here and the cancellation was not `caught` yet."""
         return self._pending
 
     def caught(self) -> bool:
-        """In `except CancelledError`: whether it was ours alone; if so, it is undone."""
+        """Undoes a cancellation made here; returns whether it was the only one.
+
+        For use in `except CancelledError`.
+        """
         if not self._pending:
             return False
         self._pending = False
         return self._task.uncancel() == 0
 
     def close(self) -> None:
-        """From here on nothing interrupts the task."""
+        """Stops the timer: nothing interrupts the task from here on."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -104,13 +108,13 @@ class Deadlines:
     def _fire(self) -> None:
         if self._handle is None:
             return
-        now = self._loop.time() + 0.002  # uvloop's clock has milliseconds
+        now = self._loop.time() + 0.002  # uvloop's clock counts milliseconds
         if now >= self._total_at:
             self.expired = "total"
         elif now >= self._at:
             self.expired = self._stage
         else:
-            # While something is being sent, `_at` is unknown: looked at again after a silence.
+            # During a send `_at` is unknown: checks again after the time that the stage allows.
             at = self._at if self._at != inf else now + self._silence_s
             self._rearm(min(at, self._total_at))
             return
@@ -123,9 +127,9 @@ class Deadlines:
 
 
 def requested_timeout_s(headers: Mapping[bytes, bytes]) -> float:
-    """The client's X-Request-Timeout; infinite if it says nothing.
+    """Returns the client's X-Request-Timeout, or infinity if there is none.
 
-    Raises RequestError for what is no positive number.
+    Raises RequestError if it is not a positive number.
     """
     value = headers.get(HEADER)
     if value is None:

@@ -1,6 +1,6 @@
-"""The life of one POST: rights, body, route, admission, attempts, answer; and all given back.
+"""Handles one POST: rights, body, route, admission, attempts, answer; then releases everything.
 
-It runs in the task that the server made for the request. One other task waits for the client to go
+Runs in the task that the server made for the request. One other task waits for the client to go
 away, and cancels this one if it does.
 """
 
@@ -59,10 +59,10 @@ class Exchange:
         self.principal: Principal | None = None
         self.deadlines: Deadlines | None = None
         self.attempts: Attempts | None = None
-        self.tokens = 0  # events with tokens that the client was sent
+        self.tokens = 0  # events with tokens that were sent to the client
 
     async def run(self) -> None:
-        """Runs until the answer is complete or the client has gone, whichever is first."""
+        """Runs until the answer is complete or the client has gone, whichever comes first."""
         try:
             entry = self.gateway.enter()
         except RequestError as error:
@@ -76,7 +76,7 @@ class Exchange:
             entry.leave()
 
     async def _answer(self, entry: "Entry") -> Answer | None:
-        """The answer if it goes out in one piece; None if nothing is left to be sent."""
+        """Returns the answer if it is to be sent in one piece; None if nothing is left to send."""
         watch: asyncio.Task[None] | None = None
         try:
             attempts = await self._checked(entry)
@@ -105,7 +105,7 @@ class Exchange:
                 self.attempts.release()
 
     async def _checked(self, entry: "Entry") -> Attempts:
-        """Raises RequestError for a request that is not to be answered."""
+        """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
         observation, operation, limits = self.observation, self.operation, entry.config.limits
         self.principal = entry.keys.authenticate(self.headers.get(b"authorization"))
         observation.authenticated(self.principal.name)
@@ -150,7 +150,7 @@ class Exchange:
         error: Exception | None = None
         whole = False
         try:
-            progressed()  # before anything else: others wait for the end of a trial
+            progressed()  # before anything else: other requests wait for the end of a trial
             deadlines.within("inter_token", attempts.inter_token_s)
             deadlines.sending()
             await self._send_start(answer)
@@ -161,7 +161,7 @@ class Exchange:
             async for piece in rest:
                 deadlines.sending()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                if is_comment(piece):  # the server lives; whether its model does, it does not say
+                if is_comment(piece):  # shows that the server lives, not that its model does
                     deadlines.sent(heard=False)
                     continue
                 deadlines.sent()
@@ -171,31 +171,31 @@ class Exchange:
                 progressed()
             whole = True
         except (Exception, asyncio.CancelledError) as failure:
-            # After [DONE], or the backend's own error event, nothing else that fails matters.
+            # After [DONE], or the backend's own error event, a further failure does not matter.
             told = answer.tally.ended or answer.tally.failed is not None
             if not (told and (deadlines.caught() or isinstance(failure, BackendError))):
                 error = self._cause(failure)
                 if error is None:
                     return
         finally:
-            deadlines.close()  # a second one would end what the first one has begun
+            deadlines.close()  # a second interruption would cut off the handling of the first
             if not whole:
                 await close(rest)
-        # From here on the backend is free, and the client has the time that it takes.
+        # From here on the backend is free, and the client may take its time.
         tail = self._broken(error) if error is not None else b""
         self._complete(answer, error)
         attempts.release()
         await send({"type": "http.response.body", "body": tail})
 
     def _complete(self, answer: Answer, error: Exception | None = None) -> None:
-        """Notes what the answer came to; `error` is what cut it short."""
+        """Records the result of the answer; `error` is what cut it short."""
         attempts, tally = self.attempts, answer.tally
         assert attempts is not None
-        if answer.status != 200:  # which says nothing of the model: it may hang behind it
+        if answer.status != 200:  # says nothing about the model, which may hang
             self.observation.refused("refused_by_backend")
             attempts.settle(0, 0)
             return
-        if error is None and tally.failed is not None:  # it has told the client so itself
+        if error is None and tally.failed is not None:  # the backend's own error was forwarded
             if isinstance(tally.failed, BackendError):  # else it blames the request
                 attempts.failed(tally.failed)
             self.observation.broken(code_of(tally.failed))
@@ -208,10 +208,10 @@ class Exchange:
             attempts.settle(attempts.prompt_tokens, self.tokens)
 
     def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
-        """What really ended the request: None if its client went, else what to tell it.
+        """Returns the error that really ended the request, or None if its client went away.
 
-        A cancellation of ours may come out of a backend's clean-up as something else. Raises one
-        that is not ours.
+        A cancellation by `deadlines` may come out of a backend's clean-up as another exception. Any
+        other cancellation is raised again.
         """
         attempts, deadlines = self.attempts, self.deadlines
         if attempts is None or deadlines is None or not deadlines.caught():
@@ -225,11 +225,11 @@ class Exchange:
         return attempts.expired(self.tokens)
 
     def _refusal(self, error: Exception) -> Answer:
-        """What a request is answered with that failed before its first token."""
+        """Returns the answer to a request that failed before its first token."""
         if self.attempts is not None:
             if isinstance(error, BackendError) and error.kind == "timeout":
                 error = self.attempts.too_late(str(error))
-            late = status_of(error) == 504  # a backend has worked for it
+            late = status_of(error) == 504  # a backend has worked on it
             self.attempts.settle(self.attempts.prompt_tokens if late else 0, 0)
         if not isinstance(error, OctetError):
             _log.error("a request failed", exc_info=error)
@@ -240,7 +240,7 @@ class Exchange:
         return Answer(status_of(error), headers, error_bytes(error))
 
     def _broken(self, error: Exception) -> bytes:
-        """The event that ends a stream which failed."""
+        """Returns the event that ends a failed stream."""
         assert self.attempts is not None
         if self.attempts.closing:
             error = shutting_down()
@@ -274,8 +274,8 @@ async def _watch(receive: Receive, deadlines: Deadlines) -> None:
 
 
 def _choices(body: Any) -> int:
-    """Answers that the request will get: prompts times n."""
-    if "n" not in type(body).model_fields:  # what else a body has may be anything
+    """Counts the choices that the request will get: prompts times n."""
+    if "n" not in type(body).model_fields:  # a field outside the schema may be anything
         return 1
     prompts = getattr(body, "prompt", None)
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)

@@ -1,6 +1,6 @@
-"""What clients are told of backends that fail: members by name, never by address.
+"""Errors that clients get for failing backends: they name members, never addresses.
 
-Answers of who knows whom: of a backend that became another one while it was asked.
+Also discards an answer from a backend that restarted mid-request (`require_same`).
 """
 
 import asyncio
@@ -33,10 +33,10 @@ def fault_of(
     member: Member,
     first_token_s: float,
 ) -> BackendError:
-    """What the backend did wrong: `failure` itself, or that its first token is late, or it gone.
+    """Returns the backend's fault: `failure` itself, a late first token, or that it went away.
 
-    Raises CancelledError if the request was to end. What a backend's clean-up makes of a
-    cancellation may be anything.
+    Raises CancelledError if the request was to end. A backend's clean-up may turn a cancellation
+    into any other exception.
     """
     if isinstance(failure, BackendError) and not deadlines.interrupting:
         return failure
@@ -54,9 +54,10 @@ def fault_of(
 def too_late(
     what: str, queued_s: float, waits: Sequence[tuple[str, float]], tokens: int
 ) -> RequestError:
-    """504, with where the time went: `waits` are members' names and when each was asked.
+    """Returns a 504 error that lists where the time went.
 
-    Their times are of `time.monotonic`; `tokens` were sent until now.
+    `waits` holds members' names and when each was sent the request, by `time.monotonic`. `tokens`
+    were sent to the client until now.
     """
     spent = [f"{queued_s:.2f} s queued"]
     ends = [*(asked for _, asked in waits), time.monotonic()]
@@ -72,9 +73,11 @@ def too_late(
 
 
 def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
-    """Why nobody is left to ask: `refusal`, if those of `unfit` cannot take what is asked for.
+    """Returns the error for a request that has no backend left to try.
 
-    Not while one is out, or full, that would take it: a client would never ask again.
+    That is `refusal` if the members in `unfit` do not support the request. But if the members that
+    do support it are only out or full, it is BackendUnavailable: after a refusal, a client would
+    never retry.
     """
     spells = isinstance(refusal, NeedsTokenizer)
     able = [
@@ -90,7 +93,7 @@ def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member
 
 
 def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
-    """That none of `members` can be asked; and that proof is why, if all in reach lack it."""
+    """Returns the error that no member is available: for lack of proof, if all in reach lack it."""
     standings = Counter(member.standing for member in members)
     counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
     said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
@@ -102,7 +105,7 @@ def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
 
 
 def without_address(error: OctetError, member: Member) -> OctetError:
-    """`error` naming the member as clients know it: addresses are nobody's business."""
+    """Replaces the member's addresses in `error` by its name: clients must not see addresses."""
     answer = error.answer if isinstance(error, AnsweredFailure) else None
     if answer is not None:
         for shown in member.addresses:
@@ -117,11 +120,14 @@ _log = logging.getLogger(__name__)
 
 
 class Disowned(BackendUnavailable):
-    """No fault of the backend that is there now."""
+    """Discards an answer, without blaming the current incarnation of the backend."""
 
 
 async def require_same(lease: Lease, answer: Answer) -> None:
-    """Raises Disowned, `answer` closed, if the backend is not any more as when `lease` began."""
+    """Raises Disowned if the backend restarted, or lost its proof, since `lease` began.
+
+    Closes `answer` before it raises.
+    """
     outlived = True
     try:
         outlived = await lease.outlived()

@@ -1,4 +1,4 @@
-"""X-Octet-*: the tier that a client asks for, and what its answer came from."""
+"""X-Octet-* headers: the tier that a client requests, and the provenance of its answer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,15 +10,15 @@ from serve.routing.tiers import ModelTier
 __all__ = ["provenance", "requested_tier"]
 
 TIER = b"x-octet-tier"
-_DIGITS = 12  # of an artifact's identity: enough to tell those apart that one gateway serves
+_DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 
 
 def requested_tier(
     headers: Mapping[bytes, bytes], fields: Sequence[tuple[bytes, bytes]]
 ) -> str | None:
-    """The client's X-Octet-Tier; None if it names none. `fields` are its headers as they came.
+    """Returns the client's X-Octet-Tier, or None without one. `fields` are its headers as sent.
 
-    Raises RequestError (400) if it is there twice.
+    Raises RequestError (400) if the header is there twice.
     """
     value = headers.get(TIER)
     if value is None:
@@ -35,11 +35,12 @@ def requested_tier(
 def provenance(
     pool: Pool | None, tier: ModelTier | None, member: Member | None = None
 ) -> dict[str, str]:
-    """Which tier, precision and artifact an answer of `member` of `pool` has, as headers.
+    """Returns the tier, precision and artifact of an answer of `member` of `pool`, as headers.
 
-    A tier only if one was asked for: that one, or where it allowed less, the most exact one that
-    the pool fits, if any. The artifact is the one that `member` itself has proven: others of the
-    pool may serve another. The divergence is the pool's upper bound, in nats.
+    The tier is there only if one was requested: that one or, where it allows less exact answers,
+    the most exact tier that the pool fits, if any. The artifact is the one that `member` itself has
+    proven, because other members of the pool may serve another. The divergence is the pool's upper
+    bound, in nats.
     """
     headers: dict[str, str] = {}
     if pool is None:

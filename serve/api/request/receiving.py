@@ -1,4 +1,4 @@
-"""What comes from the client: its body, within a limit, and that it goes away."""
+"""Receives from the client: its body, within a limit, and its disconnect."""
 
 from collections.abc import Mapping
 
@@ -11,10 +11,11 @@ __all__ = ["disconnected", "read_body"]
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
-    """The whole body. Raises RequestError (413) if it is larger than `limit` bytes.
+    """Returns the whole body. Raises RequestError (413) if it is larger than `limit` bytes.
 
-    A Content-Length above the limit is refused before anything is read; a chunked body, which has
-    none, as soon as it has grown past it. Raises ClientDisconnect if the client goes meanwhile.
+    A Content-Length above the limit is refused before anything is read. A chunked body, which has
+    none, is refused as soon as it exceeds the limit. Raises ClientDisconnect if the client goes
+    away meanwhile.
     """
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limit:
@@ -34,7 +35,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone, or has its whole answer; after the body was read."""
+    """Returns when the client has gone, or has its whole answer. Call it after reading the body."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,6 +1,6 @@
-"""Copies of requests for a pool that is on trial: their answers are read, counted, thrown away.
+"""Copies of requests for a pool on trial: their answers are read, counted and discarded.
 
-Nobody waits for them, no key pays for them, and there are never more than the configuration allows.
+No client waits for them, and no key pays for them. The configuration limits how many run at once.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def cast_shadow(gateway: "Gateway", operation: Operation, call: Call) -> None:
-    """Sends a copy of `call` to its route's shadow pool, if it has one and this one was drawn."""
+    """Sends a copy of `call` to its route's shadow pool, if it has one and the draw selects it."""
     settings = call.route.config.shadow
     pool = None if settings is None else call.route.shadow()
     if settings is None or pool is None or gateway.draining:
@@ -53,7 +53,7 @@ async def _shadow(gateway: "Gateway", operation: Operation, call: Call, pool: Po
 
 
 async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
-    """Asks one member, and reads its answer to the end; returns what came of it."""
+    """Sends the call to one member, and reads its whole answer; returns the outcome."""
     tokens = sum(operation.cost(call.body, pool.config.admission.answer_tokens))
     member = pool.choose(Ask(tokens))
     if member is None:
@@ -78,7 +78,7 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
             lease.succeeded()
         return "ok"
     except TimeoutError:
-        if not began:  # else it is slow, or was asked for much
+        if not began:  # else it is slow, or the answer is long
             lease.failed(BackendError(f"{member.name}: no answer in {total_s:g} s", kind="timeout"))
         return "timeout"
     except BackendError as error:

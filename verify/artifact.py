@@ -1,16 +1,16 @@
-"""`octet verify`: reloads what was written, and compares it with what it was made from.
+"""Implements `octet verify`: reloads an artifact and compares it with what it was made from.
 
-| kind        | hashes | names and scales  | weights against the original | next tokens         |
-|-------------|--------|-------------------|------------------------------|---------------------|
-| checkpoint  | yes    | yes               | every tensor                 | simulated           |
-| onnx        | yes    | those of weights  | every initializer            | the graph itself    |
-| engine      | yes    | of its precisions | not readable in a plan       | where it can run    |
-| triton      | yes    | of what it holds  | of what it holds             | of what it holds    |
-| calibration | yes    | yes               | it holds none                | it is the reference |
+| kind        | hashes | names and scales   | weights against the original | next tokens           |
+|-------------|--------|--------------------|------------------------------|-----------------------|
+| checkpoint  | yes    | yes                | every tensor                 | simulated             |
+| onnx        | yes    | of the weights     | every initializer            | by the graph itself   |
+| engine      | yes    | only the precision | a plan is not readable       | if the plan can run   |
+| triton      | yes    | of the held model  | of the held model            | of the held model     |
+| calibration | yes    | yes                | it has no weights            | it is their reference |
 
-Next tokens are what `octet_cli/verify.py` adds: running a model is for other stages.
+`octet_cli/verify.py` adds the next tokens: running a model is the task of other stages.
 
-A checkpoint without a manifest is one that others wrote: `model` says what to compare it with.
+A checkpoint without a manifest was written by another tool; `model` is compared with it.
 """
 
 import math
@@ -45,11 +45,11 @@ def verify(
     calibration: Path | None = None,
     console: Console | None = None,
 ) -> Verification:
-    """Everything about the artifact or checkpoint at `path` that can be checked without running it.
+    """Checks everything about the artifact or checkpoint at `path` that needs no forward pass.
 
-    `model` is the original checkpoint, `calibration` what the export was made from; either lets the
-    numbers be compared. Raises an OctetError for what cannot be checked at all, and for an original
-    that is not the one.
+    `model` is the original checkpoint, `calibration` what the export was made from; either allows
+    comparing the weights. Raises an OctetError if nothing can be checked, or if the artifact was
+    not made from the given original.
     """
     if "://" in str(path):
         raise ConfigError(
@@ -131,7 +131,7 @@ def _verify_triton(
     found: Verification,
     console: Console | None,
 ) -> None:
-    """The entry itself, then the model that it holds, which may be an artifact of its own."""
+    """Checks the entry itself, then the model it holds, which may be an artifact of its own."""
     check_entry(path, manifest, found)
     compared = False
     for held in held_models(path):
@@ -159,7 +159,7 @@ def _verify_triton(
 
 @contextmanager
 def _progress(console: Console | None, original: Original | None) -> Iterator[Advance]:
-    """A bar over the elements of the model, on a terminal."""
+    """Shows a progress bar over the elements of the model, if there is a `console`."""
     if console is None or original is None:
         yield lambda elements: None
         return
@@ -172,7 +172,7 @@ def _progress(console: Console | None, original: Original | None) -> Iterator[Ad
 
 
 def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
-    """Adds each file that is missing or altered, and notes those not listed."""
+    """Adds a problem for each file that is missing or altered, and a note for each unlisted one."""
     for name, digest in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -189,7 +189,7 @@ def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
 def _of_others(
     path: Path, model: Path | None, calibration: Path | None, console: Console | None
 ) -> Verification:
-    """A checkpoint without a manifest."""
+    """Verifies a checkpoint without a manifest."""
     found = Verification(path, "checkpoint", "", made_by="others")
     original = find_original(None, model, calibration)
     if original is None:

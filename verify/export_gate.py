@@ -1,17 +1,19 @@
-"""`--max-kl` and `--max-ppl-change` of exports: here stages meet, which may not import another.
+"""Implements `--max-kl` and `--max-ppl-change` of exports.
 
-| what is exported                   | what is measured                              |
-|------------------------------------|-----------------------------------------------|
-| checkpoint                         | simulated, with the weights in its files      |
-| ONNX for ONNX Runtime              | the graph itself, where ONNX Runtime is       |
-| engine                             | the plan itself, where it was proven          |
-| other, or cannot run               | simulated, with the calibration's own scales  |
-| Triton entry                       | as what it holds                              |
+It joins several stages, because no stage may import another.
 
-Everything is on the golden prompts, at every token of them: distributions for --max-kl, likelihoods
-for --max-ppl-change. A graph or a plan reads them, and decodes the last tokens, whichever is worse
-(`calibrate.quality.runner_cost`). Either way the upper end of a one-sided 95 % interval is held
-against the limit, clustered by prompt (`calibrate.quality.gate`).
+| export                             | what is measured                                 |
+|------------------------------------|--------------------------------------------------|
+| checkpoint                         | a simulation with the weights in its files       |
+| ONNX for ONNX Runtime              | the graph itself, if ONNX Runtime is installed   |
+| engine                             | the plan itself, if it was proven                |
+| other, or cannot run               | a simulation with the calibration's own scales   |
+| Triton entry                       | as for the model that it holds                   |
+
+All measurements are on the golden prompts, at every token: distributions for --max-kl, likelihoods
+for --max-ppl-change. A graph or a plan prefills the prompts, and decodes their last tokens; the
+worse result counts (`calibrate.quality.runner_cost`). In every case the upper end of a one-sided
+95 % interval, clustered by prompt, is compared with the limit (`calibrate.quality.gate`).
 """
 
 import json
@@ -39,16 +41,16 @@ __all__ = ["ExportGate", "export_gate"]
 
 @dataclass(frozen=True)
 class ExportGate:
-    """The judge of an export from `calibration` (see `export.accuracy_gate`)."""
+    """Accepts or refuses an export from `calibration` (a `Judge` of `export.accuracy_gate`)."""
 
     gate: "Gate"
     calibration: Path
-    model: Path | None  # where the checkpoint is, if not where it was
+    model: Path | None  # the checkpoint's directory, if it has moved
     console: Console | None
-    evidence: Callable[[Path], Path]  # where that against what was to be `out` is kept
+    evidence: Callable[[Path], Path]  # `out` -> where to keep the report of a failure
 
     def __call__(self, directory: Path, manifest: Manifest, out: Path) -> dict[str, Any]:
-        """Raises GateError, and leaves the evidence, for what costs too much."""
+        """Returns details for the manifest; keeps a report and raises GateError on a failure."""
         outcome = self._outcome(directory, manifest)
         if outcome.met:
             return {"gate": outcome.details()}
@@ -57,7 +59,7 @@ class ExportGate:
         raise outcome.error(out, evidence, again="`octet rescale`", budget="calibrate again")
 
     def written(self, out: Path) -> None:
-        """Once `out` is: evidence against it of an earlier run is none any more."""
+        """Removes the report of an earlier failure, now that `out` has been written."""
         from calibrate.quality.refused import drop_refused
 
         drop_refused(self.evidence(out))
@@ -96,7 +98,7 @@ class ExportGate:
     def _cost(
         self, source: "Source", directory: Path, manifest: Manifest, device: str
     ) -> "tuple[PromptCost, str]":
-        """What is simulated, with whose weights and scales, and how to call that."""
+        """Returns what to simulate, with its weights and scales, and a description of it."""
         from calibrate.quality.golden_cost import PromptCost
 
         golden, recipe = source.calibration.golden, source.recipe
@@ -152,12 +154,12 @@ def export_gate(
     console: Console | None,
     entries: Sequence[Path] = (),
 ) -> ExportGate | None:
-    """The judge for these limits; None without any. Refuses what cannot be judged at once.
+    """Returns the judge for these limits, None without any. Refuses at once what it cannot judge.
 
     `entries` are those of a Triton repository that are to be written in place of `out`.
 
-    ConfigError for limits that make no sense and for too few golden prompts, UnsupportedError for
-    an architecture that cannot be simulated, ArtifactError for what is no calibration.
+    Raises ConfigError for invalid limits and for too few golden prompts, UnsupportedError for an
+    architecture that cannot be simulated, and ArtifactError if `calibration` is not a calibration.
     """
     if max_kl is None and max_ppl_change is None:
         return None
@@ -177,7 +179,7 @@ def export_gate(
 
 
 def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
-    """What executes a graph or a plan; None for what is neither, or cannot run here."""
+    """Returns a runner for a graph or a plan; None for other kinds, or if it cannot run here."""
     if manifest.kind == "engine":
         runs = manifest.details.get("proof", {}).get("status") == "proven"
     else:
@@ -193,7 +195,7 @@ def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
 
 
 def _cache(manifest: Manifest) -> KvCacheDtype:
-    """The cache that the export is for; an engine says more of it."""
+    """Returns the cache dtype that the export is for; an engine's manifest has further details."""
     told = manifest.details.get("kv_cache", manifest.recipe.kv_cache)
     found: KvCacheDtype = told["dtype"] if isinstance(told, dict) else told
     return found

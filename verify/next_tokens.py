@@ -1,15 +1,17 @@
-"""What an export answers to its golden prompts: here two stages meet, which may not import another.
+"""Compares the next tokens of an export with the original's, on the golden prompts.
 
-| what                     | how its next tokens are computed                                     |
-|--------------------------|----------------------------------------------------------------------|
+It joins two stages, because no stage may import another.
+
+| artifact                 | how its next tokens are computed                                      |
+|--------------------------|-----------------------------------------------------------------------|
 | checkpoint of Octet      | `calibrate.simulate.predict` with the weights and scales of its files |
-| ONNX for ONNX Runtime    | the graph itself, in ONNX Runtime, through its own cache             |
-| engine                   | the plan itself, where this machine can run it                       |
-| Triton entry             | as the model that it holds                                           |
+| ONNX for ONNX Runtime    | by the graph itself, in ONNX Runtime, through its own cache           |
+| engine                   | by the plan itself, if this machine can run it                        |
+| Triton entry             | as for the model that it holds                                        |
 
-What cannot be computed here is added to what was not checked, with the reason: an exit code of 0
-says that the next tokens are right. Another tool's checkpoint has no golden records to hold them
-against, so none are promised for it.
+What cannot be computed here is added to `unchecked`, with the reason, so an exit code of 0 means
+that the next tokens are right. Another tool's checkpoint has no golden records to compare with, so
+this promise does not cover it.
 """
 
 from pathlib import Path
@@ -44,7 +46,7 @@ _BLOCKING = ("files", "names", "configuration")  # problems that leave nothing t
 
 
 def add_divergence(found: Verification, *, console: Console | None = None) -> None:
-    """Adds to `found` how far the next token is from the original's, or why that is left out."""
+    """Adds the divergence of the next tokens from the original's, or the reason it is left out."""
     if found.kind == "calibration" or not (found.path / MANIFEST_FILE).is_file():
         return
     if blocking := {problem.check for problem in found.problems} & {*_BLOCKING}:
@@ -68,7 +70,7 @@ def add_divergence(found: Verification, *, console: Console | None = None) -> No
         return
     if manifest.kind in ("onnx", "engine"):
         _by_itself(directory, manifest, found)
-    elif found.original is not None:  # else it has been said
+    elif found.original is not None:  # otherwise `unchecked` already says so
         _of_checkpoint(directory, manifest, found.original, found, console)
 
 
@@ -91,7 +93,7 @@ def _of_checkpoint(
         found.notes.append(
             "an architecture that Octet does not know: the cache is not rounded in the simulation"
         )
-    # In float32 where that was predicted: most CPUs are slower in bfloat16.
+    # Prefers the prediction in float32: most CPUs are slower in bfloat16.
     wanted = _expectation(directory, ServingPath(kv_cache=cache, compute="float32"))
     golden = GoldenSet.load(directory)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -121,7 +123,7 @@ def _of_checkpoint(
 
 
 def written_weight(written: Written, module: str) -> NDArray[np.float32]:
-    """As stored: decoded, or as it is where it is stored in full precision."""
+    """Returns a weight as stored, in float32: decoded if it is quantized."""
     weight = written.dequantized(module)
     weight = written.values(f"{module}.weight") if weight is None else weight
     written.release()
@@ -129,7 +131,7 @@ def written_weight(written: Written, module: str) -> NDArray[np.float32]:
 
 
 def written_scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
-    """The scales in the files of inputs and of the cache, named as a calibration names them."""
+    """Returns the stored scales of activations and of the cache, under a calibration's names."""
     found: dict[str, NDArray[np.float32]] = {}
     spec = manifest.model.spec
     for linear in spec.linears():
@@ -140,7 +142,7 @@ def written_scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np
         key = "input_global_scale" if group.stored.global_scale else "input_scale"
         scale = np.float32(1) / value if group.stored.divides else value
         found[f"{linear.name}.{key}"] = np.asarray(scale, np.float32)
-    one = np.ones((), np.float32)  # what engines take where there is none
+    one = np.ones((), np.float32)  # the default of engines for a missing scale
     for index in range(spec.layers):
         for kind in "kv":
             _cache_scale(found, f"{spec.layer(index)}.self_attn", kind, one)
@@ -160,7 +162,7 @@ def _cache_scale(
 
 
 def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None:
-    """A graph or a plan reads the golden prompts, decodes, and is judged as a backend is."""
+    """Runs a graph or plan on the golden prompts (prefill, decoding); judges it like a backend."""
     if manifest.kind == "onnx" and manifest.details.get("target", "onnxruntime") != "onnxruntime":
         found.unchecked.append(
             "next tokens: the graph is for TensorRT, which runs none without building it;"
@@ -190,7 +192,7 @@ def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None
 
 
 def _expectation(directory: Path, path: ServingPath) -> Expectation | ServingPath:
-    """What was predicted for `path`, or else for the same in bfloat16; or `path`."""
+    """Returns the prediction for `path`, else for the same path in bfloat16, else `path` itself."""
     if not (directory / EXPECTED_FILE).is_file():
         return path
     known = ExpectedSet.load(directory)
@@ -203,8 +205,8 @@ def _judged(
 ) -> Divergence:
     """Judges a divergence by twice its predicted range in logarithms, as `golden_check` does.
 
-    A conforming repetition leaves a 95 % range once in twenty times. Without a prediction, the
-    bound is that of `serve.engine.golden_check`.
+    A conforming repetition falls outside a 95 % range once in twenty times. Without a prediction,
+    the bound is that of `serve.engine.golden_check`.
     """
     if isinstance(wanted, Expectation) and wanted.mean > 0:
         low, high = wanted.low**2 / wanted.mean, wanted.high**2 / wanted.mean

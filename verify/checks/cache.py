@@ -1,4 +1,4 @@
-"""Scales of the KV cache: complete where an engine expects them, and those of the right format."""
+"""Checks that the scales of the KV cache are complete and made for the right format."""
 
 from typing import get_args
 
@@ -13,14 +13,14 @@ from verify.reader.scheme import Quantization
 
 __all__ = ["cache_of", "check_cache_scales", "check_cache_scheme"]
 
-_E5M2_PER_E4M3 = 448 / 57344  # how much smaller a scale that uses all of E5M2 is
-_SAME = 1e-6  # relative: what 1/x and back costs in float32
+_E5M2_PER_E4M3 = 448 / 57344  # scale that fills E5M2 / scale that fills E4M3
+_SAME = 1e-6  # relative: the float32 error of 1/x and back
 
 
 def cache_of(
     written: Written, recipe_cache: KvCacheDtype | None, asked: object = None
 ) -> KvCacheDtype:
-    """The cache that the files are for: by the manifest, else by the configuration."""
+    """Returns the cache format of the files, by the manifest, else by the configuration."""
     caches: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
     for known in caches:
         if asked == known:
@@ -31,10 +31,10 @@ def cache_of(
 
 
 def check_cache_scheme(written: Written, asked: object, found: Verification) -> None:
-    """Adds to `found` a scheme of the cache that is not that of the cache that was `asked` for.
+    """Adds a problem if the declared scheme of the cache does not match the format `asked` for.
 
-    Engines make an E4M3 cache where the configuration has the scheme, and none where it has not.
-    `quant_method: fp8` has no words for it: there the engine has to be told.
+    Engines make an E4M3 cache if the configuration declares the scheme, and none if it does not.
+    `quant_method: fp8` cannot declare it: there an option of the engine selects the cache.
     """
     quantization = written.quantization
     if quantization is None or asked not in get_args(KvCacheDtype):
@@ -58,7 +58,7 @@ def check_cache_scales(
     original: Original | None,
     found: Verification,
 ) -> None:
-    """Adds to `found`: scales missing under a declared E4M3 cache, or of another format."""
+    """Adds to `found` scales that a declared E4M3 cache lacks, or that are of another format."""
     quantization = written.quantization
     if quantization is None:
         return
@@ -104,7 +104,7 @@ def _why_needed(
     kv_cache: KvCacheDtype,
     original: Original | None,
 ) -> str:
-    """Why a scale of "k", "v" or "q" has to be there; empty if it need not."""
+    """Explains why a scale of "k", "v" or "q" is needed; empty if it is not."""
     if kind != "q" and quantization.kv_scheme and quantization.static_kv:
         return "config.json declares an E4M3 cache"
     if kind != "q" and quantization.dialect == "fp8" and kv_cache == "e4m3":

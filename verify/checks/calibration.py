@@ -1,4 +1,4 @@
-"""Verifies a calibration: every scale that its recipe needs is there, positive and finite."""
+"""Verifies a calibration: every scale that its recipe needs is present, positive and finite."""
 
 import math
 from pathlib import Path
@@ -15,10 +15,10 @@ __all__ = ["verify_calibration"]
 
 
 def verify_calibration(path: Path, manifest: Manifest, found: Verification) -> None:
-    """Adds everything about the calibration at `path` to `found`."""
+    """Checks the calibration at `path` and adds to `found`."""
     found.format = f"recipe {manifest.recipe.name}"
     if found.problems:
-        return  # files are not those that were written: `load` would say the same
+        return  # the files have changed: `load` would report the same
     try:
         calibration = Calibration.load(path)
         records = calibration.golden.records
@@ -51,7 +51,7 @@ def verify_calibration(path: Path, manifest: Manifest, found: Verification) -> N
 
 
 def _needed(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The scales that an export will ask for, and their shapes."""
+    """Returns the names and shapes of the scales that an export will need."""
     needed: dict[str, tuple[int, ...]] = {}
     for linear in manifest.model.spec.linears():
         schemes = manifest.recipe.scheme_of(linear.name)

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint directory: of Octet, llm-compressor, ModelOpt or whoever wrote it."""
+"""Verifies a checkpoint directory, written by Octet, llm-compressor, ModelOpt or another tool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def verify_checkpoint(
     found: Verification,
     advance: Advance = lambda elements: None,
 ) -> Written | None:
-    """Adds everything about the checkpoint at `path` to `found`; None if it cannot be read."""
+    """Checks the checkpoint at `path` and adds to `found`; None if it cannot be read."""
     try:
         written = Written.open(path)
     except CheckpointError as error:
@@ -43,7 +43,7 @@ def verify_checkpoint(
     shapes = original.shapes if original is not None else dict(spec.tensor_shapes())
     linears = _linears(written, shapes, spec)
     if _undeclared(written, linears, found):
-        return written  # everything that follows would say the same
+        return written  # all further checks would report the same
     names = check_names(
         written, shapes.keys(), linears, _fused(spec), found, ours=manifest is not None
     )
@@ -105,7 +105,7 @@ class _Comparison:
             self.found.problem("numbers", tensor, why)
 
     def _copied(self, name: str) -> None:
-        """Tensors that are not quantized are the original's, to the bit."""
+        """Checks that a tensor which is not quantized equals the original's, bit for bit."""
         if name not in self.written:
             if name == "lm_head.weight" and self.spec.tied_embeddings:
                 return
@@ -145,7 +145,7 @@ def _format(written: Written) -> str:
 def _linears(
     written: Written, shapes: dict[str, tuple[int, ...]], spec: ModelSpec
 ) -> dict[str, tuple[int, int]]:
-    """Modules that an engine makes a linear layer of: every matrix but the embeddings."""
+    """Returns [N, K] of each module that becomes a linear layer: all matrices but embeddings."""
     found: dict[str, tuple[int, int]] = {}
     projections = {linear.name for linear in spec.linears()}
     fp8 = written.quantization is not None and written.quantization.dialect == "fp8"
@@ -155,7 +155,7 @@ def _linears(
             continue
         if module == "lm_head" and spec.tied_embeddings:
             continue
-        # `quant_method: fp8` is for projections: engines quantize neither the head nor a router.
+        # `quant_method: fp8` covers projections: engines quantize neither the head nor a router.
         if fp8 and module not in projections:
             continue
         found[module] = (shape[0], shape[1])
@@ -170,7 +170,10 @@ def _fused(spec: ModelSpec) -> list[tuple[str, ...]]:
 
 
 def _undeclared(written: Written, linears: dict[str, tuple[int, int]], found: Verification) -> bool:
-    """Whether weights are codes, and config.json does not say so: engines take them for numbers."""
+    """Detects weights that are codes without a declaration in config.json.
+
+    Engines would read such codes as numbers.
+    """
     if written.quantization is not None:
         return False
     codes = [
@@ -188,7 +191,7 @@ def _undeclared(written: Written, linears: dict[str, tuple[int, int]], found: Ve
 def _check_second_opinion(
     written: Written, linears: dict[str, tuple[int, int]], found: Verification
 ) -> None:
-    """Engines read one or the other of config.json and hf_quant_config.json."""
+    """Checks that config.json and hf_quant_config.json agree: engines read one or the other."""
     first, second = written.quantization, written.second_opinion()
     if first is None or second is None:
         return

@@ -1,6 +1,6 @@
-"""Names what is wrong with a weight whose error is too large, by undoing the usual mistakes.
+"""Diagnoses a weight whose error is too large, by undoing the usual mistakes.
 
-Each is tried on some rows: where the error falls to what it should be, that was it.
+Each is undone on some rows. If the error then falls to the expected one, the cause is found.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from verify.reader.codes import value_of
 __all__ = ["diagnose"]
 
 Floats = NDArray[np.float32]
-_ROWS = 128  # that a hypothesis is tried on
+_ROWS = 128  # used to try each mistake
 
 
 def diagnose(
@@ -26,9 +26,9 @@ def diagnose(
     expected: float,
     others: Mapping[str, Callable[[], Tensor]],
 ) -> str:
-    """What explains the error of `coded`, as a clause; `expected` is the SQNR to reach, in dB.
+    """Explains the error of `coded` in a clause; `expected` is the SQNR to reach, in dB.
 
-    `others` are weights of the original of the same shape, which it may have been mistaken for.
+    `others` are weights of the original of the same shape, which may have been written instead.
     """
     weight = _original(original)
     real = _real(coded)
@@ -92,7 +92,7 @@ def _real(coded: Coded) -> Floats:
 
 
 def _refit(weight: Floats, coded: Coded) -> Floats:
-    """The codes with the scales that suit the original best, one for each tile of one row."""
+    """Returns the codes with the scales that fit the original best, one per tile of one row."""
     values = coded.elements.values[coded.codes[: len(weight)]]
     wide = min(coded.tile[1], values.shape[1])
     starts = np.arange(0, values.shape[1], wide)
@@ -110,7 +110,7 @@ def _sqnr(weight: Floats, real: Floats) -> float:
 
 
 def _aligned(a: Floats, b: Floats) -> float:
-    """The cosine of the angle between them."""
+    """Returns the cosine of the angle between `a` and `b`."""
     x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
     size = float(np.linalg.norm(x) * np.linalg.norm(y))
     return float(x @ y) / size if size > 0 and np.isfinite(size) else 0.0

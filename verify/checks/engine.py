@@ -1,12 +1,12 @@
 """Verifies an engine directory as far as it can be read without its GPU.
 
-A plan is a program for one GPU: nothing in it can be decoded, so what is checked is that it is the
-one that was built, from which graph, how precise its builder says that it is, and whether it has
-ever answered. Its numbers are compared where it can run (`octet_cli/verify.py`).
+A plan is a program for one GPU, and nothing in it can be decoded. The checks cover the hash of the
+plan, the graph that it was built from, the precision that its builder reports, and whether it has
+ever run. Its numbers are compared where it can run (`octet_cli/verify.py`).
 
-That graph is built again by `export.onnx.tensorrt_decoder`, the writer's own code: it shows that
-nothing has changed since, and cannot show a mistake of the writer. Of all that verifies, this alone
-is so.
+The graph is rebuilt by `export.onnx.tensorrt_decoder`, the writer's own code. This shows that
+nothing has changed since, but cannot show a mistake of the writer. All other checks are independent
+of the writer.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ __all__ = ["verify_engine"]
 def verify_engine(
     path: Path, manifest: Manifest, original: Original | None, found: Verification
 ) -> None:
-    """Adds what the manifest of the engine at `path` says, and where it contradicts itself."""
+    """Adds what the engine's manifest declares to `found`, and where it contradicts itself."""
     details = manifest.details
     builder = details.get("builder")
     built = _words(builder) if isinstance(builder, dict) else "an unknown builder"
@@ -46,7 +46,7 @@ def verify_engine(
 
 
 def _check_precision(manifest: Manifest, found: Verification) -> None:
-    """Whether every product runs in the bits that the recipe says, by the builder's own report."""
+    """Checks by the builder's own report that every GEMM runs in the recipe's precision."""
     precision = manifest.details.get("precision")
     products = precision.get("products") if isinstance(precision, dict) else None
     if not isinstance(products, dict):
@@ -69,7 +69,7 @@ def _check_precision(manifest: Manifest, found: Verification) -> None:
 
 
 def _check_graph(manifest: Manifest, original: Original | None, found: Verification) -> None:
-    """Whether the graph that was compiled is the one that the calibration gives today."""
+    """Checks that the compiled graph is the one that the calibration gives today."""
     hashes = manifest.details.get("graph_sha256")
     if not isinstance(hashes, dict):
         found.problem("configuration", "graph_sha256", "missing: nobody says what was compiled")

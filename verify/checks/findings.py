@@ -1,4 +1,4 @@
-"""What a verification found: a row for each tensor, problems, notes, and what was not checked."""
+"""Findings of a verification: a row for each tensor, problems, notes, and omitted checks."""
 
 import math
 import re
@@ -16,7 +16,7 @@ Check = Literal["files", "configuration", "names", "scales", "copies", "numbers"
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong: `where` is a tensor, a module, a file or a key of the configuration."""
+    """A fault; `where` is a tensor, a module, a file or a key of the configuration."""
 
     check: Check
     where: str
@@ -28,11 +28,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """A quantized tensor against the original; `signal` and `noise` are sums of squares.
+    """Error of a quantized tensor against the original; `signal` and `noise` are sums of squares.
 
     `relative` is ‖error‖ / ‖original‖. `expected` is the SQNR in dB of plain rounding with scales
     from the absolute maximum, in the same format and granularity. `unrounded` counts elements that
-    are not the value of the format nearest to the original.
+    are not the format's nearest value to the original.
     """
 
     tensor: str
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def margin(self) -> float:
-        """dB above what is expected; below 0, worse."""
+        """SQNR above the expected one, in dB; negative if worse."""
         return self.sqnr - self.expected if self.expected is not None else 0.0
 
 
@@ -76,10 +76,10 @@ class Divergence:
     """KL(original ‖ written) of the next token, nats, mean over the golden prompts."""
 
     mean: float
-    low: float  # the range that is accepted
+    low: float  # the accepted range is low to high
     high: float
     prompts: int
-    path: str  # what computed: the graph itself, or a simulation of a serving path
+    path: str  # how it was computed: by the graph itself, or by simulating a serving path
     source: str  # where the range comes from
 
     @property
@@ -98,26 +98,26 @@ class Verification:
     rows: list[Row] = field(default_factory=list)
     copied: int = 0  # tensors found equal to the original's, bit for bit
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # true and worth knowing, not wrong
-    unchecked: list[str] = field(default_factory=list)  # what the user can make checkable
+    notes: list[str] = field(default_factory=list)  # worth knowing, but not a problem
+    unchecked: list[str] = field(default_factory=list)  # omitted checks that the user can enable
     divergence: Divergence | None = None
     original: Original | None = None  # what it was compared with
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong; with `unchecked` empty, everything was looked at."""
+        """True if nothing is wrong; if `unchecked` is empty as well, everything was checked."""
         return not self.problems
 
     @property
     def exit_code(self) -> int:
-        """0: fine; 1: something is wrong; 2: what was checked is fine, but not all could be."""
+        """0: all is fine; 1: something is wrong; 2: nothing is wrong, but checks were omitted."""
         return 1 if self.problems else 2 if self.unchecked else 0
 
     def problem(self, check: Check, where: str, what: str) -> None:
         self.problems.append(Problem(check, where, what))
 
     def add(self, part: "Verification", where: str) -> None:
-        """Takes over what was found about the part at the relative path `where`."""
+        """Adds the findings about the part at the relative path `where`."""
         self.rows += part.rows
         self.copied += part.copied
         self.problems += [
@@ -129,7 +129,7 @@ class Verification:
 
     @property
     def worst_first(self) -> list[Row]:
-        """Rows by what they lack to the expected SQNR, then by their SQNR."""
+        """Rows with problems first, then by margin to the expected SQNR, then by SQNR."""
         wrong = {problem.where for problem in self.problems}
         return sorted(
             self.rows, key=lambda row: (row.tensor not in wrong, row.margin, row.sqnr, row.tensor)
@@ -137,12 +137,12 @@ class Verification:
 
     @property
     def layers(self) -> list[LayerRow]:
-        """In the order of the model."""
+        """One row per layer, in the order of the model."""
         names = dict.fromkeys(row.layer for row in self.rows)
         return [_layer(name, [row for row in self.rows if row.layer == name]) for name in names]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with numbers that JSON has: an infinite SQNR is null."""
+        """Returns everything as JSON data; NaN and infinite numbers are null."""
         return {
             "path": str(self.path),
             "kind": self.kind,
@@ -179,7 +179,7 @@ class Verification:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Signal to noise; infinite without noise, and not a number without either."""
+    """Returns the SNR in dB: inf without noise; -inf without signal, or if one is not finite."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return -math.inf
     if noise == 0:
@@ -188,7 +188,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer that a tensor or module is of, or what it is itself outside of them."""
+    """Returns the decoder layer of a tensor or module; outside of layers, its parent's name."""
     found = re.match(r"(.*?\blayers\.\d+)\.", name)
     return found.group(1) if found else name.rpartition(".")[0]
 
@@ -207,5 +207,5 @@ def _layer(name: str, rows: Iterable[Row]) -> LayerRow:
 
 
 def _finite(value: Any) -> Any:
-    """None for an infinite number and for NaN."""
+    """Replaces an infinite number or NaN by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

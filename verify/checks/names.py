@@ -1,8 +1,8 @@
-"""Tensors that an engine would look for and not find, find and not use, or use wrongly.
+"""Finds tensors that an engine would miss, ignore or use wrongly, by their names.
 
-By what vLLM 0.24 to 0.32 creates and loads: its weight loader drops in silence a cache scale whose
-name it does not map, takes the largest of NVFP4's global scales that are fused, and puts 1.0 where
-a cache scale is missing.
+Follows what vLLM 0.24 to 0.32 creates and loads. Its weight loader silently drops a cache scale
+whose name it does not map, takes the largest of the NVFP4 global scales that it fuses, and uses 1.0
+for a missing cache scale.
 """
 
 import re
@@ -20,10 +20,10 @@ __all__ = ["Names", "cache_scale_of", "check_names"]
 _SCALE = re.compile(
     r"(scale|scale_inv|scale_2|zero_point|_packed|_shape|g_idx|amax|_quantizer\..*)$"
 )
-# What vLLM maps to the scales of an attention layer, by dialect (weight_utils.py, base_config.py).
+# Names that vLLM maps to scales of attention layers, by dialect (weight_utils.py, base_config.py).
 _CACHE = re.compile(r"^(.*\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale$|^(.*\.self_attn)\.(q)_scale$")
 _CACHE_FP8 = re.compile(r"^(.*\.self_attn)\.([qkv])_proj\.output_scale$")
-# Marks a scale of the cache, whether an engine maps its name or not.
+# Matches every name of a cache scale, including those that no engine maps.
 _CACHE_LIKE = re.compile(
     r"(^|[._])(k|v|q|kv|key|value|cache)_?(cache_)?(scale|scale_inv)$|\.[qkv]_proj\.output_scale$"
 )
@@ -31,7 +31,7 @@ _CACHE_LIKE = re.compile(
 
 @dataclass
 class Names:
-    """What the names say: which module is stored how, and whose weights can be read."""
+    """Tensors and modules sorted by name: how each is stored, and which weights can be read."""
 
     quantized: dict[str, Group]  # modules whose tensors are all there
     plain: list[str]  # tensors to compare bit for bit
@@ -48,11 +48,11 @@ def check_names(
     *,
     ours: bool = False,
 ) -> Names:
-    """Sorts the tensors of `written`, and adds to `found` what is wrong with their names.
+    """Sorts the tensors of `written`, and adds the problems of their names to `found`.
 
-    `originals` are the names of the tensors before quantization; `linears` [N, K] by module, those
-    that an engine makes a linear layer of; `fused` the modules that it joins. `ours`: scales have
-    to be float32, as Octet writes them; engines convert those of others.
+    `originals` are the names of the tensors before quantization. `linears` maps each module that an
+    engine makes a linear layer of to its [N, K]. `fused` are the groups of modules that it joins.
+    If `ours`, scales have to be float32, as Octet writes them; engines convert those of others.
     """
     names = Names({}, [], {}, tuple(linears))
     expected: set[str] = set()
@@ -90,7 +90,10 @@ def _check_index(written: Written, found: Verification) -> None:
 def _unquantized(
     written: Written, quantization: Quantization | None, module: str, found: Verification
 ) -> set[str]:
-    """A module that the configuration does not quantize: nothing of it may be quantized."""
+    """Checks that a module which the configuration does not quantize is not quantized.
+
+    Returns the names of its tensors that only a quantized module has.
+    """
     extra = [
         name
         for name in written.names
@@ -114,7 +117,7 @@ def _complete(
     expected: set[str],
     ours: bool,
 ) -> bool:
-    """Whether all tensors of a quantized module are there, in a dtype and shape that load."""
+    """Checks that a quantized module has all its tensors, in a dtype and shape that load."""
     stored = group.stored
     before = len(found.problems)
     expected |= {f"{module}.{name}" for name in stored.tensors}
@@ -174,14 +177,14 @@ def _check_positive(written: Written, name: str, found: Verification) -> None:
     nans = int(np.count_nonzero(~np.isfinite(values)))
     zeros, negative = int(np.count_nonzero(values == 0)), int(np.count_nonzero(values < 0))
     if written.dtype(name) == "F8_E4M3":
-        zeros = 0  # a group of zeros; whether it is one is seen in the numbers
+        zeros = 0  # the scale of a group of zeros; the check of the numbers confirms it
     for count, what in ((nans, "not finite"), (zeros, "zero"), (negative, "negative")):
         if count:
             found.problem("scales", name, f"{count} of {values.size} scales are {what}")
 
 
 def _leftovers(written: Written, names: Names, expected: set[str], found: Verification) -> None:
-    """Cache scales go to their attention; what else no engine would read is named."""
+    """Assigns cache scales to their attention module, and reports tensors that no engine reads."""
     dialect = written.quantization.dialect if written.quantization else None
     for name in written.names:
         if name in expected:
@@ -195,7 +198,7 @@ def _leftovers(written: Written, names: Names, expected: set[str], found: Verifi
             if written.quantization is None:
                 found.problem("names", name, "the model is not quantized: no engine reads it")
         elif name.endswith("rotary_emb.inv_freq"):
-            continue  # of old transformers releases; engines skip it
+            continue  # written by old transformers releases; engines skip it
         elif name == "lm_head.weight":
             found.notes.append("lm_head.weight is there beside tied embeddings; engines skip it")
         elif _CACHE_LIKE.search(name):
@@ -205,7 +208,7 @@ def _leftovers(written: Written, names: Names, expected: set[str], found: Verifi
 
 
 def cache_scale_of(name: str, dialect: str | None) -> tuple[str, str] | None:
-    """The attention module and "k", "v" or "q" that an engine takes a tensor's name for."""
+    """Returns the attention module and "k", "v" or "q" that an engine maps a name to, if any."""
     match = _CACHE.match(name) or (_CACHE_FP8.match(name) if dialect == "fp8" else None)
     if match is None:
         return None
@@ -229,7 +232,10 @@ def _check_groups(
     modules: Collection[str],
     found: Verification,
 ) -> None:
-    """Targets and exceptions of the configuration that match nothing; `modules` are all."""
+    """Reports targets and exceptions of the configuration that match nothing.
+
+    `modules` are all modules, linear or not.
+    """
     for group in quantization.groups:
         for target in group.targets:
             if target == "Linear":
@@ -240,7 +246,7 @@ def _check_groups(
                 where = f"config group {group.name}"
                 found.problem("configuration", where, f"target '{target}' matches no module")
     for pattern in quantization.ignore:
-        # Tied embeddings leave no head, and patterns are often written for a family of models.
+        # Tied embeddings have no head, and patterns are often written for a family of models.
         if "lm_head" in pattern or pattern.startswith("re:") or "*" in pattern:
             continue
         if not any(quantization.matches(pattern, module) for module in modules):
@@ -250,14 +256,14 @@ def _check_groups(
 def _check_fused(
     written: Written, names: Names, fused: Iterable[tuple[str, ...]], found: Verification
 ) -> None:
-    """Modules that an engine joins: quantized alike, with one global scale."""
+    """Checks that fused modules are quantized in the same way, with equal scalar scales."""
     quantization = written.quantization
     if quantization is None:
         return
     told = {problem.where for problem in found.problems}
     for modules in fused:
         if told & set(modules):
-            continue  # one cause is told once
+            continue  # one cause is reported once
         groups = {module: quantization.group_of(module) for module in modules}
         if len({None if group is None else group.stored for group in groups.values()}) > 1:
             odd = next(module for module in modules if groups[module] != groups[modules[0]])

@@ -1,4 +1,4 @@
-"""The error of one quantized weight against the original, and what it should have been.
+"""Measures the error of one quantized weight against the original, and the error to expect.
 
 Three questions, for a weight W [N, K] stored as codes C with scales S (real = C · S):
 
@@ -28,7 +28,7 @@ _LEAST = np.float32(2.0**-126)
 
 @dataclass(frozen=True)
 class Numbers:
-    """`expected` is in dB; `first` is the first element that is not the nearest code."""
+    """Error of a weight; `expected` is in dB, `first` the first code that is not the nearest."""
 
     elements: int
     max_abs: float
@@ -44,7 +44,10 @@ class Numbers:
 
 
 def measure(coded: Coded, original: Tensor, scales: str) -> Numbers:
-    """`original` [N, K]; `scales` is the format that scales are stored in: float32, e8m0, e4m3."""
+    """Measures the error of `coded` against `original` [N, K].
+
+    `scales` is the format that scales are stored in: float32, e8m0 or e4m3.
+    """
     signal = noise = max_abs = largest = 0.0
     unrounded, first = 0, None
     positive = coded.scale[coded.scale > 0]
@@ -70,7 +73,7 @@ def measure(coded: Coded, original: Tensor, scales: str) -> Numbers:
 def _unrounded(
     weight: Floats, codes: NDArray[np.uint8], scale: Floats, elements: Elements, floor: np.float32
 ) -> NDArray[np.bool_]:
-    """Which codes are not the nearest. A group of scale 0 has to be below what one could hold."""
+    """Marks codes that are not the nearest; with a scale of 0, weights larger than `floor`."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scaled = weight / scale
     wrong = ~((scaled >= elements.low[codes]) & (scaled <= elements.high[codes]))
@@ -82,7 +85,10 @@ def _unrounded(
 def _expected(
     coded: Coded, original: Tensor, scales: str, largest: float, signal: float, noise: float
 ) -> float | None:
-    """dB; from a sample of rows, related to the noise that was written in the same rows."""
+    """Returns the SQNR in dB that plain rounding would give.
+
+    It is estimated on a sample of rows, relative to the noise of `coded` in the same rows.
+    """
     if largest == 0 or not np.isfinite(noise):
         return None
     mine = theirs = total = 0.0
@@ -98,9 +104,9 @@ def _expected(
 
 
 def sample_rows(shape: Two, align: int) -> list[Two]:
-    """Spans of whole tiles, spread evenly over the rows: all of a small tensor."""
+    """Returns spans of whole tiles, spread evenly over the rows; all rows of a small tensor."""
     rows, columns = shape
-    high = align if align < rows else 1  # a scale of the whole tensor: any rows will do
+    high = align if align < rows else 1  # one scale for the whole tensor: any rows will do
     count = max(1, _SAMPLE // (columns * high))
     tiles = -(-rows // high)
     if count >= tiles:
@@ -110,7 +116,7 @@ def sample_rows(shape: Two, align: int) -> list[Two]:
 
 
 def expected_noise(weight: Floats, coded: Coded, scales: str, largest: float) -> float:
-    """Σ error² of rows of whole tiles, rounded plainly with scales from the absolute maximum."""
+    """Returns Σ error² of plain rounding of whole tiles with scales from the absolute maximum."""
     elements = coded.elements
     high, wide = min(coded.tile[0], len(weight)), min(coded.tile[1], weight.shape[1])
     magnitude = np.abs(weight)

@@ -1,6 +1,6 @@
-"""Verifies an ONNX export: what its initializers hold, as its own graph dequantizes it.
+"""Verifies an ONNX export: the values of its initializers, as its own graph dequantizes them.
 
-Verifies the scales of the cache in an ONNX graph: no weight shows them, and 1 leaves no trace.
+Also verifies the scales of the KV cache: no weight shows them, and a scale of 1 leaves no trace.
 
 | cache, for     | a cached row is read as                | a new row is stored as              |
 |----------------|----------------------------------------|-------------------------------------|
@@ -8,7 +8,7 @@ Verifies the scales of the cache in an ONNX graph: no weight shows them, and 1 l
 | e4m3, TensorRT | DequantizeLinear by s                  | QuantizeLinear by s                 |
 | e5m2, TensorRT | Gather in the 256 values of E5M2, · s  | Mul by 1 / s, rounded by arithmetic |
 
-New rows are read back within the step, by s as well. A scale of 1 has no operator but Q and DQ.
+New rows are read back within the step, also by s. A scale of 1 has no operator but Q and DQ.
 """
 
 import math
@@ -37,7 +37,7 @@ __all__ = ["check_graph_cache", "verify_onnx"]
 _ONE = 0x3C  # the code of 1 in E5M2, which is the upper byte of FP16
 
 
-_ON_THE_WAY = ("Cast", "Clip", "Identity", "Round")  # between a scale and what is stored
+_ON_THE_WAY = ("Cast", "Clip", "Identity", "Round")  # between a scale and the stored value
 
 
 def check_graph_cache(
@@ -47,7 +47,7 @@ def check_graph_cache(
     calibration: Calibration,
     found: Verification,
 ) -> None:
-    """Adds to `found` each key or value that is stored or read with another scale."""
+    """Adds to `found` each key or value whose scale in the graph differs from the calibration's."""
     for index in range(spec.layers):
         for kind in ("key", "value"):
             attention = f"{spec.layer(index)}.self_attn"
@@ -70,7 +70,7 @@ def check_graph_cache(
 
 
 def _read_as(graph: WrittenGraph, rows: str, wanted: np.float32) -> np.float32:
-    """What the values of `rows` are multiplied by; NaN for a table that is not E5M2's."""
+    """Returns the scale that multiplies `rows`: 1 if there is none, NaN for a table not of E5M2."""
     for node in graph.readers.get(rows, []):
         if node.op_type == "DequantizeLinear" and node.input[0] == rows:
             return _first(graph.values(node.input[1]))
@@ -88,7 +88,10 @@ def _read_as(graph: WrittenGraph, rows: str, wanted: np.float32) -> np.float32:
 
 
 def _table_scale(table: NDArray[np.floating], wanted: np.float32) -> np.float32:
-    """s, of a table of all values of E5M2 times s, which is in the precision of the arithmetic."""
+    """Returns s of a table with all values of E5M2 times s; NaN for another table.
+
+    The table is in the precision of the arithmetic.
+    """
     values = (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = (values * wanted).astype(table.dtype)
@@ -99,7 +102,7 @@ def _table_scale(table: NDArray[np.floating], wanted: np.float32) -> np.float32:
 
 
 def _stored_as(graph: WrittenGraph, present: str, wanted: np.float32) -> np.float32:
-    """What new rows are divided by."""
+    """Returns the scale that divides new rows; 1 if there is none."""
     node = graph.maker[present]
     if node.op_type == "QuantizeLinear":
         return _first(graph.values(node.input[1]))
@@ -117,7 +120,7 @@ def _stored_as(graph: WrittenGraph, present: str, wanted: np.float32) -> np.floa
 
 
 def _rows_of(graph: WrittenGraph, present: str) -> str:
-    """The value that new rows are read back from: the output, or what it was made of."""
+    """Returns the value that new rows are read back from: the output, or the input of its Cast."""
     maker = graph.maker[present]
     if present in graph.readers or maker.op_type != "Cast":
         return present
@@ -125,7 +128,7 @@ def _rows_of(graph: WrittenGraph, present: str) -> str:
 
 
 def _constant(graph: WrittenGraph, name: str) -> np.float32 | None:
-    """The number, where it is one of the graph's and no more than one."""
+    """Returns the single number of the initializer `name`; None if it is not one."""
     if name not in graph.initializers:
         return None
     values = graph.values(name)
@@ -147,7 +150,7 @@ def verify_onnx(
     found: Verification,
     advance: Callable[[int], None] = lambda elements: None,
 ) -> None:
-    """Adds everything about the graph at `path` to `found`."""
+    """Checks the graph at `path` and adds to `found`."""
     try:
         graph = WrittenGraph.open(path)
     except ArtifactError as error:
@@ -266,7 +269,10 @@ def _check_input_scale(
     original: Original,
     found: Verification,
 ) -> None:
-    """A static scale of inputs is in the graph under the first linear that shares the input."""
+    """Compares a static activation scale with the calibration's.
+
+    The graph has it under the name of the first linear that shares the input.
+    """
     key = "input_scale" if not scheme.dynamic else "input_global_scale"
     name = f"{module}.{key}"
     if name not in graph.initializers or original.calibration is None:

@@ -1,10 +1,10 @@
-"""Verifies what an ONNX graph multiplies: every quantized linear has a rounded input and weight.
+"""Verifies the GEMMs of an ONNX graph: every quantized linear has a rounded input and weight.
 
-Codes and scales may all be right in a graph that multiplies by an input nobody rounded (W8A16), and
-its numbers are then better, not worse. So each weight is followed to the MatMul that multiplies by
-it, and that one's input back to what rounds it. What is found there is compared with the recipe:
+Codes and scales may all be right in a graph that multiplies by an unrounded input (W8A16), and its
+results are then better, not worse. So each weight is followed to the MatMul that multiplies by it,
+and the MatMul's other input back to the operators that round it. They are compared with the recipe:
 
-| found before the product                        | elements     | a scale of                      |
+| found before the GEMM                           | elements     | a scale of                      |
 |-------------------------------------------------|--------------|---------------------------------|
 | DequantizeLinear of QuantizeLinear              | its zero     | the tensor, if it is a constant |
 |                                                 | point's type |                                 |
@@ -14,7 +14,7 @@ it, and that one's input back to what rounds it. What is found there is compared
 | DequantizeLinear of TRT_FP4DynamicQuantize      | E2M1         | `block_size`, E4M3              |
 | TRT_MXFP8DequantizeLinear of its DynamicQuantize| E4M3         | `block_size`, E8M0              |
 
-Read are operators and types, never names, but for the weight's and its product's.
+Only operators and types are read; of names, only the weight's and its product's.
 """
 
 import math
@@ -37,7 +37,7 @@ Schemes = Mapping[str, tuple[TensorScheme, TensorScheme] | None]
 _REAL = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _ELEMENTS = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT4E2M1: "e2m1"}
 _SCALES = {"e8m0": TensorProto.FLOAT8E8M0, "e4m3": TensorProto.FLOAT8E4M3FN}
-# What a maximum is divided by; of MXFP4, whose scale is a power of two rounded down, 3.5.
+# Divisors of a maximum. MXFP4 has 3.5, because its scale is a power of two rounded down.
 _DIVISORS = {
     ("e4m3", "float32"): 448,
     ("e4m3", "e8m0"): 448,
@@ -45,13 +45,13 @@ _DIVISORS = {
     ("e2m1", "e4m3"): 6,
 }
 _SHAPING = ("Reshape", "Transpose", "Identity")
-_NOTHING = onnx.NodeProto(input=["", ""])  # what stands for the maker of an input or a constant
+_NOTHING = onnx.NodeProto(input=["", ""])  # stands for the maker of an input or a constant
 _ARITHMETIC = ("Max", "Div", "Mul", "Where")  # between a maximum and its scale
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How a product's input is rounded; `columns` share a scale, None: the whole tensor."""
+    """Rounding of a GEMM's input. `columns` share a scale; if None, the whole tensor does."""
 
     elements: str
     scales: str
@@ -63,18 +63,18 @@ class _Rounding:
 
 
 class _NotRounded(Exception):
-    """Says what reaches the product instead."""
+    """The input is not rounded; the message says what reaches the GEMM instead."""
 
 
 def check_products(
     graph: WrittenGraph, linears: Iterable[Linear], schemes: Schemes, found: Verification
 ) -> None:
-    """Adds a problem for each linear whose product is not the one that its schemes ask for."""
+    """Adds a problem for each linear whose GEMM differs from what its schemes require."""
     reader = _Reader(graph)
     for linear in linears:
         scheme, weight = schemes[linear.name], f"{linear.name}.weight"
         if weight not in graph.initializers:
-            continue  # said where weights are compared
+            continue  # reported where weights are compared
         for what in reader.faults(linear, scheme):
             found.problem("configuration", linear.name, what)
 
@@ -86,7 +86,7 @@ class _Reader:
     def faults(
         self, linear: Linear, scheme: tuple[TensorScheme, TensorScheme] | None
     ) -> Iterator[str]:
-        """What is wrong with the products of one linear."""
+        """Yields the faults in the GEMMs of one linear."""
         products = list(self._products(f"{linear.name}.weight", dequantized=scheme is None))
         if not products:
             yield "no MatMul that leads to an output multiplies by its weight, dequantized"
@@ -108,10 +108,13 @@ class _Reader:
                 yield f"its input is rounded to {rounding}, and the recipe has {wanted}"
 
     def _products(self, name: str, *, dequantized: bool) -> Iterator[onnx.NodeProto]:
-        """Every MatMul that takes `name` as its second side, through a DequantizeLinear."""
+        """Yields every MatMul that has `name` as its second operand.
+
+        Unless `name` is `dequantized`, a DequantizeLinear has to lie between.
+        """
         for node in self.graph.readers.get(name, []):
             if not self.graph.leads_out(node):
-                continue  # it is left over, and never runs
+                continue  # unused, so it never runs
             if node.op_type == "MatMul" and node.input[1] == name:
                 if dequantized:
                     yield node
@@ -121,7 +124,7 @@ class _Reader:
                 yield from self._products(node.output[0], dequantized=dequantized)
 
     def _input(self, product: onnx.NodeProto, features: int) -> _Rounding:
-        """How the first side of `product` was rounded; _NotRounded if it was not."""
+        """Returns the rounding of the first operand of `product`; raises _NotRounded if none."""
         node = self._origin(product.input[0])
         codes = self._maker(node.input[0])
         if node.op_type == "DequantizeLinear" and codes.op_type == "QuantizeLinear":
@@ -149,7 +152,7 @@ class _Reader:
         codes: onnx.NodeProto,
         features: int,
     ) -> _Rounding:
-        """Q/DQ by a constant; or by 1, around x / s, with the product times s."""
+        """Parses Q/DQ by a constant, or by 1 around x / s if the product is multiplied by s."""
         element = _element(self._code_type(codes))
         one, other = (self._constant(item.input[1]) for item in (codes, node))
         if one is None or one != other:
@@ -165,7 +168,7 @@ class _Reader:
         return self._by_maximum(scaled, element, features)
 
     def _nvfp4(self, node: onnx.NodeProto, codes: onnx.NodeProto) -> _Rounding:
-        """The group scales are E4M3 times a constant."""
+        """Parses NVFP4: the group scales are E4M3 times a constant."""
         scales = self._maker(node.input[1])
         size, own = (int(_attributes(item).get("block_size", 0)) for item in (codes, node))
         whole = scales.op_type == "DequantizeLinear" and self._constant(scales.input[1])
@@ -180,7 +183,7 @@ class _Reader:
         return _Rounding("e4m3", "e8m0", size)
 
     def _by_maximum(self, scaled: onnx.NodeProto, element: str, features: int) -> _Rounding:
-        """x / s, with s made from the maximum of each slice of x: how fine, and stored as what."""
+        """Parses x / s with s from the maximum of each slice of x: its width and scale format."""
         kinds: set[int] = set()
         divisor = 1.0  # of the maximum, before its scale is rounded
         node = self._maker(scaled.input[1])
@@ -206,7 +209,7 @@ class _Reader:
         return _Rounding(element, scales, self._width(scaled.input[0], features))
 
     def _width(self, name: str, features: int) -> int:
-        """How many columns a slice of `name` has, along the last axis."""
+        """Returns how many columns a slice of `name` has, along the last axis."""
         node = self._maker(name)
         while node.op_type in ("Transpose", "Cast"):
             node = self._maker(node.input[0])
@@ -215,7 +218,7 @@ class _Reader:
         return int(self.graph.raw(node.input[1])[-1])
 
     def _origin(self, name: str) -> onnx.NodeProto:
-        """The node behind what only changes a shape or widens."""
+        """Returns the node behind those that only change the shape or widen the dtype."""
         node = self._maker(name)
         while _keeps_values(node):
             node = self._maker(node.input[0])
@@ -229,7 +232,7 @@ class _Reader:
         return name in self.graph.initializers
 
     def _constant(self, name: str) -> float | None:
-        """The number, if it is one and no more than one."""
+        """Returns the single number of the initializer `name`; None if it is not one."""
         if name not in self.graph.initializers:
             return None
         values = self.graph.values(name).reshape(-1)

@@ -1,4 +1,4 @@
-"""What an artifact is compared with: the checkpoint that it was made from, proven by its hashes."""
+"""Finds the checkpoint that an artifact was made from, and proves it by its hashes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ __all__ = ["Original", "find_original"]
 
 @dataclass(frozen=True)
 class Original:
-    """The checkpoint before quantization, with the changes of its calibration if that is known."""
+    """The checkpoint before quantization, with the changes of its calibration if it is known."""
 
     checkpoint: Checkpoint
     calibration: Calibration | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether an algorithm such as GPTQ has changed weights before they were quantized."""
+        """True if an algorithm such as GPTQ changed weights before they were quantized."""
         return self.checkpoint.changes is not None
 
     @cached_property
@@ -38,7 +38,7 @@ class Original:
         self.checkpoint.release()
 
     def others(self, module: str, spec: ModelSpec) -> Mapping[str, Callable[[], Tensor]]:
-        """Weights of the same shape in the same layer, which may have been mistaken for it."""
+        """Returns weights of equal shape in the same layer, which may have been written instead."""
         return dict(self._others(module, spec))
 
     def _others(self, module: str, spec: ModelSpec) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -57,9 +57,9 @@ class Original:
 def find_original(
     manifest: Manifest | None, model: Path | None, calibration: Path | None
 ) -> Original | None:
-    """From `--model`, `--calibration` or what a calibration's own manifest says; None without.
+    """Finds the original by `--model`, `--calibration` or a calibration's manifest; else None.
 
-    ArtifactError if it is not what the manifest says that the artifact was made from.
+    Raises ArtifactError or CheckpointError if the artifact was not made from it.
     """
     opened = None if calibration is None else Calibration.load(calibration)
     if opened is not None and manifest is not None:

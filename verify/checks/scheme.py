@@ -1,11 +1,11 @@
-"""Whether a checkpoint's configuration says what its recipe says: of weights, and of inputs.
+"""Compares a checkpoint's configuration with its recipe, and its scales with the calibration's.
 
-No tensor shows how inputs are rounded at run time: an engine does what the configuration says.
+The configuration covers weights and activations. No tensor shows how activations are rounded at run
+time: an engine does what the configuration says.
 
-Scales against those of the calibration, to the last bit: what no error of a weight can show.
-
-A static scale of inputs is not in any weight, and the low bits of a weight's scale move no number
-by as much as its rounding.
+Scales are compared to the last bit, because the error of a weight cannot show every wrong one: a
+static activation scale is not in any weight, and the low bits of a weight's scale change its values
+by less than rounding does.
 """
 
 import numpy as np
@@ -26,9 +26,9 @@ __all__ = ["check_calibrated_scales", "check_recipe"]
 def check_recipe(
     written: Written, names: Names, manifest: Manifest, spec: ModelSpec, found: Verification
 ) -> None:
-    """Adds to `found` each linear that is quantized, or that an engine would multiply, otherwise.
+    """Adds to `found` each linear whose storage or declared GEMM differs from the recipe.
 
-    A cause that many linears share is told of the first, with their number.
+    A cause that many linears share is reported for the first, with their number.
     """
     if written.quantization is None:
         found.problem("configuration", "config.json", "has no quantization_config")
@@ -57,7 +57,7 @@ def check_recipe(
 
 
 def _difference(stored: Stored, weights: TensorScheme, inputs: TensorScheme, recipe: str) -> str:
-    """What is not the recipe's; of a weight whose tile is wrong, the names have said it."""
+    """Describes a difference from the recipe; the check of names has reported a wrong tile."""
     kind = (stored.elements, stored.granularity, stored.scale_format)
     if kind != (weights.format, weights.granularity, weights.scale_format):
         return (
@@ -78,13 +78,13 @@ def _described(scheme: TensorScheme) -> str:
     return f"{scheme.format} weights by {scheme.granularity}, {scheme.scale_format} scales"
 
 
-_ULPS = 2.0**-22  # relative: a reciprocal, and back
+_ULPS = 2.0**-22  # relative: the error of a reciprocal and back
 
 
 def check_calibrated_scales(
     written: Written, names: Names, original: Original | None, found: Verification
 ) -> None:
-    """Adds to `found` each scale that is not the calibration's; a note where that is not known."""
+    """Adds to `found` each scale that differs from the calibration's; a note without one."""
     if original is None or original.calibration is None:
         inputs = sum(group.stored.input_scale is not None for group in names.quantized.values())
         if inputs:
@@ -118,7 +118,7 @@ def _compare(
 ) -> None:
     values, wanted = values.reshape(-1), np.asarray(wanted, np.float32).reshape(-1)
     if values.size != wanted.size:
-        return  # of another shape: that has been said
+        return  # another shape, which the check of names has reported
     scales = np.float32(1) / values if divides else values
     same = np.isclose(scales, wanted, rtol=_ULPS if divides else 0, atol=0)
     if same.all():

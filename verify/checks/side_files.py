@@ -1,4 +1,4 @@
-"""Verifies what lies beside the weights: configuration, tokenizer, golden records."""
+"""Verifies the files beside the weights: configuration, tokenizer, golden records."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from verify.checks.original import Original
 
 __all__ = ["check_side_files"]
 
-# What a tool may write otherwise without changing what the model computes.
+# Keys that a tool may change without changing what the model computes.
 _FREE = {
     "quantization_config",
     "transformers_version",
@@ -28,7 +28,7 @@ _FREE = {
 def check_side_files(
     path: Path, manifest: Manifest | None, original: Original | None, found: Verification
 ) -> None:
-    """Adds to `found` where they are not those of the original or of the calibration."""
+    """Adds to `found` each file that is not the original's or the calibration's."""
     if manifest is not None:
         for name, digest in manifest.model.tokenizer.items():
             if name not in manifest.files:
@@ -42,7 +42,7 @@ def check_side_files(
     if manifest is None or calibration is None:
         return
     names = [GOLDEN_FILE, HYPOTHESES_FILE]
-    if manifest.details.get("quantized", True):  # what the recipe costs is not for the others
+    if manifest.details.get("quantized", True):  # the recipe's cost, which others do not have
         names.append(EXPECTED_FILE)
     for name in names:
         if calibration.manifest.files.get(name) != manifest.files.get(name):
@@ -50,7 +50,7 @@ def check_side_files(
 
 
 def _check_config(path: Path, ours: bool, original: Original, found: Verification) -> None:
-    """Octet leaves every key as it was; of other tools, those that both files have."""
+    """Compares config.json: all keys in Octet's files, in those of others the shared keys."""
     try:
         written = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Judges one tensor, of a checkpoint or a graph: a quantized one by numbers, others by bits."""
+"""Judges one tensor of a checkpoint or a graph: a quantized one by its error, others by bits."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from verify.reader.checkpoint import Coded
 
 __all__ = ["compare_copies", "judge", "row_of"]
 
-# How far below plain rounding's an SQNR may be, in dB. The scales of Octet are at least as good.
-# GPTQ and AWQ of others worsen single weights on purpose, to better what comes out of the layer.
+# How far an SQNR may be below that of plain rounding, in dB. Octet's scales are at least as good.
+# GPTQ and AWQ of others worsen single weights on purpose, to improve the output of the layer.
 _SLACK_DB, _SLACK_OTHERS_DB = 1.0, 6.0
-_LEAST_DB = 20.0  # expected where plain rounding has no error, as of a weight of zeros
-_PART = 1 << 24  # numbers of a copied tensor that are compared at a time
+_LEAST_DB = 20.0  # expected if plain rounding has no error, as for a weight of zeros
+_PART = 1 << 24  # values of a copied tensor to compare at a time
 
 
 def compare_copies(
@@ -29,9 +29,9 @@ def compare_copies(
     hint: str = "",
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adds to `found` where a tensor that was to be copied is not the same, or counts it.
+    """Counts a copied tensor in `found` if it equals the original, else adds a problem.
 
-    `release` lets go of the memory of what has been compared, a part at a time.
+    `release` frees the memory of each part that has been compared.
     """
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         found.problem(
@@ -83,10 +83,10 @@ def judge(
     ours: bool,
     others: Mapping[str, Callable[[], Tensor]],
 ) -> str | None:
-    """What is wrong with a weight, as a clause; None if nothing is.
+    """Describes the fault of a weight in a clause; None if there is none.
 
-    `ours`: rounded to nearest, with scales as good as the absolute maximum's. `others` are weights
-    of the same shape that it may have been mistaken for.
+    If `ours`, codes must be rounded to nearest, with scales as good as the absolute maximum's.
+    `others` are weights of the same shape that may have been written instead.
     """
     if not np.isfinite(numbers.noise):
         return "not a number or infinite where it is dequantized: NaN codes or scales"
@@ -103,5 +103,5 @@ def judge(
 
 
 def _bits(codes: NDArray[Any]) -> NDArray[Any]:
-    """One unsigned integer for each number: NaN equals itself."""
+    """Views each number as one unsigned integer, so that NaN equals itself."""
     return np.ascontiguousarray(codes).reshape(-1).view(f"u{codes.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Verifies what is Triton's own in an entry of a model repository, not the model that it holds."""
+"""Verifies Triton's own files in an entry of a model repository, not the model that it holds."""
 
 import json
 import re
@@ -15,7 +15,7 @@ CONFIG_FILE = "config.pbtxt"
 
 
 def check_entry(path: Path, manifest: Manifest, found: Verification) -> None:
-    """Adds to `found` what Triton would refuse in the entry at `path`, or serve otherwise."""
+    """Adds to `found` what Triton would refuse or serve differently in the entry at `path`."""
     backend = str(manifest.details.get("backend", "?"))
     found.format = f"{backend} backend"
     config = path / CONFIG_FILE
@@ -44,7 +44,7 @@ def check_entry(path: Path, manifest: Manifest, found: Verification) -> None:
 
 
 def held_models(path: Path) -> Iterator[Path]:
-    """Directories of the entry at `path` that hold a model."""
+    """Yields the directories of the entry at `path` that hold a model."""
     for version in sorted(child for child in path.iterdir() if child.name.isdigit()):
         for directory in (version, *sorted(version.iterdir())):
             files = (MANIFEST_FILE, "model.onnx", PLAN_FILE)
@@ -53,7 +53,7 @@ def held_models(path: Path) -> Iterator[Path]:
 
 
 def _check_vllm(version: Path, found: Verification) -> None:
-    """Whether the engine's cache is the one that the checkpoint's scales are for."""
+    """Checks that the engine's cache has the format that the checkpoint's scales are for."""
     file = version / "model.json"
     if not file.is_file():
         return

@@ -1,4 +1,4 @@
-"""Several artifacts on the same held-out tokens: a row each, and how they differ."""
+"""Compares several artifacts on the same held-out tokens: a row each, and their differences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,13 @@ __all__ = ["Comparison", "Row", "compare", "plain"]
 
 @dataclass(frozen=True)
 class Row:
-    """One artifact. Intervals hold with 95 %; changes are relative, 0.01 is 1 % worse.
+    """Results of one artifact. Intervals hold with 95 %; changes are relative, 0.01 is 1 % worse.
 
-    `change` is that of the perplexity from the reference's, or from the first row's where there is
-    no reference; `kl` is KL(reference ‖ artifact) in nats, the mean over the tokens, `kl_p90` and
-    `kl_max` of single ones. `kl_from_first` and `change_from_first` are differences from the first
-    row, paired by sample; None of the first row itself. `tasks` are lm-evaluation-harness' figures.
+    `change` is the change of the perplexity from the reference's, or from the first row's if there
+    is no reference. `kl` is KL(reference ‖ artifact) in nats, the mean over the tokens; `kl_p90`
+    and `kl_max` are over single tokens. `kl_from_first` and `change_from_first` are differences
+    from the first row, paired by sample; None for the first row itself. `tasks` are
+    lm-evaluation-harness' results.
     """
 
     name: str
@@ -39,7 +40,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`k` tokens of each distribution are compared; `warnings` are lines for people."""
+    """Results of all artifacts.
+
+    `k` tokens of each distribution are compared; `warnings` are lines for the user.
+    """
 
     samples_path: str
     samples: int
@@ -52,15 +56,17 @@ class Comparison:
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; a bound that there is none of is null. The first row's figures come first,
-        for scripts that ask about one artifact."""
+        """Returns plain data; a missing bound is null.
+
+        The first row's figures come first, for scripts that evaluate one artifact.
+        """
         first = {"perplexity": self.rows[0].perplexity.mean, "tokens": self.tokens}
         data: dict[str, Any] = plain(first | asdict(self) | {"confidence": 0.95})
         return data
 
 
 def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()) -> Comparison:
-    """Every artifact's row; `tasks` are lm-evaluation-harness' figures, of each row."""
+    """Computes every artifact's row; `tasks` are lm-evaluation-harness' results for each row."""
     found, reference, sequences = evaluation.targets, evaluation.reference, evaluation.sequences
     tokens = np.array([len(nll) for nll in found[0].nll], np.float64)
     base = reference or (found[0] if len(found) > 1 else None)
@@ -107,7 +113,10 @@ def _perplexity(one: Scores, tokens: NDArray[np.float64]) -> Interval:
 
 
 def _change(one: Scores, base: Scores, tokens: NDArray[np.float64]) -> Interval:
-    """From paired log-likelihoods of the same tokens: most of what makes text hard cancels."""
+    """Returns the relative change of the perplexity, from paired log-likelihoods.
+
+    On the same tokens, most of what makes a text hard cancels.
+    """
     return interval(_sums(one.nll) - _sums(base.nll), tokens).map(math.expm1)
 
 
@@ -127,7 +136,7 @@ def _few(samples: int) -> tuple[str, ...]:
 
 
 def plain(data: Any) -> Any:
-    """For JSON, which has neither NaN nor Inf: null."""
+    """Replaces NaN and Inf by None, because JSON has neither."""
     if isinstance(data, dict):
         return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""A comparison as a table for people: 80 columns, each figure above its interval."""
+"""Renders a comparison as a table of 80 columns, with each figure above its interval."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ __all__ = ["render", "render_tasks"]
 
 
 def render(comparison: Comparison) -> RenderableType:
-    """The table, what it is of, and its warnings."""
+    """Renders the table, its caption with the warnings, and the tasks."""
     with_kl = comparison.reference is not None
     several = len(comparison.rows) > 1
     table = Table(box=None, padding=(0, 1, 0, 1), collapse_padding=True, show_lines=False)
@@ -52,13 +52,13 @@ def _cell(interval: Interval | None, factor: float, sign: str) -> str:
     if interval is None:
         return ""
     mean, low, high = (factor * x for x in (interval.mean, interval.low, interval.high))
-    if math.isnan(low):  # there is none
+    if math.isnan(low):  # no interval
         return _figure(mean, mean, sign)
     return f"{_figure(mean, mean, sign)}\n{_figure(low, mean, sign)}..{_figure(high, mean, sign)}"
 
 
 def _figure(value: float, beside: float, sign: str = "") -> str:
-    """As many decimals as leave `beside` four digits if it is a level, three if it is a change."""
+    """Formats with the decimals that give `beside` four digits, or three if it is a change."""
     digits = 3 if sign else 4
     size = math.floor(math.log10(abs(beside))) + 1 if beside else 1
     text = f"{value:{sign}.{min(max(digits - max(size, 0), 0), 4)}f}"
@@ -86,7 +86,7 @@ def _caption(comparison: Comparison) -> str:
 
 
 def render_tasks(rows: Sequence[Mapping[str, Interval]]) -> list[RenderableType]:
-    """lm-evaluation-harness' figures of each artifact, where there are any."""
+    """Renders lm-evaluation-harness' results for each artifact, if there are any."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         return []

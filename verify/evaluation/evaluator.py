@@ -1,4 +1,4 @@
-"""Asks every target what is not known yet, and keeps each answer as it comes."""
+"""Sends every target the samples without a stored answer, and stores each answer on arrival."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from verify.evaluation.target import Answer, Target
 
 __all__ = ["Advance", "evaluate", "require_same_tokens"]
 
-_SAME = 1e-3  # nats: a server that repeats itself, but for the order in which it adds
+_SAME = 1e-3  # nats: the change that another order of summation can cause in a server
 
 Advance = Callable[[str, int, int], None]  # target, predicted tokens done, of how many
 
@@ -31,9 +31,9 @@ def evaluate(
 ) -> Evaluation:
     """Scores `targets`, and `reference` if there is one, on the same samples.
 
-    Answers in `out` are not asked again; `note` is told, in a line, what has changed since.
-    Raises ConfigError for a target of another tokenizer, NumericsError for NaN or Inf, and what
-    `Target.answers` raises.
+    Samples with an answer in `out` are not sent again. `note` receives a line for each change since
+    then. Raises ConfigError for a target with another tokenizer, NumericsError for NaN or Inf, and
+    what `Target.answers` raises.
     """
     asked = [*targets] if reference is None else [reference, *targets]
     for target in asked:
@@ -49,7 +49,7 @@ def evaluate(
 
 
 def require_same_tokens(target: Target, sequences: Sequences) -> None:
-    """ConfigError unless `target` makes the same tokens of the texts, as far as it can tell."""
+    """Raises ConfigError if `target` is known to make other tokens of the texts."""
     if target.vocabulary is not None and sequences.highest >= target.vocabulary:
         raise ConfigError(
             f"{target.name}: has {target.vocabulary} tokens, and the samples hold token"
@@ -72,7 +72,7 @@ def _answers(
     advance: Advance,
     note: Callable[[str], None],
 ) -> list[Answer]:
-    # A checkpoint's identity takes reading all of it: only what is kept needs one.
+    # A checkpoint's identity requires reading all of it, and only stored answers need one.
     store = AnswerStore(out, target.name, target.identity if out is not None else {}, k)
     try:
         if store.changed is not None:
@@ -115,7 +115,10 @@ def _say_of_samples(store: AnswerStore, sequences: Sequences, note: Callable[[st
 def _say_of_answers(
     target: Target, store: AnswerStore, sequences: Sequences, note: Callable[[str], None]
 ) -> None:
-    """Asks one kept sample again, where others are still to be asked: is it the same model?"""
+    """Sends one stored sample again if others are missing, to detect a changed model.
+
+    Notes a mean change of more than `_SAME`.
+    """
     kept = [index for index, d in enumerate(sequences.digests) if store.get(d) is not None]
     if not kept or len(kept) == len(sequences.ids):
         return

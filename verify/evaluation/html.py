@@ -1,7 +1,7 @@
-"""A comparison as one HTML file that needs nothing else: no network, no server.
+"""Renders a comparison as one HTML file that needs nothing else: no network, no server.
 
-Plotly (MIT licence) is inlined: the `plotly` package carries the whole library. The page's content
-security policy forbids it every request.
+Plotly (MIT licence) is inlined: the `plotly` package ships the whole library. The page's content
+security policy forbids every request.
 """
 
 import json
@@ -24,11 +24,11 @@ from verify.evaluation.scores import Evaluation, Scores
 __all__ = ["render_page", "write_page"]
 
 _PER_DECADE = 8  # bins of the divergence's distribution
-_LEAST_DECADE, _MOST_DECADE = -8, 2  # nats: what is less is rounding
+_LEAST_DECADE, _MOST_DECADE = -8, 2  # nats: smaller values are rounding
 
 
 def write_page(path: Path, evaluation: Evaluation, comparison: Comparison) -> None:
-    """Whole, or not at all."""
+    """Writes the page atomically."""
     text = render_page(evaluation, comparison)
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -55,7 +55,7 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return environment.from_string(template).render(
         comparison=comparison,
-        json=Markup(text.replace("<", "\\u003c")),  # nothing in it ends the script element
+        json=Markup(text.replace("<", "\\u003c")),  # nothing in it can end the script element
         plotly=Markup(get_plotlyjs()),
     )
 
@@ -67,7 +67,10 @@ def _figure(value: float | None, factor: float = 1.0, sign: str = "") -> str:
 
 
 def _distribution(scores: Scores) -> dict[str, Any] | None:
-    """The share of tokens by divergence, in bins of an eighth of a decade; the first has less."""
+    """Returns the share of tokens by divergence, in bins of an eighth of a decade.
+
+    The first bin also counts all smaller values.
+    """
     if scores.kl is None:
         return None
     decades = np.log10(np.maximum(np.concatenate(scores.kl), 10.0**_LEAST_DECADE))
@@ -80,7 +83,7 @@ def _distribution(scores: Scores) -> dict[str, Any] | None:
 
 
 def _per_sample(scores: Scores, evaluation: Evaluation) -> dict[str, Any]:
-    """Means per token of each sample: divergence, and what its log-perplexity changed by."""
+    """Returns means per token of each sample: divergence, and change of the log-perplexity."""
     base = evaluation.reference or evaluation.targets[0]
     kl = None if scores.kl is None else _means(scores.kl)
     return {

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness' tasks, by its own command, against a running server.
+"""Runs lm-evaluation-harness' tasks against a server, by the harness' own command.
 
-Its `local-completions` model asks for the log-probabilities of a prompt (`echo`), as vLLM and
-Octet's own server give them. The data sets of its tasks are its own affair.
+Its `local-completions` model requests the log-probabilities of a prompt (`echo`), as vLLM and
+Octet's own server return them. The harness obtains the data sets of its tasks itself.
 """
 
 import importlib.util
@@ -23,13 +23,15 @@ from verify.evaluation.target import AskedByUrl
 
 __all__ = ["Harness"]
 
-NORMAL = 1.959964  # 97.5 % quantile: the harness gives a standard error, of many independent items
+NORMAL = 1.959964  # 97.5 % quantile: the harness gives a standard error over many independent items
 
 
 @dataclass(frozen=True)
 class Harness:
-    """What is asked of each server. `tokenizer` is the reference's directory; without one the
-    harness asks the server."""
+    """Options of the harness, the same for each server.
+
+    `tokenizer` is the reference's directory; without one, the harness queries the server.
+    """
 
     tasks: tuple[str, ...]
     tokenizer: Path | None = None
@@ -39,7 +41,10 @@ class Harness:
     api_key_env: str | None = None
 
     def require_installed(self, target: AskedByUrl) -> None:
-        """ConfigError where it is not, with the command that asks `target` elsewhere."""
+        """Raises ConfigError if the harness is not installed.
+
+        The message has the command that evaluates `target` from elsewhere.
+        """
         if not _command():
             raise ConfigError(
                 "--tasks needs lm-evaluation-harness: pip install 'octet[evaluate]', or run"
@@ -47,9 +52,9 @@ class Harness:
             )
 
     def figures(self, target: AskedByUrl) -> dict[str, Interval]:
-        """ "task metric" -> the figure, with its 95 % interval where the harness gives an error.
+        """Returns "task metric" -> result, with a 95 % interval if the harness reports an error.
 
-        Raises BackendError where it fails, with the command that would show more.
+        Raises BackendError if the harness fails, with the command that would show more.
         """
         arguments = self._arguments(target)
         with tempfile.TemporaryDirectory(prefix="octet-") as scratch:
@@ -73,7 +78,7 @@ class Harness:
     def _arguments(self, target: AskedByUrl) -> list[str]:
         asked = {"model": target.model, "base_url": f"{target.url}/v1/completions"}
         asked |= {"num_concurrent": str(self.concurrency), "max_retries": "3"}
-        if target.longest is not None:  # else it cuts what is longer than 2,047, and says nothing
+        if target.longest is not None:  # else it silently cuts prompts at 2,047 tokens
             asked["max_length"] = str(target.longest + 1)
         if self.tokenizer is not None:
             asked |= {
@@ -86,7 +91,10 @@ class Harness:
         return arguments + (["--limit", str(self.limit)] if self.limit else [])
 
     def _environment(self) -> dict[str, str]:
-        """Ours, but the harness sends OPENAI_API_KEY to any server: only the key that was named."""
+        """Returns our environment, with only the named key as OPENAI_API_KEY.
+
+        The harness would send any OPENAI_API_KEY to any server.
+        """
         environment = dict(os.environ)
         environment.pop("OPENAI_API_KEY", None)
         if self.api_key_env is not None:
@@ -95,7 +103,7 @@ class Harness:
 
 
 def _command() -> list[str]:
-    """The harness in this environment, or else the one on the path; empty if there is none."""
+    """Returns the command of the harness in this environment or on the path; empty if none."""
     if importlib.util.find_spec("lm_eval") is not None:
         return [sys.executable, "-m", "lm_eval"]
     path = shutil.which("lm_eval")
@@ -103,7 +111,7 @@ def _command() -> list[str]:
 
 
 def _figures(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
-    """Its `results`: {task: {"acc,none": 0.5, "acc_stderr,none": 0.01, "alias": ...}}."""
+    """Parses `results`: {task: {"acc,none": 0.5, "acc_stderr,none": 0.01, "alias": ...}}."""
     found = {}
     for task, metrics in results.items():
         for key, value in metrics.items():

@@ -1,6 +1,6 @@
-"""`octet.artifacts.golden.top_k_divergence` at every position of a sample at once.
+"""Scores each artifact at every predicted token of the same samples.
 
-Each artifact's figures at every predicted token of the same samples.
+The divergence is `octet.artifacts.golden.top_k_divergence`, at all positions of a sample at once.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from verify.evaluation.target import Answer
 
 __all__ = ["Evaluation", "Scores", "divergences"]
 
-_NOISE = 1e-6  # of a sum of probabilities, where nothing is left: as in octet.artifacts.golden
+_NOISE = 1e-6  # rounding of a sum of probabilities with no rest, as in octet.artifacts.golden
 _AT_ONCE = 2**22  # pairs of tokens, 32 MB of float64
-_LEAST = 1e-7  # that float32 log-probabilities can leave for the rest; less would be their rounding
+_LEAST = 1e-7  # smallest rest that float32 log-probabilities can leave; less is their rounding
 
 
 def divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
-    """KL(reference ‖ served) in nats [P], as far as the k most likely tokens of both tell.
+    """Returns KL(reference ‖ served) in nats [P], from the k most likely tokens of both.
 
-    A lower bound of the full divergence, see `octet.artifacts.golden.top_k_divergence`; but never
-    infinite: what is left of the served probabilities is at least what their rounding would hide.
+    It is a lower bound of the full divergence, see `octet.artifacts.golden.top_k_divergence`. It is
+    never infinite: the rest of the served probabilities is at least what their rounding would hide.
     """
     positions, k = reference.top_ids.shape
     step = max(_AT_ONCE // (k * served.top_ids.shape[1]), 1)
@@ -48,7 +48,7 @@ def _divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
     p_rest[p_rest <= _NOISE] = 0.0
     q_left = np.maximum(1.0 - np.where(shared, np.exp(log_q), 0.0).sum(axis=1), 0.0)
     p_missing = np.where(shared, 0.0, p).sum(axis=1)
-    # The missing ones are served with at most the least listed probability each.
+    # Each missing token is served with at most the least listed probability.
     least = np.exp(served.top_logprobs.min(axis=1).astype(np.float64))
     most = (~shared).sum(axis=1) * least
     outside = p_missing + p_rest
@@ -60,7 +60,7 @@ def _divergences(reference: Answer, served: Answer) -> NDArray[np.float64]:
 
 
 def _terms(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """p · ln(p / q), 0 where p is 0."""
+    """Returns p · ln(p / q), 0 where p is 0."""
     some = p > 0
     ratio = np.divide(p, np.maximum(q, _LEAST), out=np.ones_like(p), where=some)
     terms: NDArray[np.float64] = p * np.log(ratio)
@@ -69,8 +69,11 @@ def _terms(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one artifact, float64 [P] of each sample: negative log-likelihoods in nats, and the
-    divergence from the reference; None without one."""
+    """Scores of one artifact, float64 [P] for each sample.
+
+    `nll` are negative log-likelihoods in nats; `kl` is the divergence from the reference, None
+    without one.
+    """
 
     name: str
     nll: tuple[NDArray[np.float64], ...]
@@ -87,7 +90,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was asked of whom and came out; `k` tokens of each distribution are compared."""
+    """Scores of all targets on the samples; `k` tokens of each distribution are compared."""
 
     sequences: Sequences
     k: int

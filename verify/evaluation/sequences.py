@@ -1,4 +1,4 @@
-"""The held-out samples as token ids: the same for every target that is compared."""
+"""Holds the held-out samples as token ids, the same for every target that is compared."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ class Sequences:
     sha256: str
     max_length: int
     origins: tuple[str, ...]
-    texts: tuple[str | None, ...]  # None: a conversation, which a template has rendered
+    texts: tuple[str | None, ...]  # None: a conversation, rendered by a template
     ids: tuple[tuple[int, ...], ...]
     digests: tuple[str, ...]
 
@@ -34,7 +34,7 @@ class Sequences:
         *,
         max_length: int,
     ) -> Self:
-        """Of (origin, text, token ids). SampleError if none of them has two tokens."""
+        """Builds from (origin, text, token ids). Raises SampleError if no sample has two tokens."""
         kept = [
             (origin, text, tuple(ids[:max_length])) for origin, text, ids in samples if len(ids) > 1
         ]
@@ -45,7 +45,7 @@ class Sequences:
 
     @property
     def tokens(self) -> int:
-        """Predicted ones: all but the first of each sample."""
+        """Number of predicted tokens: all but the first of each sample."""
         return sum(len(ids) - 1 for ids in self.ids)
 
     @property
@@ -61,7 +61,7 @@ def read_texts(
     text_field: str = "text",
     max_length: int,
 ) -> Sequences:
-    """The first `count` texts of a JSONL file that are not blank (all if None), encoded.
+    """Encodes the first `count` texts of a JSONL file that are not blank (all if None).
 
     Raises SampleError, naming the line, for a file that is missing or malformed.
     """
@@ -71,7 +71,7 @@ def read_texts(
 
 
 def _texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """(origin, text) of each line that is not blank."""
+    """Yields (origin, text) of each line that is not blank."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,9 +1,9 @@
-"""Answers kept in a file as they come, so that an interrupted evaluation goes on where it was.
+"""Stores answers in a file on arrival, so that an interrupted evaluation can be resumed.
 
-JSON lines: first what was asked, then one line a sample, found again by the hash of its tokens.
-Every line is on the disk before the next is begun; one cut off at the end is dropped, and asked
-anew. Each has a checksum: answers are read back as they were written, or not at all, so a resumed
-evaluation gives the same figures.
+The file has JSON lines: a header (target, identity, k), then one line per sample, found by the hash
+of its tokens. Every line is on disk before the next is begun. A line cut off at the end is dropped,
+and its sample is sent again. Each answer has a checksum: it is read back as it was written, or not
+at all, so a resumed evaluation gives the same figures.
 """
 
 import base64
@@ -25,17 +25,20 @@ from verify.evaluation.target import Answer
 
 __all__ = ["AnswerStore"]
 
-_SCHEMA = 2  # the first had no checksums
+_SCHEMA = 2  # 1 had no checksums
 
 
 class AnswerStore:
-    """The answers of one target at one k. Without a directory they are kept in memory alone."""
+    """The answers of one target at one k; only in memory if there is no directory."""
 
     def __init__(
         self, directory: Path | None, name: str, identity: Mapping[str, str], k: int
     ) -> None:
-        """Reads what is there. ArtifactError for a file that is damaged before its end,
-        ConfigError for one that another process is writing."""
+        """Reads the stored answers.
+
+        Raises ArtifactError for a file that is damaged before its end, ConfigError for a file that
+        another process is writing.
+        """
         self.name, self.k = name, k
         self._head: dict[str, Any] = {
             "schema_version": _SCHEMA,
@@ -44,11 +47,9 @@ class AnswerStore:
             "k": k,
         }
         self._answers: dict[str, Answer] = {}
-        self._samples: dict[str, str] = {}  # path -> SHA-256 when it was last asked
+        self._samples: dict[str, str] = {}  # path -> SHA-256 when they were last sent
         self.path: Path | None = None
-        self.changed: str | None = (
-            None  # what an earlier file of this name was made of, if not this
-        )
+        self.changed: str | None = None  # the first difference from an earlier file of this name
         if directory is None:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class AnswerStore:
             raise
 
     def _lock(self) -> None:
-        """Until it is closed, whatever ends this process."""
+        """Locks the file until it is closed or this process ends, however that happens."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +80,10 @@ class AnswerStore:
         return self._answers.get(digest)
 
     def samples(self, path: str, sha256: str) -> str | None:
-        """Keeps which samples are asked. The SHA-256 that they had before, if they have changed."""
+        """Records the samples that are sent.
+
+        Returns the SHA-256 that they had before, if they have changed.
+        """
         before = self._samples.get(path)
         if before == sha256:
             return None
@@ -89,7 +93,7 @@ class AnswerStore:
         return before
 
     def add(self, digest: str, answer: Answer) -> None:
-        """On the disk when this returns."""
+        """Stores an answer; it is on disk when this returns."""
         self._answers[digest] = answer
         if self.path is None:
             return
@@ -112,7 +116,7 @@ class AnswerStore:
         os.fsync(self._file.fileno())
 
     def _read(self, path: Path, head: str) -> bool:
-        """Whether anything is there; a line that was cut off at the end is not any more."""
+        """Reads all lines and removes one cut off at the end; returns False if none is left."""
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -136,7 +140,7 @@ class AnswerStore:
 
 
 def _change(directory: Path, head: Mapping[str, Any]) -> str | None:
-    """The first difference from the newest file of the same name and k; None if there is none."""
+    """Returns the first difference from the newest file of the same name and k, if any."""
     for path in sorted(directory.glob("*.jsonl"), key=lambda path: -path.stat().st_mtime):
         with path.open("rb") as file:
             try:
@@ -160,12 +164,12 @@ def _short(value: str | None) -> str:
 
 
 def _sealed(fields: Mapping[str, Any]) -> str:
-    """A line that tells whether it is as it was written."""
+    """Serializes `fields` as a line with a checksum."""
     return json.dumps({**fields, "crc32": zlib.crc32(json.dumps(fields).encode())})
 
 
 def _unsealed(line: bytes) -> dict[str, Any]:
-    """ValueError, KeyError or AttributeError for a line that is not."""
+    """Parses a line; ValueError, KeyError or AttributeError if it is damaged."""
     fields: dict[str, Any] = json.loads(line)
     crc32 = fields.pop("crc32")
     if zlib.crc32(json.dumps(fields).encode()) != crc32:

@@ -1,4 +1,4 @@
-"""What a model says of one sample: how likely each token was, and what else it thought likely."""
+"""Defines what a model under evaluation returns: log-probabilities of a sample and of the top k."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ class Answer:
     """Log-probabilities (natural, of the full softmax) at the P positions that precede a token.
 
     `logprobs` float32 [P] are of tokens 1 to P of the sample; `top_ids` int32 [P, k] and
-    `top_logprobs` float32 [P, k] are the most likely ones there, most likely first.
+    `top_logprobs` float32 [P, k] are the most likely tokens there, most likely first.
     """
 
     logprobs: NDArray[np.float32]
@@ -29,40 +29,40 @@ class Answer:
 
 
 class Target(Protocol):
-    """Something that answers: an export, a checkpoint, a server."""
+    """A model under evaluation: an export, a checkpoint or a server."""
 
     @property
     def name(self) -> str:
-        """As the user called it."""
+        """Name that the user gave."""
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What its answers follow from: hashes of files, or what a server says of itself."""
+        """Facts that determine its answers: hashes of files, or what a server reports of itself."""
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a sample that it can read; None if nothing limits them."""
+        """Most tokens that a sample can have; None if there is no limit."""
 
     @property
     def vocabulary(self) -> int | None:
-        """Token ids are below this; None if it does not say."""
+        """Exclusive upper bound of token ids; None if unknown."""
 
     @property
     def lasting(self) -> bool:
-        """Whether equal identities mean equal answers: not of a server, which may be restarted."""
+        """True if equal identities mean equal answers; False for a server, which may restart."""
 
     def encode(self, text: str) -> list[int] | None:
-        """The tokens of `text` by its own tokenizer; None if it has none here."""
+        """Returns the tokens of `text` by its own tokenizer; None if it has none here."""
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
-        """(index, answer) of each of `samples`, token ids of two or more, in any order.
+        """Yields (index, answer) for each of `samples`, in any order; each has two or more ids.
 
         Raises NumericsError for NaN or Inf, BackendError for a server that fails.
         """
 
 
 def top_k(logprobs: NDArray[np.float64], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids int32 and values float32 [P, k] of the k largest of `logprobs` [P, V], in order."""
+    """Returns ids int32 and values float32 [P, k] of the k largest of `logprobs` [P, V], sorted."""
     found = np.argpartition(logprobs, -k, axis=1)[:, -k:]
     values = np.take_along_axis(logprobs, found, axis=1)
     order = np.argsort(-values, axis=1, kind="stable")
@@ -71,7 +71,7 @@ def top_k(logprobs: NDArray[np.float64], k: int) -> tuple[NDArray[np.int32], NDA
 
 
 def digest_of(ids: Sequence[int]) -> str:
-    """What an answer is kept under: a hash of the sample's token ids."""
+    """Returns the key that an answer is stored under: a hash of the sample's token ids."""
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:32]
 
 
@@ -80,5 +80,5 @@ class AskedByUrl(Protocol):
     """A target that is a running server."""
 
     url: str  # without /v1
-    model: str  # as it calls it
-    longest: int | None  # tokens of a prompt, one less than of its context
+    model: str  # the server's name for it
+    longest: int | None  # most tokens of a prompt, one less than its context

@@ -1,8 +1,8 @@
 """Reads a checkpoint as an engine would: from its config.json and its safetensors files alone.
 
-Independent of what writes exports: it knows neither recipe nor calibration, and decodes by its own
+It is independent of the exporters: it knows neither recipe nor calibration, and decodes by its own
 tables (verify/reader/codes.py), so it reads checkpoints of llm-compressor and ModelOpt as well.
-One tensor is in memory at a time; `release` lets go of the pages of the mapped files.
+One tensor is in memory at a time; `release` frees the pages of the mapped files.
 """
 
 import json
@@ -31,19 +31,19 @@ _INDEX = "model.safetensors.index.json"
 class Coded:
     """A weight as stored: real = values[codes] * scale.
 
-    `codes` uint8 [N, K], one an element; `scale` float32, which multiplies, of the shape that
-    `tile` says: rows and columns that share one, (None, None) for the whole tensor.
+    `codes` is uint8 [N, K], one code per element. `scale` is float32 and multiplies. `tile` is the
+    number of rows and columns that share a scale; (N, K) if the whole tensor has one.
     """
 
     elements: Elements
     codes: NDArray[np.uint8]
-    scale: Floats  # [⌈N/rows⌉, ⌈K/columns⌉], of both levels together
+    scale: Floats  # [⌈N/rows⌉, ⌈K/columns⌉], the product of both levels
     tile: tuple[int, int]
-    whole: np.float32 | None = None  # what the global scale multiplies by, where there is one
-    divides: bool = False  # whether it is stored as a divisor
+    whole: np.float32 | None = None  # the global scale as a multiplier, if any
+    divides: bool = False  # the global scale is stored as a divisor
 
     def rows(self, start: int, stop: int) -> tuple[NDArray[np.uint8], Floats]:
-        """Codes [n, K] of those rows, and a scale for each, which broadcasts or is [n, K]."""
+        """Returns the codes [n, K] of those rows and their scales, which broadcast to [n, K]."""
         high, wide = self.tile
         codes = self.codes[start:stop]
         scale = self.scale
@@ -58,7 +58,7 @@ class Coded:
         return codes, scale
 
     def dequantized(self) -> Floats:
-        """float32 [N, K]."""
+        """Returns the weight as float32 [N, K]."""
         real = np.empty(self.codes.shape, np.float32)
         for start, stop in slabs(self.codes.shape):
             codes, scale = self.rows(start, stop)
@@ -67,7 +67,7 @@ class Coded:
 
 
 def slabs(shape: tuple[int, ...], elements: int = 1 << 17) -> Iterator[tuple[int, int]]:
-    """Spans of rows with about that many elements."""
+    """Yields spans of rows with about that many elements."""
     step = max(1, elements // max(1, shape[1]))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
@@ -75,7 +75,7 @@ def slabs(shape: tuple[int, ...], elements: int = 1 << 17) -> Iterator[tuple[int
 
 @dataclass(frozen=True)
 class Written:
-    """An opened checkpoint, quantized or not; its headers have been read, no tensor has."""
+    """An opened checkpoint, quantized or not: the headers have been read, the tensors have not."""
 
     path: Path
     config: dict[str, Any]
@@ -86,7 +86,10 @@ class Written:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """CheckpointError for what cannot be read, UnsupportedError for an unknown format."""
+        """Reads the configuration and the headers.
+
+        Raises CheckpointError if they cannot be read, UnsupportedError for an unknown format.
+        """
         config = _json(path / "config.json")
         if "quantization_config" not in config and (path / _MODELOPT).is_file():
             other = _json(path / _MODELOPT)
@@ -127,12 +130,12 @@ class Written:
         return self.files[name].read(name)
 
     def values(self, name: str) -> Floats:
-        """float32, whatever the tensor is stored in; U8 is E8M0."""
+        """Returns a tensor as float32, whatever its stored dtype; U8 is E8M0."""
         tensor = self.read(name)
         return value_of("F8_E8M0" if tensor.dtype == "U8" else tensor.dtype, tensor.codes)
 
     def second_opinion(self) -> Quantization | None:
-        """What ModelOpt's own file says, which TensorRT-LLM reads; None where there is none."""
+        """Parses ModelOpt's own file, which TensorRT-LLM reads; None if there is none."""
         if not (self.path / _MODELOPT).is_file():
             return None
         other = {"quant_method": "modelopt", **_json(self.path / _MODELOPT)}
@@ -143,7 +146,10 @@ class Written:
             file.release()
 
     def coded(self, module: str, stored: Stored) -> Coded:
-        """The weight of a quantized linear; KeyError or ValueError if its tensors do not fit."""
+        """Returns the weight of a quantized linear.
+
+        Raises KeyError or ValueError if its tensors do not fit.
+        """
         packed = self.read(f"{module}.{stored.weight}").codes
         if packed.ndim != 2 or packed.dtype != np.uint8:
             raise ValueError(f"{module}.{stored.weight} is no matrix of codes")
@@ -169,7 +175,7 @@ class Written:
             return Coded(elements, codes, scale * whole, tile, whole, stored.divides)
 
     def dequantized(self, module: str) -> Floats | None:
-        """float32 [N, K] as an engine multiplies; None for a module that is not quantized."""
+        """Returns the float32 [N, K] that an engine multiplies by; None if not quantized."""
         group = self.quantization.group_of(module) if self.quantization else None
         if group is None or f"{module}.{group.stored.weight}" not in self:
             return None

@@ -1,5 +1,6 @@
-"""What a stored code means, from the definition of its format: nothing here is shared with what
-writes exports, so that a mistake there cannot hide here.
+"""Decodes stored codes by the definition of their format.
+
+Shares no code with the exporters, so that a mistake there cannot hide here.
 
     E4M3  s eeee mmm   bias 7   (-1)^s · 2^(e-7) · (1 + m/8); e = 0: 2^-6 · m/8; 0x7F and 0xFF: NaN
     E2M1  s ee m       bias 1   0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
@@ -17,17 +18,18 @@ from numpy.typing import NDArray
 __all__ = ["ELEMENTS", "Elements", "bfloat16", "e4m3", "e8m0", "unpack", "value_of"]
 
 Floats = NDArray[np.float32]
-# Of a quotient of two float32 where the writer may have divided otherwise; 2^-20 of an E4M3 step.
+# Relative, for a quotient of two float32 that the writer may have divided differently; 2^-20 of an
+# E4M3 step.
 _SLACK = np.float32(2.0**-18)
 
 
 @dataclass(frozen=True)
 class Elements:
-    """A format of elements: what each code is, and which reals round to it.
+    """A format of elements: the value of each code, and the reals that round to it.
 
     `values`, `low` and `high` are float32, one for each code: x rounds to the code if
-    `low <= x <= high`. The outermost intervals are open: what is beyond them saturates. A NaN code
-    has an interval that holds nothing.
+    `low <= x <= high`. The outermost intervals are unbounded, since values saturate. The interval
+    of a NaN code is empty.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Elements:
         return float(np.nanmax(self.values))
 
     def nearest(self, x: Floats) -> Floats:
-        """Each of `x` rounded to the nearest value (of two as near, either), saturating."""
+        """Rounds each of `x` to the nearest value (either one of a tie), saturating."""
         grid = np.unique(self.values[np.isfinite(self.values)])
         middle = (grid[1:] + grid[:-1]) / np.float32(2)
         return grid[np.searchsorted(middle, x)]
@@ -79,7 +81,7 @@ _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astyp
 
 
 def unpack(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """E2M1 codes [N, K] of bytes [N, K/2]: the low nibble is the even column."""
+    """Unpacks E2M1 codes [N, K] from bytes [N, K/2]: the low nibble is the even column."""
     codes = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=codes[..., 0])
     np.right_shift(packed, 4, out=codes[..., 1])
@@ -92,18 +94,18 @@ def e4m3(codes: NDArray[Any]) -> Floats:
 
 
 def e8m0(codes: NDArray[Any]) -> Floats:
-    """2^(code - 127), down to the subnormal 2^-127; NaN for 255."""
+    """Returns 2^(code - 127), down to the subnormal 2^-127; NaN for 255."""
     real: Floats = _POWERS[codes]
     return real
 
 
 def bfloat16(codes: NDArray[Any]) -> Floats:
-    """The upper half of a float32."""
+    """Decodes bfloat16, the upper half of a float32."""
     return (codes.astype(np.uint32) << 16).view(np.float32)
 
 
 def value_of(dtype: str, codes: NDArray[Any]) -> Floats:
-    """Stored numbers of a safetensors dtype as float32, by this file's own decoding."""
+    """Decodes stored numbers of a safetensors dtype to float32, by this file's own tables."""
     if dtype == "BF16":
         return bfloat16(codes)
     if dtype == "F8_E4M3":

@@ -1,6 +1,7 @@
-"""How a checkpoint's configuration says that its modules are stored: read from config.json alone.
+"""Parses from config.json alone how a checkpoint stores its modules.
 
-The three dialects that vLLM 0.24 to 0.32 reads, with the tensors it creates for a linear [N, K]:
+It knows the three dialects that vLLM 0.24 to 0.32 reads. vLLM creates these tensors for a linear
+[N, K]:
 
 | dialect                  | tensors                                                              |
 |--------------------------|----------------------------------------------------------------------|
@@ -21,13 +22,13 @@ from verify.reader.scheme import Group, Inputs, Quantization, ScaleFormat, Store
 
 __all__ = ["quantization_of"]
 
-_GROUPS_OF_128 = Inputs("e4m3", "group", True, "float32", 128)  # of weights in blocks
+_GROUPS_OF_128 = Inputs("e4m3", "group", True, "float32", 128)  # for weights in blocks
 
 
 def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """From a config.json; None for one that declares no quantization.
+    """Parses a config.json; None if it declares no quantization.
 
-    UnsupportedError, naming `where`, for what Octet's reader does not decode.
+    Raises UnsupportedError, naming `where`, for a format that Octet's reader does not decode.
     """
     raw = config.get("quantization_config")
     if raw is None:
@@ -55,7 +56,7 @@ def _compressed_tensors(raw: Mapping[str, Any], where: str) -> Quantization:
     for name, group in raw["config_groups"].items():
         targets = tuple(str(target) for target in group["targets"])
         if all(target.endswith("Attention") for target in targets):
-            continue  # vLLM skips it: the cache's scheme says the same
+            continue  # vLLM skips it: kv_cache_scheme declares the same
         if group.get("weights") is None:
             continue
         form = str(group.get("format") or raw.get("format"))
@@ -92,7 +93,10 @@ def _by_arguments(
 
 
 def _inputs(inputs: Mapping[str, Any] | None, where: str, name: str) -> Inputs | None:
-    """compressed-tensors' QuantizationArgs of inputs; `dynamic` is "local" in two levels."""
+    """Parses compressed-tensors' QuantizationArgs of activations.
+
+    `dynamic` is "local" if the scales have two levels.
+    """
     if inputs is None:
         return None
     strategy, size = str(inputs.get("strategy")), inputs.get("group_size")
@@ -114,7 +118,7 @@ def _inputs(inputs: Mapping[str, Any] | None, where: str, name: str) -> Inputs |
 
 
 def _weights(weights: Mapping[str, Any], label: str, static: str | None) -> Stored | None:
-    """What compressed-tensors' QuantizationArgs of weights mean; None for what is not decoded."""
+    """Parses compressed-tensors' QuantizationArgs of weights; None if they are not decoded."""
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     size = weights.get("group_size")
     if (kind, bits) == ("float", 8):
@@ -173,7 +177,10 @@ def _modelopt(raw: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _fp8_cache(inner: Mapping[str, Any]) -> bool:
-    """As vLLM reads it: by the algorithm's name in ModelOpt's own file, in config.json a scheme."""
+    """Decides as vLLM does whether an FP8 cache is declared.
+
+    ModelOpt's own file gives the name of an algorithm, config.json a scheme.
+    """
     scheme = inner.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
@@ -210,7 +217,7 @@ def _modelopt_stored(algorithm: str, where: str) -> Stored:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Quantization:
-    """Where scales of inputs are made at run time, vLLM makes one for each token."""
+    """Parses `quant_method: fp8`; vLLM computes dynamic activation scales for each token."""
     static = raw.get("activation_scheme") == "static"
     inputs = Inputs("e4m3", "tensor" if static else "token", not static)
     name = "input_scale" if static else None

@@ -1,11 +1,11 @@
-"""Reads an ONNX export back: initializers by name, and what the graph multiplies them by.
+"""Reads an ONNX export back: initializers by name, and the scales that the graph applies to them.
 
-A weight is found under its checkpoint name; the DequantizeLinear that reads it says by its
-attributes which elements share a scale, and its scale is followed back through Cast and
+A weight is found under its checkpoint name. The attributes of the DequantizeLinear that reads it
+define which elements share a scale, and its scale is followed back through Cast and
 DequantizeLinear to initializers. Elements are decoded by verify/reader/codes.py.
 
 TensorRT's form of a block scheme has codes [K/128, 128, N] and applies the scales to the partial
-products: there `<weight>_scale` [K/128, 1, N] is taken by name.
+products: there `<weight>_scale` [K/128, 1, N] is found by name.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ _RAW: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class GraphWeight:
-    """A quantized weight, the format of its scales and how finely they are set."""
+    """A quantized weight, with the format and granularity of its scales."""
 
     coded: Coded
     scales: Literal["float32", "e8m0", "e4m3"]
@@ -63,7 +63,7 @@ class GraphWeight:
 
 
 class WrittenGraph:
-    """The graph of `directory`, its structure in memory and its weights in the file."""
+    """The graph of `directory`: its structure is in memory, its weights stay in the file."""
 
     def __init__(self, directory: Path, model: onnx.ModelProto) -> None:
         self.directory = directory
@@ -90,7 +90,7 @@ class WrittenGraph:
         return found
 
     def leads_out(self, node: onnx.NodeProto) -> bool:
-        """Whether an output of the graph depends on `node`; engines drop those that none does."""
+        """Decides whether an output of the graph depends on `node`; engines drop unused nodes."""
         return not self._live.isdisjoint(node.output)
 
     @cached_property
@@ -106,22 +106,22 @@ class WrittenGraph:
         return found
 
     def unread(self) -> Iterator[str]:
-        """Inputs and initializers that no node reads."""
+        """Yields inputs and initializers that no node reads."""
         for name in [value.name for value in self.graph.input] + [*self.initializers]:
             if name not in self.readers:
                 yield name
 
     def tag(self, name: str) -> str:
-        """The safetensors dtype of an initializer, or ONNX's name of one that it lacks."""
+        """Returns an initializer's safetensors dtype, or ONNX's name for it if there is none."""
         kind = self.initializers[name].data_type
         return _TAGS.get(kind, str(helper.tensor_dtype_to_string(kind)))
 
     def codes_of(self, name: str) -> str | None:
-        """The format of the codes that an initializer holds; None if it holds numbers."""
+        """Returns the format of the codes that an initializer holds; None if it holds numbers."""
         return _CODES.get(self.initializers[name].data_type)
 
     def raw(self, name: str) -> NDArray[Any]:
-        """The content in its container dtype, in its shape; 4 bits stay packed, flat."""
+        """Returns the content in its container dtype and shape; 4-bit codes are packed and flat."""
         tensor = self.initializers[name]
         dtype = _RAW.get(tensor.data_type, np.dtype("u1"))
         shape = tuple(tensor.dims)
@@ -141,7 +141,7 @@ class WrittenGraph:
         return Tensor(self.tag(name), self.raw(name))
 
     def weight(self, name: str) -> GraphWeight:
-        """The quantized weight `name`, [N, K]. ValueError for a structure that is none of ours."""
+        """Returns the quantized weight `name`, [N, K]; ValueError for an unknown structure."""
         reader = self._dequantizer(name)
         codes = self._codes(name)
         if codes.ndim == 3:  # TensorRT's blocks: [K/128, 128, N]
@@ -173,7 +173,7 @@ class WrittenGraph:
         if scale.shape != wanted:
             raise ValueError(f"{name}: scales {list(scale.shape)}, should be {list(wanted)}")
         if tile == (1, BLOCK) and not (n % BLOCK) and _repeated(scale):
-            scale, tile = scale[::BLOCK], (BLOCK, BLOCK)  # blocks, written out for each row
+            scale, tile = scale[::BLOCK], (BLOCK, BLOCK)  # blocks, repeated for each row
         coded = self._coded(name, codes, scale, tile)
         return GraphWeight(replace(coded, whole=self._whole(reader)), self._scale_format(reader))
 
@@ -198,7 +198,7 @@ class WrittenGraph:
         raise ValueError(f"{name}: no DequantizeLinear reads these codes")
 
     def _whole(self, reader: onnx.NodeProto) -> np.float32 | None:
-        """The global scale, where the scales are themselves dequantized."""
+        """Returns the global scale, if the scales are themselves dequantized."""
         node = self.maker.get(reader.input[1])
         if node is None or node.op_type != "DequantizeLinear":
             return None
@@ -216,7 +216,7 @@ class WrittenGraph:
         return "e8m0" if kind in e8m0_kinds else "float32"
 
     def values(self, name: str) -> Floats:
-        """A constant of the graph as float32: an initializer, or one behind Cast or DQ."""
+        """Returns a constant of the graph as float32: an initializer, or one behind Cast or DQ."""
         if name in self.initializers:
             kind, raw = self.initializers[name].data_type, self.raw(name)
             if kind == TensorProto.BFLOAT16:
@@ -238,6 +238,6 @@ class WrittenGraph:
 
 
 def _repeated(scale: Floats) -> bool:
-    """Whether all rows of each block of rows have the same scales."""
+    """Decides whether all rows of each block of rows have the same scales."""
     blocks = scale.reshape(-1, BLOCK, scale.shape[1])
     return bool((blocks == blocks[:, :1]).all())

@@ -1,4 +1,4 @@
-"""How the modules of a checkpoint are stored, whatever words its configuration says it in."""
+"""Storage schemes of a checkpoint's modules, the same for all dialects of configuration."""
 
 import fnmatch
 import re
@@ -14,9 +14,9 @@ ScaleFormat = Literal["float32", "e8m0", "e4m3"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """How an engine rounds the inputs of a linear, in the words of `octet.recipe`.
+    """An engine's rounding of a linear's activations, in the terms of `octet.recipe`.
 
-    `dynamic` scales are made at run time; of two levels, the global one is static all the same.
+    `dynamic` scales are computed at run time; if there are two levels, the global one is static.
     """
 
     elements: Literal["e4m3", "e2m1"]
@@ -35,7 +35,7 @@ class Inputs:
 class Stored:
     """The tensors of a quantized linear, beside its bias."""
 
-    label: str  # for people
+    label: str  # for messages
     elements: Literal["e4m3", "e2m1"]
     granularity: Literal["tensor", "channel", "block", "group"]
     tile: tuple[int, int] | None = None  # rows and columns that share a scale: block and group
@@ -45,11 +45,11 @@ class Stored:
     global_scale: str | None = None
     input_scale: str | None = None  # a static one, or NVFP4's global one
     divides: bool = False  # whether the global scales are stored as divisors
-    inputs: Inputs | None = None  # None: not rounded, the product is weight-only
+    inputs: Inputs | None = None  # None: activations are not rounded (weight-only)
 
     @property
     def scale_format(self) -> ScaleFormat:
-        """Of the weight's scales."""
+        """Format of the weight's scales."""
         if self.global_scale is not None:
             return "e4m3"
         return "e8m0" if "U8" in self.scale_dtypes else "float32"
@@ -60,7 +60,7 @@ class Stored:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Every name that an engine waits for."""
+        """Names of all tensors that an engine requires."""
         optional = (self.global_scale, self.input_scale)
         return (self.weight, self.scale, *(name for name in optional if name is not None))
 
@@ -68,7 +68,7 @@ class Stored:
         return (n, k // 2) if self.packed else (n, k)
 
     def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes in which scales of a weight [N, K] may be stored."""
+        """Returns the shapes in which the scales of a weight [N, K] may be stored."""
         if self.granularity == "tensor":
             return ((), (1,))
         if self.granularity == "channel":
@@ -82,7 +82,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are stored alike: those that one of `targets` matches."""
+    """Modules that are stored in the same way: those that one of `targets` matches."""
 
     name: str
     targets: tuple[str, ...]
@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A `quantization_config`, understood."""
+    """A parsed `quantization_config`."""
 
     dialect: Dialect
     groups: tuple[Group, ...]
@@ -104,7 +104,7 @@ class Quantization:
         return any(self.matches(pattern, module) for pattern in self.ignore)
 
     def group_of(self, module: str) -> Group | None:
-        """The group that an engine takes for a linear: by its name, else by its class."""
+        """Returns the group that an engine uses for a linear: by its name, else by its class."""
         if self.ignores(module):
             return None
         for group in self.groups:
@@ -113,12 +113,15 @@ class Quantization:
         return next((group for group in self.groups if "Linear" in group.targets), None)
 
     def matches(self, pattern: str, module: str) -> bool:
-        """As the engines do: `re:` and the exact name; ModelOpt's are wildcards and prefixes."""
+        """Matches a module's name as the engines do.
+
+        compressed-tensors has `re:` patterns and exact names, ModelOpt wildcards and prefixes.
+        """
         if self.dialect == "compressed-tensors":
             if pattern.startswith("re:"):
                 return re.match(pattern[3:], module) is not None
             return pattern == module
         if pattern == module or fnmatch.fnmatchcase(module, pattern):
             return True
-        # vLLM: any module whose name holds the entry; here whole parts of the name alone.
+        # vLLM matches any name that contains the entry; here only whole parts of the name match.
         return f".{pattern}." in f".{module}."

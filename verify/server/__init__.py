@@ -1,4 +1,4 @@
 """Sends golden prompts to a running server and judges its answers.
 
-`verify.py` is `octet verify` of a URL.
+`verify.py` implements `octet verify URL`.
 """

@@ -1,4 +1,4 @@
-"""The server that `octet verify URL` asks: what the command line says of it, and the way to it."""
+"""Connects `octet verify URL` to the server that the command line describes."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMES", "Asked", "reached"]
 
 SCHEMES = ("http", "https", "grpc", "triton")
-_ASIDE_S = 10.0  # for the question why it does not answer
+_ASIDE_S = 10.0  # timeout of the request that finds out why a server does not answer
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of a server."""
+    """The command line's description of a server."""
 
     url: str
     golden: Path
@@ -42,7 +42,7 @@ class Asked:
 
 
 async def reached(asked: Asked) -> "Backend":
-    """A started backend that is there. Raises OctetError."""
+    """Starts a backend and returns it once it is ready. Raises OctetError."""
     if asked.url.partition("://")[0] in ("http", "https"):
         backend = await _openai(asked)
     else:
@@ -56,7 +56,7 @@ async def reached(asked: Asked) -> "Backend":
 
 
 async def _require_answer(url: str) -> None:
-    """Raises BackendUnavailable, with the reason, where no server can be talked to."""
+    """Raises BackendUnavailable, with the reason, if no server can be reached."""
     from verify.evaluation.targets.client import Client
 
     try:
@@ -72,7 +72,7 @@ async def _require_answer(url: str) -> None:
 
 
 async def _openai(asked: Asked) -> "Backend":
-    """vLLM is asked as vLLM: it names tokens by id."""
+    """Starts a backend for an HTTP server; of type vllm for vLLM, which returns tokens by id."""
     from serve.config import HttpConfig
     from serve.proof.engine_report import engine_report
 
@@ -95,7 +95,7 @@ async def _openai(asked: Asked) -> "Backend":
 
 
 async def _only_model(url: str, backend: "Backend") -> str:
-    """The one that it serves. Raises OctetError where there are several, or it does not say."""
+    """Returns the only model served. Raises OctetError if the server lists none or several."""
     from serve.backends.openai_http import OpenAiHttpBackend
 
     assert isinstance(backend, OpenAiHttpBackend)

@@ -1,7 +1,7 @@
-"""What a server thinks of the golden prompts themselves: for the change in perplexity.
+"""Gets a server's log-probabilities of the golden prompts, for the change in perplexity.
 
-A second pass over each prompt, whose tokens it sends back with their log-probabilities (`echo`).
-For `octet verify URL` alone: a gateway's probes leave a server's time to its clients.
+A second pass over each prompt: the server returns its tokens with their log-probabilities (`echo`).
+Only `octet verify URL` runs it: a gateway's probes leave a server's time to its clients.
 """
 
 import asyncio
@@ -27,9 +27,10 @@ async def with_prompts(
     concurrency: int = 8,
     timeout_s: float = 60.0,
 ) -> tuple[list[Response], str | None]:
-    """`responses` with their prompts' log-probabilities; as they were where it sends none, and why.
+    """Returns `responses` with their prompts' log-probabilities, and None.
 
-    All or none: a change over some prompts alone would be another figure.
+    If the server does not send them all, returns `responses` unchanged, and the reason: a change
+    over only some prompts would be another figure.
     """
     room = asyncio.Semaphore(concurrency)
     extra = {"cache_salt": uuid.uuid4().hex} if backend.accepts_extra else {}

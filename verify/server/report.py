@@ -1,4 +1,4 @@
-"""What was found out about a running server, for people in 80 columns and for machines."""
+"""Reports the findings about a running server, for people in 80 columns and for machines."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,8 +16,8 @@ from serve.proof.probe import Probed
 
 __all__ = ["ServerReport", "in_words", "show"]
 
-_NO_DATE = 2**37  # seconds since 1970: after the year 6000 something else is meant
-_NEAREST = 5  # hypotheses that are shown without --all
+_NO_DATE = 2**37  # seconds since 1970: a value after the year 6000 is not a date
+_NEAREST = 5  # scenarios that are shown without --all
 _STYLES = {"as_expected": "green", "inconclusive": "yellow"}
 _ENGINES = {"vllm": "vLLM", "triton": "Triton", "embedded": "Octet", "openai": "an OpenAI server"}
 
@@ -28,23 +28,23 @@ class ServerReport:
 
     url: str
     model: str
-    declared: str  # what it is held to be
-    artifact: str  # the identity of what it is held against
+    declared: str  # the declared configuration
+    artifact: str  # the identity of the artifact that it is compared with
     engine: EngineReport | None = None
     verdict: Verdict | None = None
-    asked: int = 0  # golden prompts
+    asked: int = 0  # golden prompts that were sent
     answered: int = 0  # of these
-    missing: int = 0  # prompts that were asked, and none of their answers came
-    stopped: bool = False  # it is gone, before the verdict was clear
+    missing: int = 0  # prompts that were sent and never answered
+    stopped: bool = False  # the server went away before the verdict was clear
     tokens: int = 0
     seconds: float = 0.0
-    findings: list[str] = field(default_factory=list)  # what is wrong beside the numbers
-    checkpoint: dict[str, Any] | None = None  # `octet verify` of the one that it serves
+    findings: list[str] = field(default_factory=list)  # faults outside the log-probabilities
+    checkpoint: dict[str, Any] | None = None  # `octet verify` of the checkpoint that it serves
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
     def add(self, probed: Probed, missing: int) -> None:
-        """What came of one look, after which so many prompts are not answered."""
+        """Adds the results of one look, after which `missing` prompts are not answered."""
         self.missing = missing
         self.asked += len(probed.responses) + len(probed.failures)
         self.answered += len(probed.responses)
@@ -57,7 +57,7 @@ class ServerReport:
 
     @property
     def exit_code(self) -> int:
-        """0: right; 1: wrong; 2: its numbers could not be checked."""
+        """Returns 0: conforming; 1: non-conforming; 2: log-probabilities could not be checked."""
         outcome = self.verdict.outcome if self.verdict else "inconclusive"
         if self.findings or outcome in ("better", "worse"):
             return 1
@@ -84,7 +84,7 @@ _FIELDS = (
 
 
 def show(found: ServerReport, console: Console, *, show_all: bool = False) -> None:
-    """All of it, the verdict last."""
+    """Prints the whole report, the verdict last."""
     verdict = found.verdict
     console.print(Text.assemble((found.url, "bold"), f": model {found.model}{_engine(found)}"))
     console.print(_facts(found))
@@ -104,7 +104,7 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
 
 
 def _say(console: Console, text: Text, indent: int) -> None:
-    """Wrapped for people; in a pipe one line, which `grep` finds whole."""
+    """Prints text wrapped on a terminal; in a pipe as one line, which `grep` finds whole."""
     if console.is_terminal:
         console.print(Padding(text, (0, 0, 0, indent)), highlight=False)
     else:
@@ -178,7 +178,7 @@ def _figures(verdict: Verdict) -> Table:
 
 
 def _ranking(verdict: Verdict, most: int) -> Table:
-    """The likeliest, and always the honest one that z compares with."""
+    """Tabulates the likeliest scenarios, and always the conforming one that z compares with."""
     scores, base = verdict.ranking, None if verdict.path is None else verdict.path.label
     shown = [score for i, score in enumerate(scores) if i < most or score.label == base]
     title = "what explains the answers"
@@ -196,7 +196,7 @@ def _ranking(verdict: Verdict, most: int) -> Table:
 
 
 def in_words(label: str) -> str:
-    """A hypothesis' label as people would say it; --json has the label itself."""
+    """Rewords a scenario's label for people; --json has the label itself."""
     path, semicolon, fault = label.partition("; ")
     if path.startswith("nothing, "):
         path = path.replace("nothing", "unquantized", 1)

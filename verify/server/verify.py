@@ -1,4 +1,4 @@
-"""`octet verify URL`: asks a running server the golden prompts of an artifact, and judges it."""
+"""`octet verify URL`: sends an artifact's golden prompts to a running server, and judges it."""
 
 import asyncio
 import json
@@ -27,9 +27,9 @@ _NO_LOGPROBS = (
 
 
 def verify_url(asked: Asked, *, as_json: bool = False, console: Console | None = None) -> int:
-    """Prints what was found, and returns the exit code: 0 right, 1 wrong, 2 not checkable.
+    """Prints the report and returns its exit code: 0 conforming, 1 non-conforming, 2 not checkable.
 
-    Raises an OctetError for a server that cannot be asked at all.
+    Raises an OctetError for a server that cannot be queried at all.
     """
     from verify.server.report import show
 
@@ -71,7 +71,7 @@ async def _check(asked: Asked, console: Console | None) -> "ServerReport":
 
 
 def _of_scales(exam: "GoldenExam") -> list[str]:
-    """Of an artifact that is served with another cache than it was exported for."""
+    """Notes if an artifact is served with another cache than it was exported for."""
     kept, own = exam.declared.kv_cache, exam.proofs.kv_cache
     if exam.declared.weights == "original" or "float16" in (kept, own) or kept in (None, own):
         return []
@@ -88,7 +88,10 @@ async def _ask(
     found: "ServerReport",
     console: Console | None,
 ) -> None:
-    """Look after look, until the verdict is clear; prompts that failed once more with the next."""
+    """Sends the prompts look by look (interim analyses), until the verdict is clear.
+
+    Prompts that failed are sent again with the next look.
+    """
     from serve.proof.result import Unprovable
 
     looks = exam.looks(asked.seed, backend.context_length)
@@ -96,7 +99,7 @@ async def _ask(
         raise Unprovable.in_context(backend.name, backend.context_length)
     if asked.every_prompt:
         looks = [tuple(record for look in looks for record in look)]
-    looks.append(())  # for those that are missing then
+    looks.append(())  # for prompts that are still missing then
     responses: list[Response] = []
     missing: list[int] = []
     for look in looks:
@@ -134,7 +137,7 @@ async def _add_prompts(
     responses: list[Response],
     looks: int,
 ) -> None:
-    """The change in perplexity, if it can be measured; or, without log-probabilities, agreement."""
+    """Adds the change in perplexity, if measurable; without log-probabilities, the agreement."""
     from verify.server.perplexity import with_prompts
 
     golden = exam.proofs.golden
@@ -156,17 +159,17 @@ async def _add_prompts(
 
 @dataclass(frozen=True)
 class _Checked:
-    """What was found about the checkpoint that a server serves."""
+    """The findings about the checkpoint that a server serves."""
 
     findings: list[str]
     unchecked: list[str]
-    report: dict[str, Any]  # as `octet verify DIR --json` has it
+    report: dict[str, Any]  # as printed by `octet verify DIR --json`
 
 
 def _checkpoint(directory: Path, golden: Path) -> _Checked:
-    """As `octet verify DIR` sees it, and beside the artifact whose golden records are asked.
+    """Checks a checkpoint as `octet verify DIR` does, and compares it with the golden artifact.
 
-    Raises OctetError for what cannot be checked at all.
+    Raises OctetError for a checkpoint that cannot be checked at all.
     """
     from serve.proof.served_files import differences
     from verify.artifact import verify
@@ -183,7 +186,7 @@ def _checkpoint(directory: Path, golden: Path) -> _Checked:
 
 
 def _elsewhere(text: str, directory: Path) -> str:
-    """Beside a URL, --model is the server's name for it."""
+    """Rewords a hint about --model, which with a URL is the server's name for the model."""
     if not text.startswith("numbers:"):
         return text
     return f"numbers: `octet verify {directory} --model ORIGINAL` compares them with the original"

@@ -1,6 +1,6 @@
-"""A checkpoint answering held-out text, in transformers: what quantized models are compared with.
+"""Evaluates a checkpoint in transformers, as the reference for quantized models.
 
-Each sample is scored by itself, tokens 1 to T-1 given those before, several samples a batch.
+Each sample is scored by itself: tokens 1 to T-1, given those before. A batch has several samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from verify.evaluation.target import Answer
 
 __all__ = ["CheckpointTarget"]
 
-_ELEMENTS = 1 << 24  # logits made log-probabilities at a time: 64 MB
+_ELEMENTS = 1 << 24  # logits converted to log-probabilities at a time: 64 MB
 
 
 class CheckpointTarget:
-    """A `Target`: the checkpoint's weights as stored, products in `dtype`."""
+    """A `Target`: the checkpoint's weights as stored, GEMMs in `dtype`."""
 
     lasting = True
 
@@ -37,7 +37,7 @@ class CheckpointTarget:
         dtype: Literal["auto", "bfloat16", "float32"] = "float32",
         batch_size: int = 8,
     ) -> None:
-        """Raises CheckpointError and UnsupportedError for what cannot be run."""
+        """Raises CheckpointError or UnsupportedError if the checkpoint cannot be run."""
         self.name = str(path)
         self.checkpoint = Checkpoint.open(path)
         self.dtype = resolve_dtype(dtype, self.checkpoint)
@@ -47,7 +47,7 @@ class CheckpointTarget:
 
     @cached_property
     def identity(self) -> Mapping[str, str]:
-        """Reads the whole checkpoint."""
+        """Hashes of the weights, and the dtype; reads the whole checkpoint."""
         return self.checkpoint.weight_hashes | {"compute dtype": self.dtype}
 
     @cached_property
@@ -66,8 +66,10 @@ class CheckpointTarget:
         text_field: str = "text",
         max_length: int = 512,
     ) -> Sequences:
-        """The first `count` samples (all if None) of anything that `load_samples` reads, as tokens
-        of this checkpoint's tokenizer. SampleError if fewer than one predicts anything."""
+        """Tokenizes the first `count` samples (all if None) of anything that `load_samples` reads.
+
+        Raises SampleError if none of them predicts anything.
+        """
         file = load_samples(samples, text_field)
         chosen, _ = file.first(count)
         spec = self.checkpoint.spec
@@ -92,7 +94,7 @@ class CheckpointTarget:
                 yield int(name), self._answer(row[: size - 1], ids[1:size], k)
 
     def _answer(self, logits: torch.Tensor, following: torch.Tensor, k: int) -> Answer:
-        """Of logits [P, V], and the token ids [P] that came."""
+        """Builds the answer from logits [P, V] and the token ids [P] that follow."""
         parts = []
         rows = max(1, _ELEMENTS // logits.shape[1])
         for start in range(0, len(following), rows):

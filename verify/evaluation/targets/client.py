@@ -1,4 +1,4 @@
-"""One JSON request to a server, and its answer or one error for what went wrong."""
+"""Sends one JSON request to a server, and returns the answer or raises one error."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from serve.backends.openai_errors import failure, lost_while_answering, no_answe
 
 __all__ = ["Client"]
 
-TRIES = 6  # of a request that a busy server sends away
+TRIES = 6  # of a request that a busy server refuses
 LONGEST_PAUSE_S = 10.0  # between them
 TIMEOUT_S = 600.0  # of one request
 CONNECT_S = 5.0
@@ -36,7 +36,7 @@ class Client:
         await self._session.close()
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of a GET, or of a POST of `body`; asks a busy server again, later each time.
+        """Returns the JSON of a GET, or of a POST of `body`; retries a busy server after pauses.
 
         Raises RequestError for a refusal, BackendError for everything else.
         """

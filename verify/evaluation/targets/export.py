@@ -1,7 +1,7 @@
-"""An ONNX export or an engine answering held-out text, as the embedded engine would serve it.
+"""Evaluates an ONNX export or an engine, as the embedded engine would serve it.
 
-Each sample is read by itself through the cache, in the engine's own chunks, so keys and values are
-rounded as they are in service.
+Each sample is prefilled by itself through the cache, in the engine's own chunks, so keys and values
+are rounded as they are in service.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ __all__ = ["Export"]
 
 
 class Export:
-    """A `Target`; the model is loaded when it is first asked."""
+    """A `Target`; `answers` loads the model."""
 
     lasting = True
 
     def __init__(self, path: Path, threads: int = 0) -> None:
-        """Raises ArtifactError for what is not a whole export or engine."""
+        """Raises ArtifactError if `path` is not a complete export or engine."""
         self.name = str(path)
         self._path, self._threads = path, threads
         manifest = Manifest.load(path, verify=False)

@@ -1,4 +1,4 @@
-"""What `octet evaluate` can be given: each kind from its own stage."""
+"""Opens the arguments of `octet evaluate`, each kind of target with its own stage."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ __all__ = ["is_export", "open_target", "read_samples"]
 
 
 def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
-    """A server by its URL, an export or an engine, or else a checkpoint."""
+    """Opens a server by its URL, an export or engine by its directory, or else a checkpoint."""
     if name.startswith(("http://", "https://")):
         from verify.evaluation.targets.server import Server
 
@@ -51,9 +51,9 @@ def read_samples(
     text_field: str,
     max_length: int,
 ) -> Sequences:
-    """The samples as the first of `targets` that can makes tokens of them, no longer than all can
-    read. A checkpoint reads everything that `calibrate` does, the others JSONL texts.
+    """Tokenizes the samples by the first of `targets` that can, cut to a length that all support.
 
+    A checkpoint reads every format that `calibrate` does, the others JSONL texts. Raises
     ConfigError if none of them has a tokenizer.
     """
     length = min([max_length, *(t.longest for t in targets if t.longest is not None)])
@@ -85,7 +85,7 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
 
 
 def _quantized(path: Path) -> bool:
-    """Whether it is a checkpoint that says so; what is none is told by who opens it."""
+    """Decides whether config.json declares a quantization; opening reports an unreadable file."""
     try:
         return "quantization_config" in json.loads((path / "config.json").read_text())
     except (OSError, ValueError, TypeError):

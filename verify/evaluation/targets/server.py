@@ -1,7 +1,8 @@
-"""A running server of OpenAI's protocol answering held-out text, by what it says of a prompt.
+"""Evaluates a server of OpenAI's protocol, by the log-probabilities that it returns of a prompt.
 
-vLLM's `prompt_logprobs`, or `echo` with `logprobs` where tokens can be named by id (Octet's own
-server). Token ids are sent, with a fresh `cache_salt`: the prefix cache must not answer.
+It uses vLLM's `prompt_logprobs`, or `echo` with `logprobs` if the server can name tokens by id
+(Octet's own server). Prompts are sent as token ids; vLLM also gets a fresh `cache_salt`, because
+the prefix cache must not answer.
 """
 
 import asyncio
@@ -20,14 +21,16 @@ __all__ = ["Server"]
 
 
 class Server:
-    """A `Target` at `http://host:port[/model]`; the model may be left out where there is one."""
+    """A `Target` at `http://host:port[/model]`; the model is optional if there is only one."""
 
     vocabulary: int | None = None
     lasting = False
 
     def __init__(self, url: str, *, api_key_env: str | None = None, concurrency: int = 4) -> None:
-        """Asks the server which models it has. Raises ConfigError for a URL that cannot be one,
-        BackendUnavailable if nothing answers there."""
+        """Queries the server for its models.
+
+        Raises ConfigError for an invalid URL, BackendUnavailable if nothing answers there.
+        """
         self.name = url
         parts = urlsplit(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
@@ -41,16 +44,16 @@ class Server:
         self._reader = ""
         self.model, said = self._choose(parts.path.strip("/").removeprefix("v1").strip("/"))
         length = said.get("max_model_len")
-        # One token has to be generated beside the prompt.
+        # One token has to be generated after the prompt.
         self.longest: int | None = length - 1 if isinstance(length, int) else None
         kept = ("id", "root", "max_model_len", "owned_by")
         told = {key: str(said[key]) for key in kept if said.get(key) is not None}
         self.identity: Mapping[str, str] = {"url": self.url, **told, **self._version()}
 
     def encode(self, text: str) -> list[int] | None:
-        """By vLLM's /tokenize; None of a server without it.
+        """Tokenizes by vLLM's /tokenize; None for a server without it.
 
-        Raises BackendError if that fails for the moment: nothing is known of its tokens then.
+        Raises BackendError for a temporary failure: nothing is known about its tokens then.
         """
         if not self._tokenizes:
             return None
@@ -61,12 +64,12 @@ class Server:
             if error.kind not in ("failed", "garbled"):
                 raise
         except (RequestError, KeyError, TypeError, ValueError):
-            pass  # it is something else there
+            pass  # /tokenize is something else there
         self._tokenizes = False
         return None
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
-        """Raises UnsupportedError for a server that says nothing of a prompt."""
+        """Raises UnsupportedError if the server returns no log-probabilities of a prompt."""
         with asyncio.Runner() as runner:
             client = Client(self.url, self._key)
             runner.run(client.__aenter__())
@@ -90,7 +93,7 @@ class Server:
                 runner.run(client.__aexit__())
 
     async def _settle(self, client: Client, ids: Sequence[int], k: int) -> Answer:
-        """The first answer; remembers in which way this server gives it."""
+        """Returns the first answer, and remembers which reader works for this server."""
         refusals = []
         for name in READERS:
             try:
@@ -130,7 +133,7 @@ class Server:
             ) from None
 
     def _choose(self, wanted: str) -> tuple[str, dict[str, Any]]:
-        """The model's name, and what the server says of it."""
+        """Returns the model's name, and what the server reports about it."""
         listed = self._ask("/v1/models")
         try:
             models = {model["id"]: model for model in listed["data"]}
@@ -145,7 +148,7 @@ class Server:
         return next(iter(models.items()))
 
     def _version(self) -> dict[str, str]:
-        """vLLM's, if it is one."""
+        """Returns the version of vLLM, if the server is one."""
         try:
             return {"version": str(self._ask("/version")["version"])}
         except (BackendError, RequestError, KeyError, TypeError):

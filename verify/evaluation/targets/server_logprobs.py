@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt, in the two ways in which servers give them."""
+"""Requests and parses the log-probabilities of a prompt, in the two forms of servers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,23 +13,26 @@ __all__ = ["READERS", "AnotherTokenizer", "NotReturned", "Reader"]
 
 
 class NotReturned(Exception):
-    """A server that leaves out what was asked for."""
+    """The server left out what was requested."""
 
 
 class AnotherTokenizer(Exception):
-    """A server that read other tokens than those it was sent."""
+    """The server read other tokens than those it was sent."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What is asked beside the prompt for k alternatives, given a salt; how an answer is read."""
+    """One way to get the log-probabilities of a prompt.
+
+    `fields` gives the request's fields for k alternatives and a salt; `read` parses a choice.
+    """
 
     fields: Callable[[int, str], dict[str, Any]]
     read: Callable[[Mapping[str, Any], Sequence[int], int], Answer]
 
 
 def _of_prompt_logprobs(choice: Mapping[str, Any], ids: Sequence[int], k: int) -> Answer:
-    """vLLM's: null for the first token, then {token id: {"logprob": ...}} for each."""
+    """Parses vLLM's form: null for the first token, then {token id: {"logprob": ...}} for each."""
     listed = choice.get("prompt_logprobs")
     if not listed:
         raise NotReturned("ignored")
@@ -42,7 +45,7 @@ def _of_prompt_logprobs(choice: Mapping[str, Any], ids: Sequence[int], k: int) -
 
 
 def _of_echo(choice: Mapping[str, Any], ids: Sequence[int], k: int) -> Answer:
-    """OpenAI's: the prompt's tokens before those generated, named `token_id:N`."""
+    """Parses OpenAI's form: the prompt's tokens before those generated, named `token_id:N`."""
     found = choice.get("logprobs") or {}
     names: Sequence[str] = found.get("tokens") or ()
     tops: Sequence[Mapping[str, float | None]] = found.get("top_logprobs") or ()
@@ -69,7 +72,10 @@ READERS = {
 
 
 def _answer(positions: Sequence[Mapping[int, float]], ids: Sequence[int], k: int) -> Answer:
-    """Of the k most likely tokens of each position, and the one that came if it is not of them."""
+    """Builds an answer from {token id: log-probability} of each position.
+
+    A position has the k most likely tokens, and the token that came if it is not one of them.
+    """
     fewest = min(map(len, positions))
     if fewest < k:
         raise NotReturned(f"{fewest} tokens at a position, where {k} were asked for")
@@ -94,5 +100,5 @@ def _id_of(name: str) -> int:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN: servers write null."""
+    """Converts null to NaN: JSON has no NaN, so servers write null."""
     return math.nan if value is None else float(value)

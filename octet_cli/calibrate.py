@@ -156,7 +156,7 @@ def calibrate(
         wrote(out, calibration.manifest, as_json)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads can outlive their group, and abort the interpreter while it shuts down:
-        # torchrun would take that for a failure, and stop the other processes.
+        # torchrun would treat that as a failure, and stop the other processes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -29,8 +29,8 @@ from verify.evaluation.targets.open import open_target, read_samples
 
 __all__ = ["evaluate"]
 
-_PIPE = 200  # columns
-TOP_K = 20  # what vLLM returns at most unless told otherwise
+_PIPE = 200  # columns of a table that is written to a pipe
+TOP_K = 20  # the most that vLLM returns by default
 
 
 def evaluate(
@@ -111,7 +111,7 @@ def evaluate(
         k = min([top_k, *vocabularies])
         with _kept(out), _progress(console) as advance:
             evaluation = score(opened, origin, sequences, k=k, out=out, advance=advance, note=_note)
-        _show(evaluation, html, as_json)  # before the harness, which takes its time and may fail
+        _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
     figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json)
     if failure is not None:
@@ -119,7 +119,7 @@ def evaluate(
 
 
 def _require_room(out: Path | None, html: Path | None) -> None:
-    """Before hours of work: what would be written can be."""
+    """Raises ConfigError if --out or --html cannot be written; called before hours of work."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
     if html is None:
@@ -135,7 +135,10 @@ def _require_room(out: Path | None, html: Path | None) -> None:
 def _tasks(
     harness: Harness | None, servers: Sequence[AskedByUrl]
 ) -> tuple[list[dict[str, Interval]], OctetError | None]:
-    """The harness' figures of each server, empty of those that it does not come to; and why."""
+    """Returns the harness' figures per server, and the error that ended it early, if any.
+
+    Servers that it did not reach have no figures.
+    """
     figures: list[dict[str, Interval]] = []
     if harness is None:
         return figures, None
@@ -162,7 +165,7 @@ def _report(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """What is not shown yet: the harness' figures, and the whole as JSON."""
+    """Prints the rest of the results: the harness' figures, or everything as JSON."""
     if evaluation is None:
         rows = [
             {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
@@ -190,7 +193,7 @@ def _write_page(html: Path, evaluation: Evaluation, result: Comparison) -> None:
 
 
 def _standard_output() -> Console:
-    """In a pipe as wide as names need it: nobody's window folds them."""
+    """Returns a console for standard output; in a pipe, wide enough for long names."""
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, markup=False, width=_PIPE if free else None)
 
@@ -201,7 +204,7 @@ def _note(line: str) -> None:
 
 @contextmanager
 def _kept(out: Path | None) -> Iterator[None]:
-    """Says how to go on after an interruption, or a server that failed."""
+    """Adds to an interruption, or a server's error, how to continue the run."""
     hint = f"what was answered is kept in {out}: the same command goes on from there"
     if out is None:
         hint = "nothing was kept: with --out DIR, a run that ends early can be gone on with"
@@ -218,7 +221,7 @@ def _kept(out: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console | None) -> Iterator[Advance]:
-    """A bar for each target, over predicted tokens; silent without a console."""
+    """Shows a bar for each target, over predicted tokens; none without a console."""
     if console is None:
         yield lambda name, done, total: None
         return

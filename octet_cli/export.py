@@ -259,7 +259,7 @@ def build_engine(
             from serve.tensorrt.benchmark import benchmark as measure
 
             figures["benchmark"] = measure(out)
-    finally:  # the engine is there, whatever became of its benchmark
+    finally:  # the engine is written even if its benchmark fails
         wrote(out, manifest, as_json, **figures)
     if figures and not as_json:
         from serve.tensorrt.benchmark import table
@@ -274,7 +274,7 @@ def _supersede(judge: ExportGate | None, *written: Path) -> None:
 
 
 def _prove(directory: Path) -> dict[str, Any]:
-    """Runs the engine on the golden prompts; says why where that cannot be."""
+    """Runs the engine on the golden prompts; returns the reason if that is not possible."""
     try:
         from serve.engine.golden_check import prove
     except ModuleNotFoundError as error:

@@ -14,8 +14,8 @@ from octet_cli.options import Json
 
 __all__ = ["keys"]
 
-KEY_BYTES = 32  # as many as SHA-256 keeps apart
-MOST_KEY_BYTES = 4096  # a header that the gateway would take
+KEY_BYTES = 32  # the length of a SHA-256
+MOST_KEY_BYTES = 4096  # fits into a header that the gateway accepts
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 
 keys = typer.Typer(

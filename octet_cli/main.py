@@ -51,12 +51,12 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
     wait_briefly()
-    atexit.register(gc.freeze)  # else Python searches torch's million objects for cycles: a second
+    atexit.register(gc.freeze)  # skips a 1 s search for cycles in torch's million objects
     arguments = list(sys.argv[1:] if argv is None else argv)
     for ending in (
         (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
     ):
-        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup sets it
             signal.signal(ending, _terminate)
     command: Any = typer.main.get_command(app)
     try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:
-        # Typer carries its own copy of click, so its errors are known by this method alone.
+        # Typer bundles its own copy of click, so only this method identifies its errors.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
@@ -107,7 +107,7 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # so that what is half-written is removed then, too
+    raise KeyboardInterrupt  # so that half-written files are removed then, too
 
 
 _EXTRA_OF = {

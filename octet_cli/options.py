@@ -73,7 +73,7 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     console, warn = Console(), Console(stderr=True, style="yellow", highlight=False, markup=False)
     details = manifest.details
     expected = details.get("expected_divergence")
-    if manifest.kind != "calibration":  # whose report has said them
+    if manifest.kind != "calibration":  # its report has shown them
         for warning in details.get("warnings", ()):
             warn.print(f"warning: {warning}")
         if expected is None and details.get("quantized", True):
@@ -84,7 +84,7 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     console.print(Text.assemble("wrote ", (str(out), "bold")), end="")
     console.print(f" ({manifest.kind}, {manifest.recipe.name})", markup=False, highlight=False)
     console.print(table)
-    for key, value in details.items():  # every choice is said, none made in silence
+    for key, value in details.items():  # no choice is made silently
         if isinstance(value, str | bool | int):
             console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False, markup=False)
     for judged in details.get("gate", ()):

@@ -49,7 +49,7 @@ def serve(
 
 
 def _check(config: Path, *, proof: bool) -> None:
-    """Prints what the file holds; or every problem of it, and exits 2."""
+    """Prints a summary of the configuration, or all its problems and exits 2."""
     from serve.check import check
     from serve.config.load import Refused
 

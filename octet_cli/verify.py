@@ -28,7 +28,7 @@ def _of_url(flag: str, text: str, least: int | None = None) -> Any:
     return typer.Option(flag, help=text, min=least, rich_help_panel=_SERVER)
 
 
-_WHERE = 48  # columns that the name of a tensor may take before it is folded
+_WHERE = 48  # columns that a tensor's name may take before it wraps
 
 
 def verify(
@@ -225,7 +225,10 @@ def _layers(layers: "list[LayerRow]") -> Table:
 
 
 def _short(tensor: str) -> str:
-    """Names are long, begin alike, and all of these are weights; --json and problems keep them."""
+    """Returns a tensor's name without the common prefix and the suffix of weights.
+
+    --json and problems keep the full name.
+    """
     module = tensor.removesuffix(".weight_packed").removesuffix(".weight")
     return re.sub(r"^.*?\b(?=layers\.\d)", "", module)
 

@@ -48,7 +48,6 @@ __all__ = [
     "upper_bound",
 ]
 
-
 _HALVINGS = 60  # of an interval of angles, down to its last bit
 
 

@@ -56,7 +56,7 @@ TextField = Annotated[str, typer.Option(help="Field of each sample that holds it
 
 
 def console_for(as_json: bool) -> Console | None:
-    """Where progress and reports go: standard error, or nowhere beside JSON."""
+    """Returns the console for progress and reports: standard error, or None beside JSON."""
     return None if as_json else Console(stderr=True)
 
 

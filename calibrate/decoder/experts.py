@@ -31,8 +31,6 @@ __all__ = ["Tap", "assemble", "expert_weights", "tap_experts"]
 # It returns what the projection reads instead, of the same shape and dtype; to observe, `rows`.
 # It is not called for an expert that receives no token of the batch.
 Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 _EXPERT = re.compile(
     r"(?P<layer>|.*\.)(mlp|block_sparse_moe)\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight"
 )

@@ -29,7 +29,6 @@ from octet.numerics.bits import float32_to_bf16
 
 __all__ = ["Counter", "CpuCounter", "compiled", "count_reference", "inlined", "make_counter"]
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -26,7 +26,7 @@ from export.engine.library import RTX, Name
 from octet.errors import ExportError, UnsupportedError
 from octet.hardware.tensorrt_log import logger, one_line
 
-__all__ = ["Options", "Plan", "Precision", "Profile", "build_plan", "read_timings", "write_timings"]
+__all__ = ["Options", "Plan", "Precision", "Profile", "build_plan"]
 
 
 def read_timings(trt: Any, config: Any, path: Path) -> None:

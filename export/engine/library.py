@@ -30,7 +30,6 @@ __all__ = [
     "load",
 ]
 
-
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 

@@ -32,10 +32,7 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["Declared", "Engine", "Machine", "declared_paths", "vllm_path"]
 
-
 Machine = Literal["cpu", "sm90"]
-
-
 Pair = tuple[TensorScheme, TensorScheme]  # of weights and of activations
 
 

@@ -15,7 +15,6 @@ from serve.config import KeyConfig
 
 __all__ = ["Charge", "Minute", "Rates"]
 
-
 # One second each. Two moments less than 60 s apart differ by at most 60 whole seconds, so 61 slots
 # hold every minute that ends now.
 SLOTS = 61

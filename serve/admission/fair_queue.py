@@ -16,7 +16,7 @@ from bisect import insort
 from collections import OrderedDict
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["FairQueue", "Flow", "Longest"]
+__all__ = ["FairQueue", "Flow"]
 
 
 class Queued(Protocol):

@@ -16,16 +16,9 @@ from serve.admission.fair_queue import FairQueue, Flow
 
 __all__ = ["DrainRate", "Gate"]
 
-
 KEPT = 0.8  # weight of the past in the mean stay, at each request that ends
-
-
 STAYS = 4  # mean stays that the rate averages over: requests of one batch end together
-
-
 SHORTEST_S = 5.0  # least time that the rate averages over
-
-
 LONGEST_WAIT_S = 600.0
 
 

@@ -30,10 +30,7 @@ from serve.backends.openai_errors import failure, from_event
 
 __all__ = ["AnsweredFailure", "open_relay", "outgoing", "relays"]
 
-
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # one of d, e, l, m, o
-
-
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 

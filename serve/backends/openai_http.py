@@ -28,10 +28,7 @@ from serve.engine.request import Event, GenerateRequest
 
 __all__ = ["LOAD_SOURCES", "OpenAiHttpBackend", "context_length", "incarnation"]
 
-
 _STARTED = "process_start_time_seconds"  # of every Prometheus client library
-
-
 _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
@@ -44,8 +41,6 @@ def _server_load(body: bytes) -> LoadReport | None:
 
 
 Source = tuple[str, Callable[[bytes], LoadReport | None]]
-
-
 LOAD_SOURCES: tuple[Source, ...] = (
     ("/metrics", load_of),
     ("/prometheus/metrics", load_of),  # trtllm-serve

@@ -40,10 +40,7 @@ from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["TritonBackend", "described", "incarnation", "load_report"]
 
-
 _kind = model_config_pb2.ModelInstanceGroup.Kind.Name
-
-
 _PENDING = "nv_inference_pending_request_count"
 
 

@@ -168,8 +168,6 @@ class Generation:
 
 
 _WEIGHT = 0.1  # of the newest interval in the exponential moving average
-
-
 LEAST_S, MOST_S = 1.0, 60.0
 
 

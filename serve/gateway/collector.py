@@ -4,19 +4,17 @@ So they add no cost to requests, and cannot drift from the state that they show.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from octet import __version__
-
-if TYPE_CHECKING:
-    from serve.admission.admission import Admission
-    from serve.admission.token_gate import Gate
-    from serve.members.member import Member
-    from serve.members.proof_state import MemberProof
-    from serve.routing import Pool, Routes
+from serve.admission.admission import Admission
+from serve.admission.token_gate import Gate
+from serve.members.member import Member
+from serve.members.proof_state import MemberProof
+from serve.routing import Pool, Routes
 
 __all__ = ["GatewayCollector"]
 
@@ -25,13 +23,13 @@ BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 PROOF_STATES = {"refused": -1, "none": 0, "unproven": 1, "admitted": 2, "proven": 3}
 _BACKEND = ("pool", "backend")
 # Each gauge's name, documentation and reader; a reader returns None if there is no value.
-_GATE: tuple[tuple[str, str, Callable[["Gate"], float | None]], ...] = (
+_GATE: tuple[tuple[str, str, Callable[[Gate], float | None]], ...] = (
     ("queue_requests", "Requests that wait at a pool's gate.", lambda gate: len(gate.queue)),
     ("queue_tokens", "Tokens of those, as estimated.", lambda gate: gate.queue.tokens),
     ("admitted_tokens", "Tokens under way in a pool, as estimated.", lambda gate: gate.tokens),
     ("admission_limit_tokens", "At most so many; absent: no limit.", lambda gate: gate.limit),
 )
-_MEMBER: tuple[tuple[str, str, Callable[["Member"], float | None]], ...] = (
+_MEMBER: tuple[tuple[str, str, Callable[[Member], float | None]], ...] = (
     (
         "up",
         "Whether it serves: reachable, ready, not refused for its numbers, its breaker not open.",
@@ -75,11 +73,11 @@ class Shown(Protocol):
     """The parts of a gateway that have gauges."""
 
     @property
-    def pools(self) -> Mapping[str, "Pool"]: ...
+    def pools(self) -> Mapping[str, Pool]: ...
     @property
-    def routes(self) -> "Routes": ...
+    def routes(self) -> Routes: ...
     @property
-    def admission(self) -> "Admission": ...
+    def admission(self) -> Admission: ...
     @property
     def ready(self) -> bool: ...
 
@@ -196,7 +194,7 @@ class GatewayCollector(Collector):
         yield from (divergence, probes, tokens)
 
 
-def _figures(proof: "MemberProof") -> Iterator[tuple[str, float]]:
+def _figures(proof: MemberProof) -> Iterator[tuple[str, float]]:
     """Yields the known figures, in nats."""
     verdict = proof.verdict
     if verdict is None:

@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from serve.access.keys import Keys
-    from serve.config import GatewayConfig
-    from serve.routing import Routes
+from serve.access.keys import Keys
+from serve.config import GatewayConfig
+from serve.routing import Routes
 
 __all__ = ["Entry", "Epoch", "all_of"]
 
@@ -15,7 +13,7 @@ __all__ = ["Entry", "Epoch", "all_of"]
 class Epoch:
     """One configuration in use; it lasts until the last request that arrived under it ends."""
 
-    def __init__(self, config: "GatewayConfig", routes: "Routes", keys: "Keys") -> None:
+    def __init__(self, config: GatewayConfig, routes: Routes, keys: Keys) -> None:
         self.config = config
         self.routes = routes
         self.keys = keys

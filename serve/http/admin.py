@@ -43,12 +43,12 @@ def probe_router(gateway: Gateway) -> APIRouter:
 
     @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
-        """Whether the process lives: 200 as long as it can answer."""
+        """Reports that the process is alive: 200 as long as it can answer."""
         return JSONResponse({"status": "alive"})
 
     @router.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
-        """Whether to send traffic here: 503 while draining, or if no backend works."""
+        """Reports whether to send traffic here: 503 while draining, or if no backend works."""
         state = status.readiness(gateway)
         return JSONResponse(state, 200 if state["ready"] else 503)
 

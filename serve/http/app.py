@@ -4,7 +4,7 @@ The paths that generate bypass FastAPI: its routing, its middleware and its requ
 objects take longer than the rest of the gateway together.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -21,14 +21,12 @@ from serve.api.request.exchange import Exchange
 from serve.api.text import Chats, Completions
 from serve.api.tokens import Detokenize, Tokenize
 from serve.config import GatewayConfig
+from serve.gateway.state import Gateway
 from serve.http import docs_page
 from serve.http.admin import admin_router, probe_router
 from serve.http.observe import Observe
 from serve.http.openapi import document
 from serve.routing import Route
-
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
 
 __all__ = ["OPERATIONS", "create_app"]
 
@@ -41,7 +39,7 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
-def create_app(gateway: "Gateway") -> ASGIApp:
+def create_app(gateway: Gateway) -> ASGIApp:
     """Creates the application. The caller starts and closes the gateway."""
     endpoints = {operation.path: _Endpoint(gateway, operation) for operation in OPERATIONS}
     pages = _pages(gateway, endpoints)
@@ -69,7 +67,7 @@ def create_app(gateway: "Gateway") -> ASGIApp:
 class _Endpoint:
     """One operation as an ASGI application."""
 
-    def __init__(self, gateway: "Gateway", operation: Operation) -> None:
+    def __init__(self, gateway: Gateway, operation: Operation) -> None:
         self.gateway = gateway
         self.operation = operation
 
@@ -80,7 +78,7 @@ class _Endpoint:
 class _Document:
     """The OpenAPI document. It takes 8 ms to make, so it is made once per configuration."""
 
-    def __init__(self, gateway: "Gateway") -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._config: GatewayConfig | None = None
         self._made: dict[str, Any] = {}
@@ -92,7 +90,7 @@ class _Document:
         return self._made
 
 
-def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
+def _pages(gateway: Gateway, endpoints: dict[str, _Endpoint]) -> FastAPI:
     """Creates the application for the rarely requested paths.
 
     It also knows the POST paths of `endpoints`, to refuse wrong methods.
@@ -120,7 +118,7 @@ def _pages(gateway: "Gateway", endpoints: dict[str, _Endpoint]) -> FastAPI:
     return app
 
 
-def _status_routes(app: FastAPI, gateway: "Gateway") -> None:
+def _status_routes(app: FastAPI, gateway: Gateway) -> None:
     async def asking(request: Request) -> Principal:
         sent = request.headers.get("authorization")
         return gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
@@ -148,7 +146,7 @@ def _names(route: Route) -> tuple[str, ...]:
     return (route.name, *route.aliases, *route.tier_aliases)
 
 
-def _model(gateway: "Gateway", name: str, route: Route) -> dict[str, Any]:
+def _model(gateway: Gateway, name: str, route: Route) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

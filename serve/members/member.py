@@ -5,17 +5,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from octet.errors import BackendError
 from serve.backends.base import Backend, LoadReport
 from serve.config import BackendConfig, Ejection
 from serve.members.breaker import Breaker
+from serve.members.proof_state import MemberProof
 
-if TYPE_CHECKING:
-    from serve.members.proof_state import MemberProof
-
-__all__ = ["Member", "Standing"]
+__all__ = ["Lease", "Member", "Standing"]
 
 _log = logging.getLogger(__name__)
 

@@ -18,20 +18,18 @@ import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octet.errors import BackendError, BackendUnavailable
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
+from serve.members.member import Member
 from serve.members.proof_state import MemberProof, ProofState, measured
 from serve.proof.admission import OVER, Examined, examine, silent
 from serve.proof.backoff import REFUSED_S, UNCLEAR_S, Backoff, allowance
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
 from serve.proof.recheck import Rounds
-
-if TYPE_CHECKING:
-    from serve.members.member import Member
 
 __all__ = ["Prover"]
 
@@ -44,7 +42,7 @@ class Prover:
 
     def __init__(
         self,
-        member: "Member",
+        member: Member,
         exam: Exam,
         config: Proof,
         *,

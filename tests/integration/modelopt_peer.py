@@ -29,7 +29,7 @@ from octet.storage.tensors import Tensor, write_tensors
 E4M3 = {"num_bits": (4, 3)}
 
 
-def find_largest(path: Path, tokens: Path, dtype: str, out: Path) -> None:
+def find_largest(path: Path, tokens: Path, dtype: ComputeDtype, out: Path) -> None:
     """`<linear> tensor` [], `<linear> channel` [N] and `<linear> input` [], in float32."""
     import modelopt.torch.quantization as mtq
 
@@ -37,9 +37,7 @@ def find_largest(path: Path, tokens: Path, dtype: str, out: Path) -> None:
     token_ids = torch.from_numpy(np.load(tokens))
     found = {}
     for name, axis in (("tensor", None), ("channel", 0)):
-        assert dtype in get_args(ComputeDtype)
-        model = load_model(checkpoint, dtype)  # type: ignore[arg-type]  # it was just checked
-        network = stock_linears(model)
+        network = stock_linears(load_model(checkpoint, dtype))
         config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         for linear in checkpoint.spec.linears():
             weight = {"quantizer_name": f"{linear.name}.weight_quantizer", "cfg": E4M3}

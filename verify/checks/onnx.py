@@ -31,12 +31,9 @@ from verify.checks.original import Original
 from verify.checks.tensors import compare_copies, judge, row_of
 from verify.reader.onnx import GraphWeight, WrittenGraph
 
-__all__ = ["check_graph_cache", "verify_onnx"]
-
+__all__ = ["verify_onnx"]
 
 _ONE = 0x3C  # the code of 1 in E5M2, which is the upper byte of FP16
-
-
 _ON_THE_WAY = ("Cast", "Clip", "Identity", "Round")  # between a scale and the stored value
 
 

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
+from serve.access.keys import Principal
 from serve.admission.errors import shutting_down
 from serve.api.answer import JSON, Answer, close, ended_in, events_in, is_comment
 from serve.api.body import require_json
@@ -26,12 +27,9 @@ from serve.api.request.headers import provenance, requested_tier
 from serve.api.request.receiving import disconnected, read_body
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body
-
-if TYPE_CHECKING:
-    from serve.access.keys import Principal
-    from serve.gateway.epoch import Entry
-    from serve.gateway.state import Gateway
-    from serve.telemetry.observation import Observation
+from serve.gateway.epoch import Entry
+from serve.gateway.state import Gateway
+from serve.telemetry.observation import Observation
 
 __all__ = ["Exchange"]
 
@@ -47,7 +45,7 @@ class Exchange:
     )
 
     def __init__(
-        self, gateway: "Gateway", operation: Operation, scope: Scope, receive: Receive, send: Send
+        self, gateway: Gateway, operation: Operation, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self.gateway = gateway
         self.operation = operation
@@ -75,7 +73,7 @@ class Exchange:
         finally:
             entry.leave()
 
-    async def _answer(self, entry: "Entry") -> Answer | None:
+    async def _answer(self, entry: Entry) -> Answer | None:
         """Returns the answer if it is to be sent in one piece; None if nothing is left to send."""
         watch: asyncio.Task[None] | None = None
         try:
@@ -104,7 +102,7 @@ class Exchange:
             if self.attempts is not None:
                 self.attempts.release()
 
-    async def _checked(self, entry: "Entry") -> Attempts:
+    async def _checked(self, entry: Entry) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
         observation, operation, limits = self.observation, self.operation, entry.config.limits
         self.principal = entry.keys.authenticate(self.headers.get(b"authorization"))

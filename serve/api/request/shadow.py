@@ -6,22 +6,19 @@ No client waits for them, and no key pays for them. The configuration limits how
 import asyncio
 import logging
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 from octet.errors import BackendError, OctetError, RequestError
 from serve.api.operation import Call, Operation
+from serve.gateway.state import Gateway
 from serve.routing.policies import Ask
 from serve.routing.pool import Pool
-
-if TYPE_CHECKING:
-    from serve.gateway.state import Gateway
 
 __all__ = ["cast_shadow"]
 
 _log = logging.getLogger(__name__)
 
 
-def cast_shadow(gateway: "Gateway", operation: Operation, call: Call) -> None:
+def cast_shadow(gateway: Gateway, operation: Operation, call: Call) -> None:
     """Sends a copy of `call` to its route's shadow pool, if it has one and the draw selects it."""
     settings = call.route.config.shadow
     pool = None if settings is None else call.route.shadow()
@@ -37,7 +34,7 @@ def cast_shadow(gateway: "Gateway", operation: Operation, call: Call) -> None:
     task.add_done_callback(gateway.background.discard)
 
 
-async def _shadow(gateway: "Gateway", operation: Operation, call: Call, pool: Pool) -> None:
+async def _shadow(gateway: Gateway, operation: Operation, call: Call, pool: Pool) -> None:
     outcome = "failed"
     try:
         outcome = await _answered(operation, call, pool)

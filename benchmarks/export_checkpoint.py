@@ -124,7 +124,7 @@ def main() -> None:
 def speed_of(digest: Digest | None) -> float:
     """Bytes per second of one core."""
     if digest is None:
-        sys.exit("the xxhash package is not installed; pip install 'octet[export]'")
+        sys.exit("the xxhash package is not installed; pip install 'octet-llm[export]'")
     block = os.urandom(1 << 26)
     started = time.process_time()
     for _ in range(4):

@@ -3,4 +3,4 @@
 Imports no other package of this repository, and no GPU library at import time.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -129,7 +129,7 @@ def _require_room(out: Path | None, html: Path | None) -> None:
     if not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
     if find_spec("plotly") is None:
-        raise ConfigError("--html needs plotly: pip install 'octet[evaluate]'")
+        raise ConfigError("--html needs plotly: pip install 'octet-llm[evaluate]'")
 
 
 def _tasks(

@@ -278,6 +278,6 @@ def _prove(directory: Path) -> dict[str, Any]:
     try:
         from serve.engine.golden_check import prove
     except ModuleNotFoundError as error:
-        missing = f"{error.name} is not installed: pip install 'octet[serve]'"
+        missing = f"{error.name} is not installed: pip install 'octet-llm[serve]'"
         return {"status": "unproven", "reason": missing}
     return prove(directory)

@@ -135,7 +135,7 @@ def _missing(error: ModuleNotFoundError) -> str:
     extra = _EXTRA_OF.get(package)
     if extra is None:
         raise error
-    return f"this command needs {package}: pip install 'octet[{extra}]'"
+    return f"this command needs {package}: pip install 'octet-llm[{extra}]'"
 
 
 if __name__ == "__main__":

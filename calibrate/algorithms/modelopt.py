@@ -233,7 +233,7 @@ def _import_modelopt(algorithm: Algorithm) -> Any:
         missing = (error.name or "").partition(".")[0]
         package = "nvidia-modelopt" if missing == "modelopt" else missing
         raise UnsupportedError(
-            f"algorithm {algorithm} needs {package}: pip install 'octet[modelopt]'"
+            f"algorithm {algorithm} needs {package}: pip install 'octet-llm[modelopt]'"
         ) from None
     return quantization
 

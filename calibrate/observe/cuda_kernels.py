@@ -32,7 +32,7 @@ from octet.hardware.nvrtc import (
 __all__ = ["THREADS", "Arguments", "Kernels", "compile_kernels", "kernels_of", "parts_for"]
 
 THREADS = 1024  # per block; also in histogram.cu
-_NEEDS = ("counting on a GPU", "'octet[gpu]'")
+_NEEDS = ("counting on a GPU", "'octet-llm[gpu]'")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 

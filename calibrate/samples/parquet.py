@@ -143,7 +143,7 @@ def _need_pyarrow(what: str) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise SampleError(f"{what} needs pyarrow: pip install 'octet[datasets]'") from None
+        raise SampleError(f"{what} needs pyarrow: pip install 'octet-llm[datasets]'") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -73,8 +73,8 @@ _MODULES: dict[Name, tuple[str, ...]] = {
 }
 _OLDEST = {TENSORRT: (10, 13), RTX: (1, 7)}
 _INSTALL: dict[Name, str] = {
-    TENSORRT: "pip install 'octet[tensorrt]' --extra-index-url https://pypi.nvidia.com",
-    RTX: "pip install 'octet[tensorrt-rtx]'",
+    TENSORRT: "pip install 'octet-llm[tensorrt]' --extra-index-url https://pypi.nvidia.com",
+    RTX: "pip install 'octet-llm[tensorrt-rtx]'",
 }
 _SYSTEMS = ("Linux", "Windows")  # both builders run on these
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")  # GPUs that TensorRT-RTX supports

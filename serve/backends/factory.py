@@ -25,6 +25,6 @@ def make_backend(model: str, config: BackendConfig) -> Backend:
         from serve.backends.triton_grpc import TritonBackend
     except ModuleNotFoundError as error:
         raise OctetError(
-            f"a triton backend needs {error.name}: pip install 'octet[serve]'"
+            f"a triton backend needs {error.name}: pip install 'octet-llm[serve]'"
         ) from None
     return TritonBackend(model, config)

@@ -16,7 +16,7 @@ class Logs(Section):
 
 
 class Traces(Section):
-    """OpenTelemetry spans, over OTLP/HTTP; needs `pip install 'octet[traces]'`."""
+    """OpenTelemetry spans, over OTLP/HTTP; needs `pip install 'octet-llm[traces]'`."""
 
     endpoint: str | None = None  # such as http://127.0.0.1:4318; null: none
     sample: Fraction = 1.0

@@ -26,6 +26,6 @@ def tracing_from(config: Traces) -> Tracing | None:
         from serve.telemetry.spans import SpanTracing
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"traces.endpoint: needs {error.name}: pip install 'octet[traces]'"
+            f"traces.endpoint: needs {error.name}: pip install 'octet-llm[traces]'"
         ) from None
     return SpanTracing.over_http(config.endpoint, config.sample)

@@ -229,7 +229,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_asked(
             (("--html", tmp_path / "absent" / "page.html"), "there is no directory"),
             (("--html", tmp_path), "is a directory; give the page's own path"),
             (("--out", samples), "is a file; give a directory"),
-            (("--tasks", "arc_easy"), "pip install 'octet[evaluate]'"),
+            (("--tasks", "arc_easy"), "pip install 'octet-llm[evaluate]'"),
         ):
             error = refused(fake.url, "--samples", samples, "--top-k", 5, *options)
             assert isinstance(error, ConfigError) and message in str(error)
@@ -249,5 +249,5 @@ def test_without_the_harness_its_command_is_said(
     assert shutil.which("lm_eval") is None
     with running(as_vllm) as fake:
         line = str(refused(fake.url, "--tasks", "arc_easy,hellaswag", "--limit", 10))
-    assert "pip install 'octet[evaluate]'" in line
+    assert "pip install 'octet-llm[evaluate]'" in line
     assert "lm_eval run --model local-completions --tasks arc_easy,hellaswag" in line

@@ -47,7 +47,7 @@ class Harness:
         """
         if not _command():
             raise ConfigError(
-                "--tasks needs lm-evaluation-harness: pip install 'octet[evaluate]', or run"
+                "--tasks needs lm-evaluation-harness: pip install 'octet-llm[evaluate]', or run"
                 f" elsewhere: {shlex.join(['lm_eval', *self._arguments(target)])}"
             )
 

@@ -24,7 +24,7 @@ def test_without_modelopt_the_error_says_what_to_install(
     checkpoint: Checkpoint, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "modelopt", None)
-    expected = r"^algorithm gptq needs nvidia-modelopt: pip install 'octet\[modelopt\]'$"
+    expected = r"^algorithm gptq needs nvidia-modelopt: pip install 'octet-llm\[modelopt\]'$"
     with pytest.raises(UnsupportedError, match=expected):
         apply_algorithm(checkpoint, "gptq", PRESETS["fp8"], [batch], dtype="float32")
 

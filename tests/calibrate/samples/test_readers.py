@@ -254,7 +254,7 @@ def test_without_pyarrow_one_line_says_what_to_install(
 ) -> None:
     path = parquet(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(SampleError, match=r"needs pyarrow: pip install 'octet\[datasets\]'"):
+    with pytest.raises(SampleError, match=r"needs pyarrow: pip install 'octet-llm\[datasets\]'"):
         load_samples(path)
-    with pytest.raises(SampleError, match=r"needs pyarrow: pip install 'octet\[datasets\]'"):
+    with pytest.raises(SampleError, match=r"needs pyarrow: pip install 'octet-llm\[datasets\]'"):
         load_samples(SAVED / "train")

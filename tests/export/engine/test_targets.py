@@ -148,9 +148,12 @@ def test_tensorrt_needs_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("gpu", "said"),
     [
-        (None, r"without a GPU, as here: pip install 'octet\[tensorrt-rtx\]'$"),
-        (ADA, r"for NVIDIA L4 \(sm89\): pip install 'octet\[tensorrt-rtx\]'$"),
-        (H200, r"H200 \(sm90\): pip install 'octet\[tensorrt\]' --extra-index-url https://pypi"),
+        (None, r"without a GPU, as here: pip install 'octet-llm\[tensorrt-rtx\]'$"),
+        (ADA, r"for NVIDIA L4 \(sm89\): pip install 'octet-llm\[tensorrt-rtx\]'$"),
+        (
+            H200,
+            r"H200 \(sm90\): pip install 'octet-llm\[tensorrt\]' --extra-index-url https://pypi",
+        ),
     ],
 )
 def test_one_line_says_what_to_install_here(nothing: None, gpu: Gpu | None, said: str) -> None:

@@ -38,5 +38,7 @@ def test_a_mistake_in_the_source_is_told_with_its_line() -> None:
 
 def test_without_the_packages_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(UnsupportedError, match=r"^counting needs .*: pip install 'octet\[gpu\]'$"):
-        load_nvrtc("counting", "'octet[gpu]'")
+    with pytest.raises(
+        UnsupportedError, match=r"^counting needs .*: pip install 'octet-llm\[gpu\]'$"
+    ):
+        load_nvrtc("counting", "'octet-llm[gpu]'")

@@ -35,7 +35,7 @@ def test_client_libraries_are_loaded_only_for_their_backends() -> None:
 
 def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "serve.backends.triton_grpc", None)
-    with pytest.raises(OctetError, match=r"pip install 'octet\[serve\]'"):
+    with pytest.raises(OctetError, match=r"pip install 'octet-llm\[serve\]'"):
         make_backend("m", TritonConfig(type="triton", url="h:8001"))
 
 

@@ -248,5 +248,5 @@ def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "serve.telemetry.spans", None)
-    with pytest.raises(ConfigError, match=r"pip install 'octet\[traces\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'octet-llm\[traces\]'"):
         tracing_from(Traces(endpoint="http://127.0.0.1:4318"))

@@ -6,7 +6,7 @@ the real ones, where they are:
 
     pytest -m gpu tests/serve/tensorrt/test_runner.py
 
-on a machine with an FP8 GPU and `pip install 'octet[test,tensorrt]'` (or octet[tensorrt-rtx]).
+on a machine with an FP8 GPU and `pip install 'octet-llm[test,tensorrt]'` (or tensorrt-rtx).
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Octet's embedded engine on the export beside this file; see ../config.pbtxt.
 
-The Python that runs this needs Octet: pip install 'octet[serve]'
+The Python that runs this needs Octet: pip install 'octet-llm[serve]'
 """
 
 import triton_python_backend_utils as pb_utils

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from octet.artifacts.provenance import ModelIdentity, SampleSet
 from octet.errors import ArtifactError, OctetError
 from octet.recipe import Recipe
-from octet.storage.files import sha256_file
+from octet.storage.files import refuse_newer, sha256_file
 
 __all__ = [
     "MANIFEST_FILE",
@@ -97,6 +97,7 @@ class Manifest(BaseModel):
                 f"{path}: altered since it was written (not valid JSON: {error}); {_AGAIN}"
             ) from None
         version = data.get("schema_version") if isinstance(data, dict) else None
+        refuse_newer(path, version, SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"{path}: schema version {version!r}; this release reads {SCHEMA_VERSION}: use the"

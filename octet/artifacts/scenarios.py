@@ -22,12 +22,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.serving_path import ServingPath
 from octet.errors import ArtifactError
+from octet.storage.files import refuse_newer
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["HYPOTHESES_FILE", "Fault", "FaultKind", "Hypothesis", "HypothesisSet"]
 
 # Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
 HYPOTHESES_FILE = "hypotheses.octet"
+SCHEMA_VERSION = 1
 
 FaultKind = Literal[
     "k_scale_dropped",  # keys are stored undivided: k_scale taken as 1
@@ -100,7 +102,7 @@ class HypothesisSet:
     def save(self, directory: Path) -> None:
         """Writes HYPOTHESES_FILE into `directory`."""
         told = {
-            "schema_version": 1,
+            "schema_version": SCHEMA_VERSION,
             "weights_sha256": self.weights_sha256,
             "recipe": self.recipe,
             "hypotheses": [h.model_dump(mode="json") for h in self.logprobs],
@@ -115,7 +117,8 @@ class HypothesisSet:
         file = TensorFile.open(path)
         try:
             told = json.loads(file.metadata["octet"])
-            if told["schema_version"] != 1:
+            refuse_newer(path, told["schema_version"], SCHEMA_VERSION)
+            if told["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema version {told['schema_version']}")
             names = [Hypothesis.model_validate(item) for item in told["hypotheses"]]
             found = {name: file.read(str(n)).float32() for n, name in enumerate(names)}

@@ -14,7 +14,15 @@ from pydantic import BaseModel, ValidationError
 
 from octet.errors import ArtifactError
 
-__all__ = ["XXH3", "Digest", "file_digests", "read_document", "sha256_file", "xxh3"]
+__all__ = [
+    "XXH3",
+    "Digest",
+    "file_digests",
+    "read_document",
+    "refuse_newer",
+    "sha256_file",
+    "xxh3",
+]
 
 XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
 _PART = 1 << 20  # bytes read at a time
@@ -70,11 +78,27 @@ Document = TypeVar("Document", bound=BaseModel)
 
 
 def read_document(path: Path, kind: type[Document], what: str) -> Document:
-    """Reads JSON as a `kind`; ArtifactError, one line, if unreadable or not `what` it should be."""
+    """Reads JSON as a `kind`, which has a `schema_version`; `what` describes it in messages.
+
+    Raises ArtifactError, one line, for a file that is unreadable, invalid or newer than this Octet.
+    """
     try:
-        return kind.model_validate(json.loads(path.read_text()))
+        data = json.loads(path.read_text())
+        if isinstance(data, dict):
+            known = kind.model_fields["schema_version"].default
+            refuse_newer(path, data.get("schema_version"), known)
+        return kind.model_validate(data)
     except OSError as error:
         raise ArtifactError(f"{path}: {error.strerror}") from None
     except (ValueError, ValidationError) as error:
         detail = str(error).splitlines()[0]
         raise ArtifactError(f"{path}: not {what} ({detail})") from None
+
+
+def refuse_newer(path: Path, version: object, known: int) -> None:
+    """Raises ArtifactError if `version`, the schema version of the file, is above `known`."""
+    if isinstance(version, int) and version > known:
+        raise ArtifactError(
+            f"{path}: schema version {version}, written by a newer Octet; this one reads up to"
+            f" {known}: pip install -U octet-llm"
+        )

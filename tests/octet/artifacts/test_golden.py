@@ -66,3 +66,7 @@ def test_a_golden_set_survives_the_disk(tmp_path) -> None:
     (tmp_path / "golden.json").write_text('{"records": []}')
     with pytest.raises(ArtifactError, match=r"golden.json"):
         GoldenSet.load(tmp_path)
+    (tmp_path / "golden.json").write_text('{"schema_version": 3, "records": {}}')
+    newer = r"golden.json: schema version 3, written by a newer Octet; this one reads up to 2"
+    with pytest.raises(ArtifactError, match=newer):
+        GoldenSet.load(tmp_path)

@@ -91,7 +91,11 @@ def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manife
     path = tmp_path / "a" / "manifest.json"
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"schema_version": 2}))
-    with pytest.raises(ArtifactError, match=r"manifest.json: schema version 2"):
+    newer = r"manifest.json: schema version 2, written by a newer Octet; this one reads up to 1"
+    with pytest.raises(ArtifactError, match=rf"{newer}: pip install -U octet-llm$"):
+        Manifest.load(tmp_path / "a")
+    path.write_text(json.dumps(data | {"schema_version": 0}))
+    with pytest.raises(ArtifactError, match=r"schema version 0; this release reads 1: use the"):
         Manifest.load(tmp_path / "a")
     path.write_text(json.dumps(data | {"colour": "red"}))
     with pytest.raises(ArtifactError, match="colour"):

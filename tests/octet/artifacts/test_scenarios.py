@@ -59,3 +59,6 @@ def test_a_file_that_is_not_one_is_refused(tmp_path) -> None:
     file.write_bytes(whole.replace(b"schema_version", b"schema_versiom"))
     with pytest.raises(ArtifactError, match="not a set of hypotheses"):
         HypothesisSet.load(tmp_path, golden())
+    file.write_bytes(whole.replace(rb"schema_version\": 1", rb"schema_version\": 2"))
+    with pytest.raises(ArtifactError, match=r"schema version 2, .*: pip install -U octet-llm$"):
+        HypothesisSet.load(tmp_path, golden())

@@ -60,6 +60,9 @@ def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=f"{EXPECTED_FILE}: No such file"):
         ExpectedSet.load(tmp_path)
     (tmp_path / EXPECTED_FILE).write_text('{"schema_version": 2}')
+    with pytest.raises(ArtifactError, match=r"schema version 2, .*: pip install -U octet-llm$"):
+        ExpectedSet.load(tmp_path)
+    (tmp_path / EXPECTED_FILE).write_text('{"schema_version": 0}')
     with pytest.raises(ArtifactError, match="not a set of expectations"):
         ExpectedSet.load(tmp_path)
     with pytest.raises(ValidationError, match="kv_rounding"):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,16 +16,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from octet.errors import BackendError, ConfigError, OctetError, RequestError
-from octet.statistics import Interval
 from octet_cli.options import Json, TextField, console_for
-from verify.evaluation.comparison import Comparison, compare, plain
-from verify.evaluation.console import render, render_tasks
-from verify.evaluation.evaluator import Advance
-from verify.evaluation.evaluator import evaluate as score
-from verify.evaluation.lm_eval import Harness
-from verify.evaluation.scores import Evaluation
-from verify.evaluation.target import AskedByUrl
-from verify.evaluation.targets.open import open_target, read_samples
+
+if TYPE_CHECKING:
+    from octet.statistics import Interval
+    from verify.evaluation.comparison import Comparison
+    from verify.evaluation.evaluator import Advance
+    from verify.evaluation.lm_eval import Harness
+    from verify.evaluation.scores import Evaluation
+    from verify.evaluation.target import AskedByUrl
 
 __all__ = ["evaluate"]
 
@@ -92,6 +91,12 @@ def evaluate(
             f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
         )
     _require_room(out, html)
+
+    from verify.evaluation.evaluator import evaluate as score
+    from verify.evaluation.lm_eval import Harness
+    from verify.evaluation.target import AskedByUrl
+    from verify.evaluation.targets.open import open_target, read_samples
+
     origin = None if reference is None else open_target(str(reference), None, 1)
     opened = [open_target(name, api_key_env, concurrency) for name in targets]
     servers = [target for target in opened if isinstance(target, AskedByUrl)]
@@ -133,8 +138,8 @@ def _require_room(out: Path | None, html: Path | None) -> None:
 
 
 def _tasks(
-    harness: Harness | None, servers: Sequence[AskedByUrl]
-) -> tuple[list[dict[str, Interval]], OctetError | None]:
+    harness: "Harness | None", servers: "Sequence[AskedByUrl]"
+) -> "tuple[list[dict[str, Interval]], OctetError | None]":
     """Returns the harness' figures per server, and the error that ended it early, if any.
 
     Servers that it did not reach have no figures.
@@ -150,7 +155,10 @@ def _tasks(
     return figures, None
 
 
-def _show(evaluation: Evaluation, html: Path | None, as_json: bool) -> None:
+def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> None:
+    from verify.evaluation.comparison import compare
+    from verify.evaluation.console import render
+
     result = compare(evaluation)
     if html is not None:
         _write_page(html, evaluation, result)
@@ -159,13 +167,16 @@ def _show(evaluation: Evaluation, html: Path | None, as_json: bool) -> None:
 
 
 def _report(
-    evaluation: Evaluation | None,
-    figures: list[dict[str, Interval]],
+    evaluation: "Evaluation | None",
+    figures: "list[dict[str, Interval]]",
     targets: list[str],
     html: Path | None,
     as_json: bool,
 ) -> None:
     """Prints the rest of the results: the harness' figures, or everything as JSON."""
+    from verify.evaluation.comparison import compare, plain
+    from verify.evaluation.console import render_tasks
+
     if evaluation is None:
         rows = [
             {"name": name, "tasks": {task: asdict(x) for task, x in row.items()}}
@@ -186,7 +197,7 @@ def _report(
         console.print(*render_tasks(figures))
 
 
-def _write_page(html: Path, evaluation: Evaluation, result: Comparison) -> None:
+def _write_page(html: Path, evaluation: "Evaluation", result: "Comparison") -> None:
     from verify.evaluation.html import write_page
 
     write_page(html, evaluation, result)
@@ -220,7 +231,7 @@ def _kept(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(console: Console | None) -> Iterator[Advance]:
+def _progress(console: Console | None) -> "Iterator[Advance]":
     """Shows a bar for each target, over predicted tokens; none without a console."""
     if console is None:
         yield lambda name, done, total: None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ConfigError
 from octet_cli.options import (
     Force,
@@ -54,6 +55,7 @@ def export_checkpoint(
     as_json: Json = False,
 ) -> None:
     """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
+    _check(calibration, out, force)
     from export.checkpoint.write import export_checkpoint as write
 
     console = console_for(as_json)
@@ -92,6 +94,7 @@ def export_onnx(
     as_json: Json = False,
 ) -> None:
     """The decoder as an ONNX graph."""
+    _check(calibration, out, force)
     from export.onnx.write import export_onnx as write
 
     console = console_for(as_json)
@@ -136,62 +139,52 @@ def export_triton(
     as_json: Json = False,
 ) -> None:
     """An entry of a Triton model repository, or all of them."""
-    from export.triton import write as triton
-
-    progress = console_for(as_json)
     if every and backend is not None:
         raise ConfigError("--all writes the entries of every backend: leave --backend out")
-    if every:
-        repository = out or Path("triton_models")
-        judge = export_gate(
-            max_kl,
-            max_ppl_change,
-            calibration,
-            repository,
-            model=model,
-            console=progress,
-            entries=triton.all_entries(calibration, repository, name),
-        )
-        written = triton.export_all(
-            calibration, repository, engine=engine, name=name, model=model, force=force, judge=judge
-        )
-        _supersede(judge, *(repository / entry for entry in written.manifests))
-        entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
-        if as_json:
-            facts = {"path": str(repository), "entries": entries, "left_out": written.left_out}
-            print(json.dumps(facts))
-            return
-        console = Console()
-        for entry, manifest in written.manifests.items():
-            cache = manifest.details.get("kv_cache")
-            told = f" ({cache} cache)" if isinstance(cache, str) else ""
-            console.print(f"wrote {repository / entry}{told}", highlight=False, markup=False)
-        for entry, reason in written.left_out.items():
-            console.print(f"left out {entry}: {reason}", highlight=False, markup=False)
-        return
-    if out is None:
+    if out is None and not every:
         raise ConfigError("say where to with --out, or write all entries with --all")
+    Manifest.load(calibration, "calibration", verify=False)
+    from export.triton import write as triton
+
+    out = out or Path("triton_models")
     judge = export_gate(
         max_kl,
         max_ppl_change,
         calibration,
         out,
         model=model,
-        console=progress,
-        entries=[out],
+        console=console_for(as_json),
+        entries=triton.all_entries(calibration, out, name) if every else [out],
     )
-    manifest = triton.export_triton(
-        calibration,
-        out,
-        backend=backend or "python",
-        engine=engine,
-        model=model,
-        name=name,
-        force=force,
-        judge=judge,
+    if not every:
+        manifest = triton.export_triton(
+            calibration,
+            out,
+            backend=backend or "python",
+            engine=engine,
+            model=model,
+            name=name,
+            force=force,
+            judge=judge,
+        )
+        _supersede(judge, out)
+        wrote(out, manifest, as_json)
+        return
+    written = triton.export_all(
+        calibration, out, engine=engine, name=name, model=model, force=force, judge=judge
     )
-    _supersede(judge, out)
-    wrote(out, manifest, as_json)
+    _supersede(judge, *(out / entry for entry in written.manifests))
+    if as_json:
+        entries = {entry: manifest.identity for entry, manifest in written.manifests.items()}
+        print(json.dumps({"path": str(out), "entries": entries, "left_out": written.left_out}))
+        return
+    console = Console(highlight=False, markup=False)
+    for entry, manifest in written.manifests.items():
+        cache = manifest.details.get("kv_cache")
+        suffix = f" ({cache} cache)" if isinstance(cache, str) else ""
+        console.print(f"wrote {out / entry}{suffix}")
+    for entry, reason in written.left_out.items():
+        console.print(f"left out {entry}: {reason}")
 
 
 def build_engine(
@@ -231,6 +224,7 @@ def build_engine(
     as_json: Json = False,
 ) -> None:
     """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
+    _check(calibration, out, force)
     from export.engine.build import build_engine as build
 
     console = console_for(as_json)
@@ -265,6 +259,12 @@ def build_engine(
         from serve.tensorrt.benchmark import table
 
         Console().print(table(figures["benchmark"]))
+
+
+def _check(calibration: Path, out: Path, force: bool) -> None:
+    """Raises ArtifactError for directories that cannot be used, before a library is loaded."""
+    check_destination(out, force=force, inputs=[calibration])
+    Manifest.load(calibration, "calibration", verify=False)
 
 
 def _supersede(judge: ExportGate | None, *written: Path) -> None:

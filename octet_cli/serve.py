@@ -43,9 +43,12 @@ def serve(
     if check and config is not None:
         _check(config, proof=proof)
         return
-    from serve.run import run
+    from serve.settings import settings_of
 
-    run(target, config=config, host=host, port=port, proof=proof)
+    settings = settings_of(target, config)
+    from serve.run import run  # loads the web server, after the mistakes in the settings
+
+    run(settings, config=config, host=host, port=port, proof=proof)
 
 
 def _check(config: Path, *, proof: bool) -> None:

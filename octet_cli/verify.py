@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, nearest
 from octet.interrupts import held_back
 from octet_cli.options import Json, console_for
@@ -146,7 +147,6 @@ def _verify_url(
     console: Console | None,
 ) -> int:
     from verify.server.connect import SCHEMES, Asked
-    from verify.server.verify import verify_url
 
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
@@ -155,6 +155,9 @@ def _verify_url(
         raise ConfigError(
             f"{url}: give --golden, the directory of the export that it serves, or its calibration"
         )
+    Manifest.load(served["golden"], verify=False)
+    from verify.server.verify import verify_url
+
     given = {name: value for name, value in served.items() if value is not None}
     asked = Asked(url=url, model=model, every_prompt=show_all, **given)
     return verify_url(asked, as_json=as_json, console=console)

@@ -10,10 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, OctetError
-from serve.config import EmbeddedConfig, GatewayConfig, ModelConfig, PoolConfig, checks
-from serve.config.checks import load_config
+from serve.config import GatewayConfig, checks
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import keep_warning
@@ -26,20 +24,19 @@ FORCED = 1  # exit code when a second signal, or the deadline, cut requests shor
 
 
 def run(
-    target: Path | None = None,
+    settings: GatewayConfig,
     *,
     config: Path | None = None,
     host: str | None = None,
     port: int | None = None,
     proof: bool = True,
 ) -> None:
-    """Serves until a signal: an export under its model's name, or the models of file `config`.
+    """Serves the models of `settings` until a signal; a reload reads the file `config` again.
 
     `host` and `port` take precedence over the file's. Without `proof`, backends serve whatever
     their log-probabilities are. Raises an OctetError for a configuration that cannot work, or an
     address that cannot be listened on; exits 1 if requests were cut short.
     """
-    settings = _settings(target, config)
     settings = settings if proof else settings.without_proof()
     given = {"host": host, "port": port}
     listen = settings.listen.model_copy(
@@ -148,22 +145,6 @@ async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
         for task in reloads:
             task.cancel()
         await asyncio.gather(*reloads, return_exceptions=True)
-
-
-def _settings(target: Path | None, config: Path | None) -> GatewayConfig:
-    if config is not None:
-        return load_config(config)
-    if target is None:
-        raise ConfigError("nothing to serve: give an export or a configuration file")
-    # Fails early for a directory of another kind; the runner verifies its hashes.
-    manifest = Manifest.load(target, verify=False)
-    if manifest.kind not in ("onnx", "engine"):
-        raise ConfigError(
-            f"{target}: is a {manifest.kind}; what is served here is an ONNX export or an engine"
-        )
-    name = manifest.model.name
-    embedded = EmbeddedConfig(type="embedded", path=target)
-    return GatewayConfig(models={name: ModelConfig(pool=PoolConfig(backends=(embedded,)))})
 
 
 def bind(host: str, port: int) -> socket.socket:

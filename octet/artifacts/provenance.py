@@ -2,14 +2,16 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from octet.errors import ArtifactError
-from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
 from octet.storage.files import XXH3, Digest, sha256_file, xxh3
+
+if TYPE_CHECKING:
+    from octet.model.checkpoint import Checkpoint  # loads numpy
 
 __all__ = ["ModelIdentity", "SampleSet"]
 
@@ -27,7 +29,7 @@ class ModelIdentity(BaseModel):
     checksums: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Self:
+    def of(cls, checkpoint: "Checkpoint", name: str | None = None) -> Self:
         return cls(
             name=name or checkpoint.path.resolve().name,
             spec=checkpoint.spec,
@@ -36,7 +38,7 @@ class ModelIdentity(BaseModel):
             checksums=checkpoint.weight_checksums,
         )
 
-    def require(self, checkpoint: Checkpoint, *, shards: bool = True) -> None:
+    def require(self, checkpoint: "Checkpoint", *, shards: bool = True) -> None:
         """Raises ArtifactError naming the first file of `checkpoint` that differs from this.
 
         Without `shards`, which take long to read, only checks that they exist: a caller that reads

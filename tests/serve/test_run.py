@@ -16,6 +16,7 @@ from octet.errors import ArtifactError, ConfigError
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from serve.run import bind, run
+from serve.settings import settings_of
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
@@ -202,16 +203,16 @@ def test_a_backend_that_can_never_work_ends_the_start(tmp_path: Path) -> None:
         " n: {pool: [{type: embedded, path: none}]}}"
     )
     with pytest.raises(ArtifactError, match="none: no such directory"):
-        run(config=config, port=0)
+        run(settings_of(None, config), config=config, port=0)
 
 
 def test_a_target_that_is_no_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such directory"):
-        run(tmp_path / "none")
+        settings_of(tmp_path / "none", None)
     with pytest.raises(ArtifactError, match="not an Octet artifact"):
-        run(tmp_path)
+        settings_of(tmp_path, None)
     with pytest.raises(ConfigError, match="nothing to serve"):
-        run()
+        settings_of(None, None)
 
 
 def test_with_logs_as_json_every_line_is_json(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from serve.config import EmbeddedConfig
 from serve.engine.load import load_runner
 from serve.onnx.runner import OnnxRunner
 from serve.routing import make_backend
-from serve.run import _settings
+from serve.settings import settings_of
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner
 from serve.triton_entry import TritonEntry
@@ -141,14 +141,14 @@ class TestRefusals:
 class TestServing:
     def test_octet_serve_takes_an_engine(self, engines: Callable[[str], Path]) -> None:
         engine = engines("e5m2")
-        ((name, pool),) = _settings(engine, None).all_pools.items()
+        ((name, pool),) = settings_of(engine, None).all_pools.items()
         assert name == json.loads((engine / MANIFEST_FILE).read_text())["model"]["name"]
         (backend,) = pool.backends
         assert isinstance(backend, EmbeddedConfig) and backend.path == engine
 
     def test_octet_serve_takes_no_calibration(self, engine_calibration: Path) -> None:
         with pytest.raises(ConfigError, match="is a calibration; what is served here is"):
-            _settings(engine_calibration, None)
+            settings_of(engine_calibration, None)
 
     async def test_the_slots_are_those_that_the_engine_was_built_for(
         self, engines: Callable[[str], Path], gpu: FakeGpu

@@ -7,6 +7,7 @@ from pathlib import Path
 from octet.artifacts.manifest import PLAN_FILE
 from octet.errors import BackendError, ConfigError, UnsupportedError
 from octet.interrupts import held_back
+from octet.model.checkpoint import Checkpoint
 from verify.evaluation.sequences import Sequences, read_texts
 from verify.evaluation.target import Target
 
@@ -35,6 +36,7 @@ def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
             f"{name}: is quantized, and transformers would not compute it as an engine does: serve"
             " it (vLLM) and give http://host:port, or evaluate an ONNX export of its calibration"
         )
+    Checkpoint.open(path)  # refuses a directory that is none, before torch is loaded
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
         from verify.evaluation.targets.checkpoint import CheckpointTarget

@@ -18,6 +18,7 @@ from octet_cli.calibrate import calibrate, rescale
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
 from octet_cli.keys import keys
+from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -41,10 +42,16 @@ app.add_typer(keys, name="keys")
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and where its packages are.")
+    ] = False,
 ) -> None:
     if version:
         print(f"octet {__version__}")
+        for package in PACKAGES:
+            print(f"{package}: {locate(package) or 'missing'}")
+        for warning in find_foreign():
+            print(f"warning: {warning}", file=sys.stderr)
         raise typer.Exit
 
 
@@ -74,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if error.strerror is None or isinstance(error, BrokenPipeError):
             raise
         _fail(f"{error.filename or 'input or output'}: {error.strerror}")
-    except ModuleNotFoundError as error:
-        _fail(_missing(error))
+    except (ImportError, AttributeError) as error:
+        _fail(_explain(error))
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -113,11 +120,11 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 _EXTRA_OF = {
     "torch": "calibrate",
     "transformers": "calibrate",
-    "numba": "calibrate",
     "plotly": "calibrate",
     "pyarrow": "datasets",
     "cuda": "gpu",
     "modelopt": "modelopt",
+    "numba": "export",
     "onnx": "export",
     "onnxruntime": "export",
     "fastapi": "serve",
@@ -130,12 +137,18 @@ _EXTRA_OF = {
 }
 
 
-def _missing(error: ModuleNotFoundError) -> str:
+def _explain(error: ImportError | AttributeError) -> str:
+    """Returns the extra that a missing module belongs to, or which package is not Octet's.
+
+    Raises `error` again if it is neither: it is a defect in Octet.
+    """
     package = (error.name or "").partition(".")[0]
-    extra = _EXTRA_OF.get(package)
-    if extra is None:
+    if isinstance(error, ModuleNotFoundError) and package in _EXTRA_OF:
+        return f"this command needs {package}: pip install '{DISTRIBUTION}[{_EXTRA_OF[package]}]'"
+    foreign = next(find_foreign(), None)
+    if foreign is None:
         raise error
-    return f"this command needs {package}: pip install 'octet-llm[{extra}]'"
+    return foreign
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""The start of a command: what it loads before it refuses a mistake, and whose packages it runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octet import __version__
+from octet_cli import packages
+from tests.command import octet
+from tests.layout import ROOT
+
+HEAVY = (
+    "torch transformers numba onnx onnxruntime plotly fastapi aiohttp tokenizers uvicorn tensorrt"
+)
+
+# Runs each command in one process, and prints its code, its errors and the libraries loaded so far.
+RUN_ALL = f"""
+import contextlib, io, json, sys
+from octet_cli.main import main
+for words in json.load(sys.stdin):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code
+    loaded = sorted(set({HEAVY!r}.split()) & sys.modules.keys())
+    print(json.dumps([code, errors.getvalue(), loaded]))
+"""
+
+ABSENT = "absent: no such directory"
+NO_ARTIFACT = "plain: not an Octet artifact (no manifest.json)"
+EXISTS = "taken: exists already; add --force to replace it"
+NEWER = (
+    "newer/manifest.json: schema version 2, written by a newer Octet; this one reads up to 1:"
+    " pip install -U octet-llm"
+)
+REFUSED = {
+    "verify absent": ABSENT,
+    "verify plain": "plain: neither an Octet artifact (no manifest.json) nor a checkpoint",
+    "verify newer": NEWER,
+    "verify http://127.0.0.1:9 --golden absent": ABSENT,
+    "verify http://127.0.0.1:9 --golden newer": NEWER,
+    "evaluate absent --samples texts.jsonl": "absent: no such file or directory",
+    "evaluate plain --samples absent": "absent: no such file or directory",
+    "evaluate plain --samples texts.jsonl": "plain: not a Hugging Face checkpoint",
+    "evaluate plain --reference absent --samples texts.jsonl": "absent: no such file or directory",
+    "export checkpoint absent -o out": ABSENT,
+    "export checkpoint plain -o out": NO_ARTIFACT,
+    "export checkpoint newer -o out": NEWER,
+    "export checkpoint absent -o taken": EXISTS,
+    "export onnx absent -o out": ABSENT,
+    "export onnx plain -o out": NO_ARTIFACT,
+    "export onnx newer -o out": NEWER,
+    "export onnx absent -o taken": EXISTS,
+    "export triton absent -o out": ABSENT,
+    "export triton plain --all": NO_ARTIFACT,
+    "export triton newer -o out": NEWER,
+    "build-engine absent -o out": ABSENT,
+    "build-engine plain -o out": NO_ARTIFACT,
+    "build-engine newer -o out": NEWER,
+    "build-engine absent -o taken": EXISTS,
+    "serve absent": ABSENT,
+    "serve plain": NO_ARTIFACT,
+    "serve newer": NEWER,
+    "serve --config absent": "configuration absent: No such file or directory",
+    "keys new ?": "'?' is no name of a key",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+    directory = tmp_path_factory.mktemp("start")
+    for name in ("plain", "taken", "newer"):
+        (directory / name).mkdir()
+    (directory / "plain" / "notes.txt").write_text("mine")
+    (directory / "taken" / "manifest.json").write_text("{}")
+    (directory / "newer" / "manifest.json").write_text('{"schema_version": 2}')
+    (directory / "texts.jsonl").write_text('{"text": "x = 1"}\n')
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps([command.split() for command in REFUSED]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return {words: tuple(found) for words, found in zip(REFUSED, results, strict=True)}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_mistake_is_refused_before_a_library_is_loaded(
+    command: str, refusals: dict[str, tuple[int, str, list[str]]]
+) -> None:
+    code, errors, loaded = refusals[command]
+    assert code == 2 and len(errors.splitlines()) == 1, errors
+    assert errors.startswith(f"error: {REFUSED[command]}")
+    assert loaded == []
+
+
+def test_the_version_says_where_each_package_is() -> None:
+    done = octet("--version")
+    places = [f"{package}: {ROOT / package}" for package in packages.PACKAGES]
+    assert done.stdout.splitlines() == [f"octet {__version__}", *places]
+
+
+def run_beside(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `octet` with `directory` before Octet's own on the path."""
+    path = os.pathsep.join((str(directory), str(ROOT)))
+    return subprocess.run(
+        [sys.executable, "-m", "octet", *words],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A directory with the distribution `waiter`, which has a package `serve`."""
+    (tmp_path / "serve").mkdir()
+    (tmp_path / "serve" / "__init__.py").touch()
+    info = tmp_path / "waiter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waiter\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text("serve\n")
+    return tmp_path
+
+
+def test_the_version_warns_of_another_distribution_s_package(other: Path) -> None:
+    done = run_beside(other, "--version")
+    assert done.returncode == 0 and f"serve: {other / 'serve'}" in done.stdout.splitlines()
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith(f"warning: serve: {other / 'serve'} is not Octet's")
+    assert warning.endswith("; uninstall waiter")
+
+
+def test_a_command_that_meets_another_s_package_says_so(other: Path) -> None:
+    done = run_beside(other, "serve", "absent")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: serve: {other / 'serve'} is not Octet's")
+
+
+def test_a_folder_that_hides_a_package_is_found(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "__init__.py").touch()
+    done = run_beside(tmp_path, "--version")
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith(f"warning: export: {tmp_path / 'export'} is not Octet's")
+    assert warning.endswith("; rename it, or start octet elsewhere")
+
+
+def test_a_package_that_two_distributions_install_is_found(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(other)
+    monkeypatch.setattr(packages, "_HOME", other)
+    monkeypatch.setattr(packages, "PACKAGES", ("serve",))
+    monkeypatch.delitem(sys.modules, "serve", raising=False)
+    (warning,) = packages.find_foreign()
+    assert warning.startswith(f"serve: waiter may have overwritten Octet's in {other / 'serve'}")

@@ -17,7 +17,6 @@ from calibrate.observe.counting_cpu import make_counter
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.quality.budget import check_samples
 from calibrate.quality.gate import Gate
-from calibrate.quality.limit import Limit
 from calibrate.quality.refused import check_refused, drop_refused, refused_directory
 from calibrate.report.console import print_report
 from calibrate.samples.inputs import read_inputs
@@ -30,6 +29,7 @@ from octet.artifacts.calibration import Calibration
 from octet.artifacts.manifest import Manifest, check_destination, software
 from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ConfigError, UnsupportedError
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.recipe import Recipe

@@ -13,12 +13,12 @@ from calibrate.decoder.loading import ComputeDtype
 from calibrate.observe.histogram import Histogram, Histograms
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Gate, Outcome
-from calibrate.quality.limit import Limit
 from calibrate.quality.measure import Bench, Measured, measure_gate, measure_model
 from calibrate.samples.inputs import Inputs
 from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import WeightScale, check_alive, derive_scales
 from calibrate.scales.expert_fallback import with_fallback
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity

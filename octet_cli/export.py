@@ -55,11 +55,10 @@ def export_checkpoint(
     as_json: Json = False,
 ) -> None:
     """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
-    _check(calibration, out, force)
+    console = console_for(as_json)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
     from export.checkpoint.write import export_checkpoint as write
 
-    console = console_for(as_json)
-    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = write(
         calibration,
         out,
@@ -94,11 +93,10 @@ def export_onnx(
     as_json: Json = False,
 ) -> None:
     """The decoder as an ONNX graph."""
-    _check(calibration, out, force)
+    console = console_for(as_json)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
     from export.onnx.write import export_onnx as write
 
-    console = console_for(as_json)
-    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = write(
         calibration,
         out,
@@ -224,11 +222,10 @@ def build_engine(
     as_json: Json = False,
 ) -> None:
     """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
-    _check(calibration, out, force)
+    console = console_for(as_json)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
     from export.engine.build import build_engine as build
 
-    console = console_for(as_json)
-    judge = export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
     manifest = build(
         calibration,
         out,
@@ -261,10 +258,23 @@ def build_engine(
         Console().print(table(figures["benchmark"]))
 
 
-def _check(calibration: Path, out: Path, force: bool) -> None:
-    """Raises ArtifactError for directories that cannot be used, before a library is loaded."""
+def _judge(
+    calibration: Path,
+    out: Path,
+    max_kl: str | None,
+    max_ppl_change: str | None,
+    model: Path | None,
+    console: Console | None,
+    *,
+    force: bool,
+) -> ExportGate | None:
+    """Returns the judge of these limits, if any; refuses paths and limits that cannot be used.
+
+    Call it before the exporter is imported: that loads libraries.
+    """
     check_destination(out, force=force, inputs=[calibration])
     Manifest.load(calibration, "calibration", verify=False)
+    return export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
 
 
 def _supersede(judge: ExportGate | None, *written: Path) -> None:

@@ -28,6 +28,7 @@ from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest
 from octet.errors import UnsupportedError
 from octet.interrupts import held_back
+from octet.limit import parse_limits
 from octet.recipe import KvCacheDtype
 
 if TYPE_CHECKING:
@@ -161,16 +162,17 @@ def export_gate(
     Raises ConfigError for invalid limits and for too few golden prompts, UnsupportedError for an
     architecture that cannot be simulated, and ArtifactError if `calibration` is not a calibration.
     """
-    if max_kl is None and max_ppl_change is None:
+    limits = parse_limits(max_kl, max_ppl_change)
+    if not limits:
         return None
+    manifest = Manifest.load(calibration, "calibration", verify=False)
     with held_back():
         from calibrate.quality.gate import Gate
         from calibrate.quality.golden_cost import check_prompts
         from calibrate.quality.refused import check_refused, refused_directory, refused_entry
 
-    gate = Gate.parse(max_kl, max_ppl_change)
-    assert gate is not None
-    gate.check_spec(Manifest.load(calibration, "calibration", verify=False).model.spec, calibration)
+    gate = Gate(limits)
+    gate.check_spec(manifest.model.spec, calibration)
     check_prompts(gate, GoldenSet.load(calibration))
     evidence = refused_entry if entries else refused_directory
     for path in entries or (out,):

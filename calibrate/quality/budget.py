@@ -17,7 +17,6 @@ from typing import Any
 
 from calibrate.observe.histogram import Histogram
 from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Reference
-from calibrate.quality.limit import Limit
 from calibrate.quality.precision_levels import build_recipe
 from calibrate.quality.promotion import Promotion
 from calibrate.quality.sensitivity import Sensitivity
@@ -25,6 +24,7 @@ from calibrate.samples.batches import Batch
 from calibrate.scales.derive import kv_scales
 from calibrate.simulate.model import Scales, simulate_modules
 from octet.errors import ConfigError
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from calibrate.quality.divergence import LEAST_SAMPLES, Divergence
-from calibrate.quality.limit import Limit
 from octet.errors import ConfigError, GateError, UnsupportedError
+from octet.limit import Limit, parse_limits
 from octet.model.spec import ModelSpec
 from octet.statistics import CONFIDENCE
 
@@ -29,7 +29,6 @@ __all__ = [
     "Part",
 ]
 
-_PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
 _NAMED = 3  # parts named in a message, at most
 
 
@@ -209,18 +208,9 @@ class Gate:
 
     @classmethod
     def parse(cls, max_kl: str | None, max_ppl_change: str | None) -> Self | None:
-        """Parses the values of --max-kl (nats) and --max-ppl-change (1% or 0.01).
-
-        Returns None if neither is given. Raises ConfigError for a value that is not a positive
-        number, and for a change of 0.1 or more without a percent sign.
-        """
-        limits = []
-        if max_kl is not None:
-            where = f"--max-kl '{max_kl}'"
-            limits.append(Limit.of_kl(max_kl.strip(), where, "--max-kl 0.005"))
-        if max_ppl_change is not None:
-            limits.append(_change(max_ppl_change))
-        return cls(tuple(limits)) if limits else None
+        """Returns the gate of these options, see `parse_limits`; None if neither is given."""
+        limits = parse_limits(max_kl, max_ppl_change)
+        return cls(limits) if limits else None
 
     def __str__(self) -> str:
         return " ".join(map(_option, self.limits))
@@ -270,14 +260,3 @@ def _option(limit: Limit) -> str:
     if limit.metric == "kl":
         return f"--max-kl {limit.value:g}"
     return f"--max-ppl-change {100 * limit.value:g}%"
-
-
-def _change(text: str) -> Limit:
-    given, where = text.strip(), f"--max-ppl-change '{text}'"
-    example = "--max-ppl-change 1%"
-    if given.endswith("%"):
-        return Limit.of_perplexity(given, where, example)
-    value = Limit.of_kl(given, where, example).value  # a plain number is parsed like a KL
-    if value >= _PLAIN:
-        raise ConfigError(f"{where}: write {value:g}% or {100 * value:g}%; it could mean either")
-    return Limit("perplexity", value)

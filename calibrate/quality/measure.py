@@ -15,7 +15,6 @@ from calibrate.observe.histogram import Histogram
 from calibrate.quality.budget import check_reachable, choose
 from calibrate.quality.divergence import LEAST_SAMPLES, Reference, evaluation_batches
 from calibrate.quality.gate import Gate, Outcome, Part
-from calibrate.quality.limit import Limit
 from calibrate.quality.sensitivity import (
     EMBEDDINGS,
     HEAD,
@@ -26,6 +25,7 @@ from calibrate.quality.sensitivity import (
 from calibrate.samples.inputs import Inputs
 from calibrate.samples.split import CALIBRATION
 from calibrate.simulate.model import simulate
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.recipe import Recipe

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from octet import __version__
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.model.checkpoint import Checkpoint
+from octet.recipe import Recipe
 from octet_cli import packages
 from tests.command import octet
 from tests.layout import ROOT
@@ -60,6 +64,10 @@ REFUSED = {
     "export triton absent -o out": ABSENT,
     "export triton plain --all": NO_ARTIFACT,
     "export triton newer -o out": NEWER,
+    "export checkpoint calibration -o out --max-kl x": "--max-kl 'x': 'x' is not a positive number",
+    "export onnx calibration -o out --max-ppl-change 0": "--max-ppl-change '0': '0' is not a pos",
+    "export triton calibration --all --max-kl 1%": "--max-kl '1%' is in nats, such as --max-kl",
+    "build-engine calibration -o out --max-kl -1": "--max-kl '-1': '-1' is not a positive number",
     "build-engine absent -o out": ABSENT,
     "build-engine plain -o out": NO_ARTIFACT,
     "build-engine newer -o out": NEWER,
@@ -73,13 +81,19 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+def refusals(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str, list[str]]]:
     directory = tmp_path_factory.mktemp("start")
     for name in ("plain", "taken", "newer"):
         (directory / name).mkdir()
     (directory / "plain" / "notes.txt").write_text("mine")
     (directory / "taken" / "manifest.json").write_text("{}")
     (directory / "newer" / "manifest.json").write_text('{"schema_version": 2}')
+    with write_artifact(directory / "calibration") as writer:
+        model = ModelIdentity.of(Checkpoint.open(tiny_model))
+        recipe = Recipe.load("fp8")
+        writer.finish(Manifest(kind="calibration", model=model, recipe=recipe, software=software()))
     (directory / "texts.jsonl").write_text('{"text": "x = 1"}\n')
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL],

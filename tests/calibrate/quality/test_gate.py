@@ -15,13 +15,13 @@ from calibrate.journal.journal import Journal
 from calibrate.quality import measure
 from calibrate.quality.gate import Gate, Judged, Outcome, Part
 from calibrate.quality.golden_cost import PromptCost
-from calibrate.quality.limit import Limit
 from calibrate.quality.refused import refused_directory
 from calibrate.rescale import rescale
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, GateError, UnsupportedError
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile

@@ -1,16 +1,32 @@
-"""A limit on the cost of quantization: parses it and compares measurements with it."""
+"""Limits on the cost of quantization: parses them, and compares measurements with them.
+
+Loads no library, so that a command can refuse a malformed limit before it imports torch.
+"""
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
-from calibrate.quality.divergence import Divergence
 from octet.errors import ConfigError
 
-__all__ = ["Limit"]
+__all__ = ["Limit", "parse_limits"]
 
 LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
+_PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
+
+
+class Cost(Protocol):
+    """A measured cost: KL in nats and the relative change of perplexity, with upper bounds."""
+
+    @property
+    def kl(self) -> float: ...
+    @property
+    def kl_bound(self) -> float: ...
+    @property
+    def change(self) -> float: ...
+    @property
+    def change_bound(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -47,18 +63,18 @@ class Limit:
     def __str__(self) -> str:
         return f"kl={self.value:g}" if self.metric == "kl" else f"ppl={100 * self.value:g}%"
 
-    def estimate(self, cost: Divergence) -> float:
+    def estimate(self, cost: Cost) -> float:
         """Returns the best estimate of the limited metric."""
         return cost.kl if self.metric == "kl" else cost.change
 
-    def bound(self, cost: Divergence) -> float:
-        """Returns the upper bound that is compared with the limit, see `Divergence`."""
+    def bound(self, cost: Cost) -> float:
+        """Returns the upper bound that is compared with the limit."""
         return cost.kl_bound if self.metric == "kl" else cost.change_bound
 
-    def met(self, cost: Divergence) -> bool:
+    def met(self, cost: Cost) -> bool:
         return self.bound(cost) <= self.value
 
-    def show(self, cost: Divergence) -> str:
+    def show(self, cost: Cost) -> str:
         """Formats estimate and bound as text."""
         return self.show_values(self.estimate(cost), self.bound(cost))
 
@@ -67,6 +83,32 @@ class Limit:
         if self.metric == "kl":
             return f"{estimate:.2g} nats (95 % bound {bound:.2g})"
         return f"{100 * estimate:.2g} % of perplexity (95 % bound {100 * bound:.2g} %)"
+
+
+def parse_limits(max_kl: str | None, max_ppl_change: str | None) -> tuple[Limit, ...]:
+    """Parses the values of --max-kl (nats) and --max-ppl-change (1% or 0.01), if given.
+
+    Raises ConfigError for a value that is not a positive number, and for a change of 0.1 or more
+    without a percent sign.
+    """
+    limits = []
+    if max_kl is not None:
+        where = f"--max-kl '{max_kl}'"
+        limits.append(Limit.of_kl(max_kl.strip(), where, "--max-kl 0.005"))
+    if max_ppl_change is not None:
+        limits.append(_change(max_ppl_change))
+    return tuple(limits)
+
+
+def _change(text: str) -> Limit:
+    given, where = text.strip(), f"--max-ppl-change '{text}'"
+    example = "--max-ppl-change 1%"
+    if given.endswith("%"):
+        return Limit.of_perplexity(given, where, example)
+    value = Limit.of_kl(given, where, example).value  # a plain number is parsed like a KL
+    if value >= _PLAIN:
+        raise ConfigError(f"{where}: write {value:g}% or {100 * value:g}%; it could mean either")
+    return Limit("perplexity", value)
 
 
 def _positive(text: str, unit: float, where: str) -> float:

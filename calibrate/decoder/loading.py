@@ -74,6 +74,7 @@ def load_skeleton(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
             config,
             dtype=getattr(torch, dtype),
             attn_implementation=_attention(config),
+            trust_remote_code=False,
         )
     return fast_matmuls(model.eval())
 
@@ -103,6 +104,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )

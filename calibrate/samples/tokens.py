@@ -106,7 +106,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             detail = str(error).splitlines()[0]
             raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None

@@ -1,5 +1,7 @@
 """Texts and conversations become the tokens that the model is served with."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calibrate.samples.sample import Sample
-from calibrate.samples.tokens import encode, tokenize
+from calibrate.samples.tokens import encode, load_tokenizer, tokenize
 from octet.errors import CheckpointError, SampleError
+from octet.model.checkpoint import Checkpoint
 
 HI: dict[str, Any] = {"role": "user", "content": " Hi!\nBye. "}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "def f(): ..."}
@@ -127,3 +130,27 @@ def test_a_text_without_tokens_is_refused() -> None:
 
     with pytest.raises(SampleError, match="line 3"):
         tokenize([Sample("?", "line 3")], empty, max_length=8, vocab_size=10)
+
+
+def test_code_in_a_checkpoint_is_never_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers would ask on the terminal whether to run it, and do so after a "y"."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    marker = tmp_path / "executed"
+    (model / "own.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
+    }
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        load_tokenizer(Checkpoint.open(model))
+    assert not marker.exists()

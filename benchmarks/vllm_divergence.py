@@ -25,9 +25,10 @@ from card import conditions, report
 from vllm_cases import CASES, EXAMPLE, UNTIED, Case, prepare
 from vllm_offline import ENVIRONMENT, engine
 
-from octet.artifacts.golden import GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenSet
 from octet.artifacts.serving_path import Expectation
 from octet.proof.declared import Machine
+from octet.proof.top_k import TopK, top_k_divergence
 
 TOKENS = 16
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
@@ -127,10 +128,8 @@ def measure(
     if answer.exists():
         answers = json.loads(answer.read_text())
         pairs = list(zip(golden.records, answers, strict=True))
-        divergences = [
-            top_k_divergence(x.top, {int(k): v for k, v in y["top"].items()}) for x, y in pairs
-        ]
-        row["kl"] = sum(divergences) / len(divergences)
+        served = TopK.of([{int(k): v for k, v in y["top"].items()} for _, y in pairs])
+        row["kl"] = float(top_k_divergence(TopK.of([x.top for x, _ in pairs]), served).mean())
         row["inside"] = expected.holds(row["kl"])
         agree = [
             sum(a == b for a, b in zip(x.continuation_token_ids, y["tokens"], strict=False))

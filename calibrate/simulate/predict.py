@@ -18,12 +18,13 @@ from torch import Tensor
 from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales
 from calibrate.simulate.scenarios import hypotheses_of, serving_paths
-from octet.artifacts.golden import POSITIONS, GoldenSet, top_k_divergence
+from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Hypothesis, HypothesisSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.proof.expected_range import expectations
+from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
 
 __all__ = [
@@ -174,7 +175,7 @@ class _Found:
 
         The API returns as many log-probabilities as the record holds.
         """
-        record = self._golden.records[number]
-        top = logprobs.topk(len(record.top))
-        served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return top_k_divergence(record.top, served)
+        reference = self._golden.records[number].top
+        top = logprobs[None].topk(len(reference))
+        served = TopK(top.indices.cpu().numpy(), top.values.cpu().numpy())
+        return float(top_k_divergence(TopK.of([reference]), served)[0])

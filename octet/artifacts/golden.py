@@ -4,8 +4,6 @@ A served model is compared with them by the Kullback-Leibler divergence of its n
 distribution from the reference's, over the few top log-probabilities that an API returns.
 """
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from octet.storage.files import read_document
 
-__all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "top_k_divergence"]
+__all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top"]
 
 GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
@@ -81,36 +79,3 @@ class GoldenSet(BaseModel):
     def longest(self) -> int:
         """Tokens of the longest prompt: the fullest cache that decoding reads."""
         return max((len(record.prompt_token_ids) for record in self.records), default=0)
-
-
-def top_k_divergence(reference: Mapping[int, float], served: Mapping[int, float]) -> float:
-    """Returns KL(reference ‖ served) in nats over the most likely tokens of both.
-
-    Both map token id to log-probability under a full softmax. The n tokens of the reference that
-    are not in `served` count as one outcome, and all tokens outside the reference as another. The
-    served probability of the first is at most n times the smallest probability in `served`, or else
-    `served` would hold one of those tokens. Among the probabilities that this limit allows, those
-    of the smallest divergence are taken. The result is thus a lower bound of the full divergence
-    (the data-processing inequality). Infinite if the served model gives no mass to an outcome that
-    has some in the reference.
-    """
-    shared = reference.keys() & served.keys()
-    divergence = sum(math.exp(reference[t]) * (reference[t] - served[t]) for t in shared)
-    # Rounded log-probabilities can leave ±1e-6 where the true rest is 0.
-    p_rest = 1.0 - sum(map(math.exp, reference.values()))
-    p_rest = p_rest if p_rest > 1e-6 else 0.0
-    q_left = max(1.0 - sum(math.exp(served[t]) for t in shared), 0.0)
-    missing = reference.keys() - shared
-    p_missing = sum(math.exp(reference[t]) for t in missing)
-    q_missing = 0.0
-    if missing:
-        most = len(missing) * math.exp(min(served.values(), default=0.0))
-        q_missing = min(most, q_left * p_missing / (p_missing + p_rest))
-    divergence += _term(p_missing, q_missing) + _term(p_rest, q_left - q_missing)
-    return max(divergence, 0.0)
-
-
-def _term(p: float, q: float) -> float:
-    if p == 0:
-        return 0.0
-    return p * math.log(p / q) if q > 0 else math.inf

@@ -1,8 +1,8 @@
 """Measures how far a server is from the reference, in figures that can be checked by hand.
 
-The divergence of a position is `octet.artifacts.golden.top_k_divergence`: KL(reference ‖ served) in
-nats over the shared most likely tokens, with the rest lumped together. Positions of one prompt are
-not independent, so the mean is taken over the prompts' means. Its 95 % interval is clustered by
+The divergence of a position is that of `octet.proof.top_k`: KL(reference ‖ served) in nats over
+the shared most likely tokens, with the rest lumped together. Positions of one prompt are not
+independent, so the mean is taken over the prompts' means. Its 95 % interval is clustered by
 prompt, and asymmetric because divergences are skewed (`octet.statistics`).
 """
 
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.golden import GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenSet
 from octet.proof.responses import Response, agreement, comparable
+from octet.proof.top_k import TopK, top_k_divergence
 from octet.statistics import Interval, interval
 
 __all__ = ["Measure", "divergences", "measure"]
@@ -63,11 +64,10 @@ def divergences(golden: GoldenSet, responses: Sequence[Response]) -> list[NDArra
     found = []
     for response in responses:
         record = golden.records[response.record]
-        values = [
-            top_k_divergence(record.tops[j].mapping, response.tops[j])
-            for j in comparable(record, response)
-        ]
-        found.append(np.minimum(np.array(values, np.float64), _INFINITE))
+        at = comparable(record, response)
+        reference = TopK.of([record.tops[j].mapping for j in at])
+        values = top_k_divergence(reference, TopK.of([response.tops[j] for j in at]))
+        found.append(np.minimum(values, _INFINITE))
     return found
 
 

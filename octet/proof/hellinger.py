@@ -84,7 +84,7 @@ class Answers:
     def divergences(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Returns KL(reference ‖ `logprobs`) in nats, [repeats, n]: means over compared positions.
 
-        The outcomes are those of `octet.artifacts.golden.top_k_divergence`: each shared token, all
+        The outcomes are those of `octet.proof.top_k`: each shared token, all
         tokens that the server left out together, and the rest. NaN where `points` is.
         """
         p, q = (np.maximum(self._lumped(x), _TINY) for x in (self.p, self._probabilities(logprobs)))

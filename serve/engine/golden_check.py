@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.manifest import Manifest
 from octet.artifacts.serving_path import (
     EXPECTED_FILE,
@@ -33,6 +33,7 @@ from octet.artifacts.serving_path import (
     bound_of,
 )
 from octet.errors import ExportError, UnsupportedError
+from octet.proof.top_k import TopK, top_k_divergence
 from serve.engine.load import load_runner
 from serve.engine.prompts import PromptSteps
 from serve.engine.sampler import log_softmax
@@ -208,9 +209,10 @@ def _divergence(record: GoldenRecord, logits: NDArray[np.float32]) -> float:
 
     This is the quantity that is predicted, and that an API would show.
     """
-    logprobs = log_softmax(logits[None])[0]
-    top = np.argpartition(-logprobs, len(record.top) - 1)[: len(record.top)]
-    return top_k_divergence(record.top, {int(token): float(logprobs[token]) for token in top})
+    logprobs = log_softmax(logits[None])
+    top = np.argpartition(-logprobs, len(record.top) - 1)[:, : len(record.top)]
+    served = TopK(top, np.take_along_axis(logprobs, top, axis=1))
+    return float(top_k_divergence(TopK.of([record.top]), served)[0])
 
 
 def _common(generated: Sequence[int], golden: Sequence[int]) -> int:

@@ -21,7 +21,6 @@ from calibrate.observe.sweep import observe_checkpoint
 from calibrate.samples.batches import Batch
 from calibrate.simulate.model import simulate
 from calibrate.simulate.predict import predict
-from octet.artifacts.golden import top_k_divergence
 from octet.artifacts.serving_path import ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.numerics.formats import E4M3, round_to
@@ -29,6 +28,7 @@ from octet.numerics.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
 from tests.calibrate.runs import batches_of
 from tests.models import GENERIC, KNOWN, UNDESCRIBED, write_model
+from tests.plain_divergence import plain_divergence
 
 MODELS = KNOWN | UNDESCRIBED | GENERIC
 
@@ -211,7 +211,7 @@ def test_a_prediction_is_what_the_whole_model_costs_on_the_golden_prompts(
             ids = torch.tensor([record.prompt_token_ids])
             top = bench.model(ids, use_cache=False).logits[0, -1].double().log_softmax(-1).topk(20)
             served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            found.append(top_k_divergence(record.top, served))
+            found.append(plain_divergence(record.top, served))
     # A value may round the other way where sums are in another order.
     assert predicted.low <= np.mean(found) <= predicted.high
     assert predicted.mean == pytest.approx(np.mean(found), rel=0.1)

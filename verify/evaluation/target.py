@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.proof.top_k import TopK
+
 __all__ = ["Answer", "AskedByUrl", "Target", "digest_of", "top_k"]
 
 
@@ -22,6 +24,10 @@ class Answer:
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
+
+    @property
+    def top(self) -> TopK:
+        return TopK(self.top_ids, self.top_logprobs)
 
     @property
     def finite(self) -> bool:

@@ -14,7 +14,7 @@ from calibrate.simulate import predict as predict_module
 from calibrate.simulate.model import module_schemes, simulate_modules
 from calibrate.simulate.predict import hypotheses, predict, serving_paths
 from calibrate.simulate.run import Answers
-from octet.artifacts.golden import GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Hypothesis
 from octet.artifacts.serving_path import Expectation, ServingPath
 from octet.model.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from octet.recipe import PRESETS, KvCacheDtype
 from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 from tests.models import write_model
+from tests.plain_divergence import plain_divergence
 from tests.references import Reference
 
 LENGTHS = (4, 9, 9, 17, 30, 44, 60, 61)
@@ -52,7 +53,7 @@ def mean_of(golden: GoldenSet, logits: Sequence[torch.Tensor]) -> float:
     for record, row in zip(golden.records, logits, strict=True):
         top = row.double().log_softmax(-1).topk(20)
         served = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        found.append(top_k_divergence(record.top, served))
+        found.append(plain_divergence(record.top, served))
     return float(np.mean(found))
 
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from octet.artifacts.golden import GoldenRecord, GoldenSet, Top, top_k_divergence
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
 from octet.proof.divergence import measure
 from octet.proof.responses import Response
+from tests.plain_divergence import plain_divergence
 
 TOP = Top(token_ids=(1, 2), logprobs=(math.log(0.7), math.log(0.2)))
 
@@ -32,7 +33,7 @@ def told(p: float) -> dict[int, float]:
 def test_means_are_of_prompts_and_the_interval_is_over_them() -> None:
     served = [told(0.6), told(0.5), told(0.4)]
     responses = [Response(n, (1, 1), (served[n], told(0.7))) for n in range(3)]
-    values = [top_k_divergence(TOP.mapping, x) for x in served]
+    values = [plain_divergence(TOP.mapping, x) for x in served]
     means = np.array(values) / 2  # the second position of each is exact
     found = measure(golden(), responses)
     assert found.kl_mean == pytest.approx(means.mean())
@@ -47,7 +48,7 @@ def test_means_are_of_prompts_and_the_interval_is_over_them() -> None:
 def test_the_interval_is_further_out_where_the_tail_is() -> None:
     """One prompt of twelve has most of it, as is usual: Student's end would be too low."""
     served = [told(0.69 - 0.002 * n) for n in range(11)] + [told(0.2)]
-    means = np.array([top_k_divergence(TOP.mapping, x) for x in served])
+    means = np.array([plain_divergence(TOP.mapping, x) for x in served])
     found = measure(golden(12), [Response(n, (1,), (x,)) for n, x in enumerate(served)])
     spread = 2.200985 * means.std(ddof=1) / math.sqrt(12)  # t of 97.5 % with 11 degrees
     assert found.kl_mean == pytest.approx(means.mean())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octet.artifacts.golden import POSITIONS, top_k_divergence
+from octet.artifacts.golden import POSITIONS
 from octet.errors import RequestError
 from serve.backends.base import Backend
 from serve.backends.factory import make_backend
@@ -16,6 +16,7 @@ from serve.proof.plan import order
 from serve.proof.probe import Unprovable
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend
+from tests.plain_divergence import plain_divergence
 from tests.serve.openai_clients import started
 from tests.serve.proof.asking import RECORDS, asked
 from tests.serve.proof.contract import require_probed
@@ -51,7 +52,7 @@ def require_exact(probed: Any) -> None:
         assert response.tokens == record.continuation_token_ids[:count]
         assert len(response.tops) == count
         for top, golden in zip(response.tops, record.tops, strict=True):
-            assert top_k_divergence(golden.mapping, top) < 1e-6
+            assert plain_divergence(golden.mapping, top) < 1e-6
 
 
 @asynccontextmanager
@@ -91,7 +92,7 @@ async def test_other_servers_name_tokens_by_their_text(flavour: str) -> None:
         for token, golden in zip(response.tokens, record.continuation_token_ids, strict=False):
             assert token in (golden, -1)
         for top, reference in zip(response.tops, record.tops, strict=False):
-            assert not top or top_k_divergence(reference.mapping, top) < 1e-6
+            assert not top or plain_divergence(reference.mapping, top) < 1e-6
 
 
 async def test_names_by_text_mean_nothing_without_a_tokenizer() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from card import conditions, report
 
-import calibrate
+from calibrate.options import Options
+from calibrate.pipeline import run
 from export.onnx.write import export_onnx
 from octet.recipe import Recipe
 from verify.evaluation.comparison import compare
@@ -50,12 +51,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in ("fp8", "fp8-static", "fp8-block"):
             calibration = Path(scratch) / recipe
-            calibrate.run(
-                EXAMPLE / "model",
-                EXAMPLE / "samples" / "calibration.jsonl",
-                calibration,
-                recipe=Recipe.load(recipe),
-                held_out=HELD_OUT,
+            run(
+                Options(
+                    model=EXAMPLE / "model",
+                    samples=EXAMPLE / "samples" / "calibration.jsonl",
+                    out=calibration,
+                    recipe=Recipe.load(recipe),
+                    held_out=HELD_OUT,
+                )
             )
             previous = reference.perplexity.mean
             for cache in ("float16", "e5m2"):

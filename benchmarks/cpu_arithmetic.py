@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from card import conditions, report
 
-import calibrate
 from calibrate.decoder.arithmetic import BF16_SETTING, bf16_matmuls
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.simulate.predict import predict
 from calibrate.simulate.scenarios import simulated_paths
 from octet.artifacts.serving_path import Expectation, ServingPath
@@ -46,13 +47,15 @@ def main() -> None:
     native = bf16_matmuls()
     checkpoint, recipe = Checkpoint.open(EXAMPLE / "model"), Recipe.load(options.recipe)
     with tempfile.TemporaryDirectory() as scratch:
-        calibration = calibrate.run(
-            EXAMPLE / "model",
-            EXAMPLE / "samples" / "calibration.jsonl",
-            Path(scratch) / "calibration",
-            recipe=recipe,
-            held_out=EXAMPLE / "samples" / "heldout.jsonl",
-            predict=False,
+        calibration = run(
+            Options(
+                model=EXAMPLE / "model",
+                samples=EXAMPLE / "samples" / "calibration.jsonl",
+                out=Path(scratch) / "calibration",
+                recipe=recipe,
+                held_out=EXAMPLE / "samples" / "heldout.jsonl",
+                predict=False,
+            )
         )
         assert calibration is not None  # which only another rank of torchrun would get
         golden, scales = calibration.golden, dict(calibration.scales)

@@ -62,17 +62,20 @@ def main() -> None:
 
 def export_example(scratch: Path) -> Path:
     """The example through the first two stages, as `octet calibrate` and `octet export` would."""
-    import calibrate
+    from calibrate.options import Options
+    from calibrate.pipeline import run
     from export.onnx.write import export_onnx
     from octet.recipe import Recipe
 
     samples = EXAMPLE / "samples"
-    calibrate.run(
-        EXAMPLE / "model",
-        samples / "calibration.jsonl",
-        scratch / "calibration",
-        recipe=Recipe.load("fp8"),
-        held_out=samples / "heldout.jsonl",
+    run(
+        Options(
+            model=EXAMPLE / "model",
+            samples=samples / "calibration.jsonl",
+            out=scratch / "calibration",
+            recipe=Recipe.load("fp8"),
+            held_out=samples / "heldout.jsonl",
+        )
     )
     export_onnx(scratch / "calibration", scratch / "onnx", kv_cache="e5m2")
     return scratch / "onnx"

@@ -91,7 +91,8 @@ def population_of(options: argparse.Namespace, tokens: Numbers) -> dict[str, str
 
 
 def scored(directory: Path, recipes: list[str]) -> Evaluation:
-    import calibrate
+    from calibrate.options import Options
+    from calibrate.pipeline import run
     from calibrate.rescale import rescale
     from export.onnx.write import export_onnx
     from octet.recipe import Recipe
@@ -107,14 +108,16 @@ def scored(directory: Path, recipes: list[str]) -> Evaluation:
         if (directory / name).exists():
             continue
         if not first.exists():
-            calibrate.run(
-                model,
-                samples / "calibration.jsonl",
-                first,
-                recipe=Recipe.load("fp8"),
-                held_out=samples / "heldout.jsonl",
-                count=128,
-                predict=False,
+            run(
+                Options(
+                    model=model,
+                    samples=samples / "calibration.jsonl",
+                    out=first,
+                    recipe=Recipe.load("fp8"),
+                    held_out=samples / "heldout.jsonl",
+                    count=128,
+                    predict=False,
+                )
             )
         derived = directory / f"calibration-{name}"
         if not derived.exists():

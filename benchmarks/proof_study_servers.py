@@ -117,20 +117,23 @@ def make_checkpoints(directory: Path) -> None:
 
 
 def _export(model: Path, directory: Path, name: str) -> None:
-    import calibrate
+    from calibrate.options import Options
+    from calibrate.pipeline import run
     from export.checkpoint.write import export_checkpoint
     from octet.recipe import PRESETS
 
     calibration = directory / f"{name}-cal"
     if not calibration.exists():
-        calibrate.run(
-            model,
-            SAMPLES / "calibration.jsonl",
-            calibration,
-            recipe=PRESETS["fp8"],
-            held_out=SAMPLES / "heldout.jsonl",
-            count=CALIBRATION_SAMPLES,
-            predict=False,
+        run(
+            Options(
+                model=model,
+                samples=SAMPLES / "calibration.jsonl",
+                out=calibration,
+                recipe=PRESETS["fp8"],
+                held_out=SAMPLES / "heldout.jsonl",
+                count=CALIBRATION_SAMPLES,
+                predict=False,
+            )
         )
     if not (directory / name).exists():
         export_checkpoint(calibration, directory / name)

@@ -117,7 +117,8 @@ def prepare(
 
 def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) -> Any:
     """The Calibration of the example for `recipe`: observed once, and derived."""
-    import calibrate
+    from calibrate.options import Options
+    from calibrate.pipeline import run
     from calibrate.rescale import rescale
     from octet.artifacts.calibration import Calibration
 
@@ -128,14 +129,16 @@ def calibrated(recipe: Recipe, directory: Path, device: Any, *, untied: bool) ->
             untie(EXAMPLE / "model", model)
     first, samples = directory / f"calibration{suffix}", EXAMPLE / "samples"
     if not first.exists():  # with an E4M3 cache, so that queries are observed
-        calibrate.run(
-            model,
-            samples / "calibration.jsonl",
-            first,
-            recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
-            held_out=samples / "heldout.jsonl",
-            device=device,
-            predict=False,
+        run(
+            Options(
+                model=model,
+                samples=samples / "calibration.jsonl",
+                out=first,
+                recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
+                held_out=samples / "heldout.jsonl",
+                device=device,
+                predict=False,
+            )
         )
     derived = directory / f"calibration-{recipe.name}{suffix}"
     if not derived.exists():

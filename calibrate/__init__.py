@@ -1,5 +1,4 @@
-"""Calibrates a checkpoint on samples: exact histograms, scales and golden records."""
+"""Calibrates a checkpoint on samples: exact histograms, scales and golden records.
 
-from calibrate.pipeline import progress_directory, run
-
-__all__ = ["progress_directory", "run"]
+Takes `Options` (`options.py`) and writes a calibration; `pipeline.py` has the steps in order.
+"""

@@ -25,10 +25,9 @@ from calibrate.quality.refused import check_refused, drop_refused, refused_direc
 from calibrate.report.console import print_report
 from calibrate.report.document import build_report
 from calibrate.scales.convergence import Convergence, convergence
-from calibrate.scales.derive import check_alive, check_recipe
+from calibrate.scales.derive import check_alive, derive_scales
 from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.simulate.predict import expected_divergence
-from calibrate.solve import fitted_scales
 from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.manifest import Manifest, check_destination, software
@@ -63,7 +62,7 @@ def rescale(
     check_destination(out, force=force, inputs=reads, kind="calibration")
     origin = Calibration.load(calibration)
     checkpoint = _checkpoint(origin, model)
-    check_recipe(recipe, checkpoint.spec)
+    recipe.check_patterns(checkpoint.spec.linear_names)
     if gate is not None:
         gate.check_spec(checkpoint.spec, calibration)
         check_prompts(gate, origin.golden)
@@ -76,24 +75,20 @@ def rescale(
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
     histograms = Histograms(counts, origin.observations)
     check_alive(checkpoint, recipe, histograms)
-    scales, weights = fitted_scales(checkpoint, recipe, histograms, fitted)
+    found = derive_scales(checkpoint, recipe, histograms, fitted)
 
     judged = None
     if gate is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        cost = PromptCost(checkpoint, recipe, scales, origin.golden, device=device)
+        cost = PromptCost(checkpoint, recipe, found.scales, origin.golden, device=device)
         judged = judge_prompts(gate, cost, "simulated in float32", console)
 
     course = _convergence(origin, recipe, checkpoint, least)
     same = recipe == origin.manifest.recipe
     samples = origin.manifest.samples
     report = build_report(
-        recipe,
-        checkpoint.spec,
+        found,
         origin.observations,
-        histograms,
-        scales,
-        weights,
         model=origin.manifest.model.name,
         samples=samples.count if samples else None,
         tokens=samples.tokens if samples else None,
@@ -108,12 +103,14 @@ def rescale(
     )
     if judged is not None and not judged.met:
         refused = refused_directory(out)
-        keep_evidence(refused, report, course, scales, origin.golden, judged)
+        keep_evidence(refused, report, course, found.scales, origin.golden, judged)
         raise judged.error(out, refused, again="rescale", budget="calibrate again")
     prediction, predicted = None, dict[str, Any]()
     if predict:
         predicted["prediction"] = arithmetic_of(torch.device("cpu"))
-        prediction = expected_divergence(checkpoint, recipe, scales, origin.golden, console=console)
+        prediction = expected_divergence(
+            checkpoint, recipe, found.scales, origin.golden, console=console
+        )
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
@@ -122,7 +119,7 @@ def rescale(
         _manifest(origin, checkpoint, recipe, list(report.warnings), judged, predicted),
         origin.observations,
         origin.chunks,
-        scales,
+        found.scales,
         origin.golden,
         extra_files=extra,
         force=force,

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.job import Job
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Outcome
 from calibrate.quality.refused import EVIDENCE_FILE, keep_refused
 from calibrate.report.document import Report, build_report
 from calibrate.report.html import render_html
-from calibrate.samples.inputs import Inputs
 from calibrate.scales.convergence import Convergence
 from calibrate.scales.expert_fallback import fallback_warnings
 from calibrate.simulate.predict import Prediction
@@ -21,7 +21,6 @@ from octet.artifacts.calibration import Content
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import HYPOTHESES_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
-from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor, write_tensors
 
 __all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
@@ -29,40 +28,29 @@ __all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
 PAGE = "report.html"
 
 
-def report_on(
-    solution: Solution,
-    checkpoint: Checkpoint,
-    name: str,
-    inputs: Inputs,
-    observed: Observed,
-    compute_dtype: str,
-) -> Report:
-    """Builds the report on a run of `inputs` through `checkpoint`, served as `name`."""
-    experts, gate = solution.experts, solution.gate
+def report_on(job: Job, solution: Solution, observed: Observed) -> Report:
+    """Builds the report on a calibration."""
+    plan, gate = job.inputs.plan, solution.gate
     return build_report(
-        solution.recipe,
-        checkpoint.spec,
+        solution.quantization,
         observed.observations,
-        solution.histograms,
-        solution.scales,
-        solution.weights,
-        model=name,
-        samples=inputs.sample_set.count,
-        tokens=inputs.plan.tokens,
+        model=job.options.name or job.checkpoint.path.resolve().name,
+        samples=job.inputs.sample_set.count,
+        tokens=plan.tokens,
         convergence=solution.convergence,
         sensitivity=solution.sensitivity,
         budget=solution.budget,
-        experts=experts,
+        experts=solution.experts,
         warnings=[
             *(gate.warnings if gate else ()),
-            *checkpoint.warnings,
-            *inputs.warnings,
-            *fallback_warnings(experts or {}),
+            *job.checkpoint.warnings,
+            *job.inputs.warnings,
+            *fallback_warnings(solution.experts or {}),
         ],
         facts={
-            "compute_dtype": compute_dtype,
+            "compute_dtype": job.dtype,
             **observed.facts,
-            **inputs.plan.facts,
+            **plan.facts,
             **(gate.facts if gate else {}),
         },
     )

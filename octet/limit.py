@@ -10,14 +10,16 @@ from typing import Literal, Protocol, Self
 
 from octet.errors import ConfigError
 
-__all__ = ["Limit", "parse_limits"]
+__all__ = ["LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
+
+LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
 
 LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
 _PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
 
 
 class Cost(Protocol):
-    """A measured cost: KL in nats and the relative change of perplexity, with upper bounds."""
+    """A cost measured on some text: KL in nats, relative change of perplexity, and their bounds."""
 
     @property
     def kl(self) -> float: ...
@@ -27,6 +29,10 @@ class Cost(Protocol):
     def change(self) -> float: ...
     @property
     def change_bound(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
 
 
 @dataclass(frozen=True)

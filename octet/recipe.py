@@ -1,6 +1,7 @@
 """Defines recipes: the tensors to quantize, their formats and granularities; and named presets."""
 
 import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -150,6 +151,36 @@ class Recipe(BaseModel):
             if fnmatch.fnmatchcase(module_name, override.match):
                 return override.weights, override.activations
         return self.weights, self.activations
+
+    def check_patterns(self, linears: Sequence[str]) -> None:
+        """Raises ConfigError for a pattern of `exclude` or `overrides` that matches none of them.
+
+        Patterns that every recipe excludes by default may match nothing.
+        """
+        everywhere = Recipe.model_fields["exclude"].default
+        named = [*linears, "lm_head", "model.embed_tokens"]  # the last two are never quantized
+        for pattern in self.exclude:
+            if pattern not in everywhere and not fnmatch.filter(named, pattern):
+                raise ConfigError(self._no_match("exclude", pattern, linears))
+        for index, override in enumerate(self.overrides):
+            if not fnmatch.filter(linears, override.match):
+                raise ConfigError(
+                    self._no_match(f"overrides.{index}.match", override.match, linears)
+                )
+
+    def check_quantizes(self, linears: Sequence[str]) -> None:
+        """Raises ConfigError if none of them is quantized (a budget may end with such a recipe)."""
+        if not any(map(self.scheme_of, linears)):
+            raise ConfigError(
+                f"recipe {self.name} excludes every linear: nothing is left to quantize"
+            )
+
+    def _no_match(self, where: str, pattern: str, linears: Sequence[str]) -> str:
+        kinds = {f"*.{name.rpartition('.')[2]}" for name in linears}  # *.q_proj and so on
+        hint = nearest(pattern, [*linears, *kinds])
+        if "did you mean" not in hint:  # the list of all names could be very long
+            hint = nearest("", kinds)
+        return f"recipe {self.name}: {where}: no linear of the model matches '{pattern}'{hint}"
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:

@@ -7,9 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from calibrate.options import Options, validate
+from calibrate.quality.gate import Gate
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError
 from octet.interrupts import held_back
+from octet.limit import Limit
 from octet.recipe import KvCacheDtype, Recipe
 from octet_cli.options import (
     RECIPES,
@@ -111,46 +114,44 @@ def calibrate(
     that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
     it did not write. Under torchrun, processes share the samples.
     """
-    chosen = chosen_recipe(recipe, kv_cache, exclude)
+    options = Options(
+        model=model,
+        samples=samples,
+        out=out,
+        recipe=chosen_recipe(recipe, kv_cache, exclude),
+        name=name,
+        count=count,
+        held_out=held_out,
+        text_field=text_field,
+        messages_field=messages_field,
+        max_length=max_length,
+        long=long,
+        pack=pack,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        algorithm=algorithm,
+        budget=None if budget is None else Limit.parse(budget),
+        gate=Gate.parse(max_kl, max_ppl_change),
+        sensitivity=sensitivity,
+        spill=spill,
+        restart=restart,
+        allow_few_samples=allow_few_samples,
+        predict=predict,
+        force=force,
+    )
+    validate(options)  # before torch is loaded
     with held_back():
-        import calibrate as stage
         from calibrate.decoder.arithmetic import fit_threads
         from calibrate.journal.journal import recorded_threads
-        from calibrate.quality.gate import Gate
+        from calibrate.pipeline import run
 
-    kept = stage.progress_directory(out)
-    fit_threads(None if restart else recorded_threads(kept))
+    fit_threads(None if restart else recorded_threads(options.progress))
     try:
-        calibration = stage.run(
-            model,
-            samples,
-            out,
-            recipe=chosen,
-            name=name,
-            count=count,
-            held_out=held_out,
-            text_field=text_field,
-            messages_field=messages_field,
-            max_length=max_length,
-            long=long,
-            pack=pack,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-            algorithm=algorithm,
-            budget=budget,
-            gate=Gate.parse(max_kl, max_ppl_change),
-            sensitivity=sensitivity,
-            spill=spill,
-            restart=restart,
-            allow_few_samples=allow_few_samples,
-            predict=predict,
-            force=force,
-            console=console_for(as_json),
-        )
+        calibration = run(options, console=console_for(as_json))
     except KeyboardInterrupt:
-        if kept.exists():
-            print(f"kept {kept}: the same command continues there", file=sys.stderr)
+        if options.progress.exists():
+            print(f"kept {options.progress}: the same command continues there", file=sys.stderr)
         raise
     if calibration is not None:  # only the first of several processes writes
         wrote(out, calibration.manifest, as_json)
@@ -188,7 +189,6 @@ def rescale(
     chosen = chosen_recipe(base, kv_cache, exclude)
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
-        from calibrate.quality.gate import Gate
         from calibrate.rescale import rescale as derive
 
     fit_threads()

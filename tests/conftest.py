@@ -107,18 +107,21 @@ def example_calibration(example_model: Path, example_samples: Path, shared: Shar
     """The example calibrated for `fp8` on 128 samples of up to 256 tokens, without predictions."""
 
     def build(path: Path) -> None:
-        import calibrate
+        from calibrate.options import Options
+        from calibrate.pipeline import run
         from octet.recipe import Recipe
 
-        calibrate.run(
-            example_model,
-            example_samples / "calibration.jsonl",
-            path,
-            recipe=Recipe.load("fp8"),
-            held_out=example_samples / "heldout.jsonl",
-            count=128,
-            max_length=256,
-            predict=False,
+        run(
+            Options(
+                model=example_model,
+                samples=example_samples / "calibration.jsonl",
+                out=path,
+                recipe=Recipe.load("fp8"),
+                held_out=example_samples / "heldout.jsonl",
+                count=128,
+                max_length=256,
+                predict=False,
+            )
         )
 
     return shared.directory("example-calibration", build)

@@ -11,21 +11,19 @@ promoted and when to stop, so the final figure is somewhat optimistic, the more 
 there are. `LEAST_SAMPLES` are required.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from calibrate.observe.histogram import Histogram
-from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Reference
+from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.precision_levels import build_recipe
 from calibrate.quality.promotion import Promotion
 from calibrate.quality.sensitivity import Sensitivity
 from calibrate.samples.batches import Batch
-from calibrate.scales.derive import kv_scales
-from calibrate.simulate.model import Scales, simulate_modules
+from calibrate.scales.derive import Quantization
+from calibrate.simulate.model import simulate_modules
 from octet.errors import ConfigError
-from octet.limit import Limit
-from octet.model.checkpoint import Checkpoint
+from octet.limit import LEAST_SAMPLES, Limit
 from octet.recipe import Recipe
 
 __all__ = ["Budget", "Limit", "Step", "check_reachable", "check_samples", "choose"]
@@ -87,12 +85,7 @@ def check_samples(limit: Limit, batches: Sequence[Batch]) -> None:
 
 
 def check_reachable(
-    model: Any,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    histograms: Mapping[str, Histogram],
-    limit: Limit,
-    reference: Reference,
+    model: Any, quantization: Quantization, limit: Limit, reference: Reference
 ) -> None:
     """Raises ConfigError if no choice of weights can meet the limit.
 
@@ -101,31 +94,28 @@ def check_reachable(
     E5M2.
     """
     check_samples(limit, reference.batches)
-    if recipe.kv_cache == "float16":
+    kv_cache = quantization.recipe.kv_cache
+    if kv_cache == "float16":
         return
-    cost = _cache_alone(model, checkpoint, recipe, histograms, reference)
+    cost = _cache_alone(model, quantization, reference)
     if limit.met(cost):
         return
     advice = "kv_cache: float16"
-    if recipe.kv_cache == "e5m2":
-        other = recipe.model_copy(update={"kv_cache": "e4m3"})
-        less = _cache_alone(model, checkpoint, other, histograms, reference)
+    if kv_cache == "e5m2":
+        less = _cache_alone(model, quantization.with_cache("e4m3"), reference)
         advice = f"kv_cache: e4m3, which alone costs {limit.show(less)}, or float16"
     few = ""
     if limit.estimate(cost) <= limit.value:
         few = f"; more held-out samples than these {cost.samples} would narrow the bound"
     raise ConfigError(
-        f"budget {limit}: the {recipe.kv_cache} cache alone costs {limit.show(cost)} with every"
+        f"budget {limit}: the {kv_cache} cache alone costs {limit.show(cost)} with every"
         f" weight in BF16: use a recipe with {advice}, or a larger budget{few}"
     )
 
 
 def choose(
     model: Any,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    scales: Scales,
-    histograms: Mapping[str, Histogram],
+    quantization: Quantization,
     sensitivity: Sensitivity,
     limit: Limit,
     reference: Reference,
@@ -135,13 +125,12 @@ def choose(
 ) -> Budget:
     """Promotes units greedily, to meet `limit` on the reference's batches with few bytes.
 
-    `scales` and `sensitivity` are those of `recipe`. `evaluated_on` names the text ("held-out
+    `sensitivity` is that of `quantization`. `evaluated_on` names the text ("held-out
     samples"). `advance` receives the tokens of each pass; the number of passes is not known
     beforehand. The scales of the result are `derive_scales` of its recipe.
     """
-    search = Promotion(
-        model, checkpoint, recipe, scales, histograms, sensitivity, reference, advance
-    )
+    recipe = quantization.recipe
+    search = Promotion(model, quantization, sensitivity, reference, advance)
     cost = sensitivity.all
     curve = [_step(search, None, None, cost, limit)]
     while not limit.met(cost):
@@ -163,7 +152,7 @@ def choose(
         met=limit.met(cost),
         curve=tuple(curve),
         chosen=tuple((unit.name, level.name) for unit, level in promoted),
-        recipe=build_recipe(checkpoint.spec, recipe, promoted, name),
+        recipe=build_recipe(quantization.checkpoint.spec, recipe, promoted, name),
         tokens=cost.tokens,
         evaluated_on=evaluated_on,
     )
@@ -175,13 +164,7 @@ def _step(
     return Step(promoted, to, search.size_bytes(), cost.kl, cost.perplexity, limit.bound(cost))
 
 
-def _cache_alone(
-    model: Any,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    histograms: Mapping[str, Histogram],
-    reference: Reference,
-) -> Divergence:
-    scales = kv_scales(checkpoint, recipe, histograms)
-    with simulate_modules(model, checkpoint.spec, {}, scales, recipe.kv_cache):
+def _cache_alone(model: Any, quantization: Quantization, reference: Reference) -> Divergence:
+    spec, kv_cache = quantization.checkpoint.spec, quantization.recipe.kv_cache
+    with simulate_modules(model, spec, {}, quantization.scales, kv_cache):
         return reference.compare()

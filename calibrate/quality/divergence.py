@@ -23,11 +23,11 @@ from calibrate.decoder.arithmetic import linear
 from calibrate.decoder.experts import experts_one_by_one
 from calibrate.samples.batches import Batch, real
 from octet.errors import NumericsError
+from octet.limit import LEAST_SAMPLES
 from octet.model.spec import ModelSpec
 from octet.statistics import moments, upper_bound
 
 __all__ = [
-    "LEAST_SAMPLES",
     "Advance",
     "Divergence",
     "Reference",
@@ -36,7 +36,6 @@ __all__ = [
     "evaluation_batches",
 ]
 
-LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
 _ELEMENTS = 1 << 22  # logits at a time: 16 MB in float32, and briefly three times that
 
 Advance = Callable[[int], None]

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from calibrate.quality.divergence import LEAST_SAMPLES, Divergence
 from octet.errors import ConfigError, GateError, UnsupportedError
-from octet.limit import Limit, parse_limits
+from octet.limit import LEAST_SAMPLES, Cost, Limit, parse_limits
 from octet.model.spec import ModelSpec
 from octet.statistics import CONFIDENCE
 
@@ -236,7 +235,7 @@ class Gate:
                     f" quantization costs, which takes {LEAST_SAMPLES}: {remedy}"
                 )
 
-    def judge(self, cost: Divergence, on: str, how: str, caveat: str | None = None) -> Outcome:
+    def judge(self, cost: Cost, on: str, how: str, caveat: str | None = None) -> Outcome:
         """Compares `cost` with every limit."""
         return Outcome(
             tuple(

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from calibrate.decoder.layers import LayeredModel
-from calibrate.quality.divergence import LEAST_SAMPLES, Advance, Divergence, Tally
+from calibrate.quality.divergence import Advance, Divergence, Tally
 from calibrate.quality.fused_units import find_units
 from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import CACHE
@@ -37,6 +37,7 @@ from calibrate.simulate.model import (
 )
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.artifacts.golden import GoldenSet
+from octet.limit import LEAST_SAMPLES
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype, Recipe

@@ -1,19 +1,15 @@
 """Measures the cost of a recipe on held-out text, with the whole model in memory."""
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype, apply_changes, load_model
-from calibrate.observe.histogram import Histogram
 from calibrate.quality.budget import check_reachable, choose
-from calibrate.quality.divergence import LEAST_SAMPLES, Reference, evaluation_batches
+from calibrate.quality.divergence import Reference, evaluation_batches
 from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import (
     EMBEDDINGS,
@@ -24,8 +20,9 @@ from calibrate.quality.sensitivity import (
 )
 from calibrate.samples.inputs import Inputs
 from calibrate.samples.split import CALIBRATION
+from calibrate.scales.derive import Quantization
 from calibrate.simulate.model import simulate
-from octet.limit import Limit
+from octet.limit import LEAST_SAMPLES, Limit
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.recipe import Recipe
@@ -81,74 +78,50 @@ class Bench:
             self.unseen = Reference(self.model, checkpoint.spec, rest)
         apply_changes(self.model, checkpoint)
 
-    def sensitivity(
-        self,
-        recipe: Recipe,
-        scales: Mapping[str, NDArray[np.float32]],
-        histograms: Mapping[str, Histogram],
-        reference: Reference,
-    ) -> Sensitivity:
+    def sensitivity(self, quantization: Quantization, reference: Reference) -> Sensitivity:
         """Measures the cost of each part alone."""
-        passes = measurements(self.checkpoint, recipe)
-        with progress_bar(self.console, "Sensitivity", _tokens_of(reference) * passes) as advance:
-            return measure_sensitivity(
-                self.model, self.checkpoint, recipe, scales, histograms, reference, advance=advance
-            )
+        tokens = _tokens_of(reference) * measurements(quantization)
+        with progress_bar(self.console, "Sensitivity", tokens) as advance:
+            return measure_sensitivity(self.model, quantization, reference, advance=advance)
 
 
 def _tokens_of(reference: Reference) -> int:
     return sum(batch.tokens for batch in reference.batches)
 
 
-def measure_model(
-    bench: Bench,
-    recipe: Recipe,
-    scales: Mapping[str, NDArray[np.float32]],
-    histograms: Mapping[str, Histogram],
-    limit: Limit | None,
-) -> Measured:
-    """Measures the cost of each part under `recipe`, and changes the recipe to meet `limit`.
+def measure_model(bench: Bench, quantization: Quantization, limit: Limit | None) -> Measured:
+    """Measures the cost of each part under the recipe, and changes the recipe to meet `limit`.
 
     The reference is the original model, even if the checkpoint has changed weights. Raises
     ConfigError if no choice of weights can meet the limit.
     """
-    model, checkpoint, reference = bench.model, bench.checkpoint, bench.reference
     if limit is not None:
-        check_reachable(model, checkpoint, recipe, histograms, limit, reference)
-    sensitivity = bench.sensitivity(recipe, scales, histograms, reference)
+        check_reachable(bench.model, quantization, limit, bench.reference)
+    sensitivity = bench.sensitivity(quantization, bench.reference)
     measured = sensitivity.as_json() | {"evaluated_on": bench.evaluated_on}
     if limit is None:
-        return Measured(recipe, measured)
+        return Measured(quantization.recipe, measured)
     console, saying = bench.console, f"choosing layers for {limit}"
-    waiting = nullcontext() if console is None else console.status(saying)
-    with waiting:
+    with nullcontext() if console is None else console.status(saying):
         budget = choose(
-            model,
-            checkpoint,
-            recipe,
-            scales,
-            histograms,
+            bench.model,
+            quantization,
             sensitivity,
             limit,
-            reference,
+            bench.reference,
             evaluated_on=bench.evaluated_on,
         )
     return Measured(budget.recipe, measured, budget.as_json())
 
 
 def measure_gate(
-    bench: Bench,
-    gate: Gate,
-    recipe: Recipe,
-    scales: Mapping[str, NDArray[np.float32]],
-    histograms: Mapping[str, Histogram],
-    measured: Measured,
+    bench: Bench, gate: Gate, quantization: Quantization, measured: Measured
 ) -> tuple[Outcome, dict[str, Any] | None]:
-    """Judges the cost of `recipe` by `gate`; if it fails, also measures each part alone.
+    """Judges the cost of the recipe by `gate`; if it fails, also measures each part alone.
 
     If a budget chose the recipe, the gate uses text that the budget did not see. If there is too
     little of that, or the text is what scales were chosen on, the outcome has a caveat. `measured`
-    holds earlier measurements. Also returns the sensitivity of `recipe` as JSON, if known.
+    holds earlier measurements. Also returns the recipe's sensitivity as JSON, if known.
     """
     reference, on = bench.reference, bench.evaluated_on
     caveat = "its scales were chosen on them" if on == CALIBRATION else None
@@ -156,9 +129,10 @@ def measure_gate(
         reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
     elif measured.chosen:
         caveat = "a budget chose its formats on them"
+    spec = bench.checkpoint.spec
     with (
         progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
-        simulate(bench.model, bench.checkpoint.spec, recipe, scales),
+        simulate(bench.model, spec, quantization.recipe, quantization.scales),
     ):
         cost = reference.compare(advance=advance)
     outcome = gate.judge(cost, on, f"simulated in {bench.dtype}", caveat)
@@ -166,7 +140,7 @@ def measure_gate(
     if outcome.met:
         return outcome, known
     if known is None:
-        sensitivity = bench.sensitivity(recipe, scales, histograms, reference)
+        sensitivity = bench.sensitivity(quantization, reference)
         known = sensitivity.as_json() | {"evaluated_on": on}
     parts = [
         Part(unit["name"], tuple(unit["linears"]), unit["kl"], unit["kl_error"])

@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.histogram import Histogram
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import Unit, find_units
 from calibrate.quality.precision_levels import Level, Pair, levels_above, total_bytes, weight_bytes
 from calibrate.quality.sensitivity import Sensitivity
-from calibrate.scales.derive import derive_scales
+from calibrate.scales.derive import Quantization, derive_scales
 from calibrate.simulate.model import Scales, simulate_modules
-from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
 __all__ = ["Promotion"]
@@ -29,19 +27,17 @@ class Promotion:
     def __init__(
         self,
         model: Any,
-        checkpoint: Checkpoint,
-        recipe: Recipe,
-        scales: Scales,
-        histograms: Mapping[str, Histogram],
+        quantization: Quantization,
         sensitivity: Sensitivity,
         reference: Reference,
         advance: Advance,
     ) -> None:
-        self.units = find_units(checkpoint.spec, recipe)
+        self._base, self._spec = quantization, quantization.checkpoint.spec
+        self._recipe = quantization.recipe
+        self.units = find_units(self._spec, self._recipe)
         self.levels: dict[str, Level] = {}  # by unit
-        self._model, self._checkpoint, self._recipe = model, checkpoint, recipe
-        self._histograms, self._reference, self._advance = histograms, reference, advance
-        self._scales: dict[str, Scales] = {"": scales}  # by level; "" is the recipe
+        self._model, self._reference, self._advance = model, reference, advance
+        self._scales: dict[str, Scales] = {"": quantization.scales}  # by level; "" is the recipe
         self._alone = {(u.name, ""): sensitivity.kl_of(u.name) for u in self.units}
 
     def best(self) -> tuple[Unit, Level] | None:
@@ -65,7 +61,7 @@ class Promotion:
 
     def size_bytes(self) -> int:
         """Returns the size of all weights with their scales, at the levels chosen so far."""
-        return total_bytes(self._checkpoint.spec, self._pairs())
+        return total_bytes(self._spec, self._pairs())
 
     def _options(self, unit: Unit) -> list[tuple[float, Unit, Level]]:
         """Returns (nats per byte, unit, level) of each promotion that may reduce the divergence."""
@@ -121,7 +117,7 @@ class Promotion:
         kv_cache = self._recipe.kv_cache if cache else None
         if cache:
             scales |= {key: value for key, value in self._scales[""].items() if _of_cache(key)}
-        with simulate_modules(self._model, self._checkpoint.spec, pairs, scales, kv_cache):
+        with simulate_modules(self._model, self._spec, pairs, scales, kv_cache):
             return self._reference.compare(advance=self._advance)
 
     def _scales_at(self, level: str, pair: Pair) -> Scales:
@@ -135,7 +131,8 @@ class Promotion:
                 kv_cache=self._recipe.kv_cache,
                 exclude=self._recipe.exclude,
             )
-            self._scales[level], _ = derive_scales(self._checkpoint, recipe, self._histograms)
+            base = self._base
+            self._scales[level] = derive_scales(base.checkpoint, recipe, base.histograms).scales
         return self._scales[level]
 
 

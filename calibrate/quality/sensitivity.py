@@ -12,7 +12,6 @@ Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,17 +23,18 @@ from torch.nn.functional import embedding
 from calibrate.decoder.arithmetic import linear
 from calibrate.decoder.partial import Tail
 from calibrate.decoder.rounding import fake_quantize
-from calibrate.observe.histogram import SMALL, Histogram
+from calibrate.observe.histogram import SMALL
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import find_units, format_label, unit_weights
 from calibrate.quality.sqnr import Noise
+from calibrate.scales.derive import Quantization
 from calibrate.scales.weights import scale_of_weight
-from calibrate.simulate.model import Scales, module_schemes, simulate, simulate_modules
+from calibrate.simulate.model import module_schemes, simulate, simulate_modules
 from octet.model.checkpoint import Checkpoint
 from octet.numerics.formats import FORMATS
 from octet.numerics.microscaling import global_scale
 from octet.numerics.scaling import scale_from_absmax
-from octet.recipe import Recipe, TensorScheme
+from octet.recipe import TensorScheme
 
 __all__ = [
     "CACHE",
@@ -94,29 +94,27 @@ class Sensitivity:
         }
 
 
-def measurements(checkpoint: Checkpoint, recipe: Recipe) -> int:
+def measurements(quantization: Quantization) -> int:
     """Returns how often `measure_sensitivity` passes all tokens of the reference to `advance`."""
-    return len(find_units(checkpoint.spec, recipe)) + 3 + (recipe.kv_cache != "float16")
+    units = find_units(quantization.checkpoint.spec, quantization.recipe)
+    return len(units) + 3 + (quantization.recipe.kv_cache != "float16")
 
 
 @torch.no_grad()
 def measure_sensitivity(
     model: Any,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    scales: Scales,
-    histograms: Mapping[str, Histogram],
+    quantization: Quantization,
     reference: Reference,
     *,
     advance: Advance = lambda tokens: None,
 ) -> Sensitivity:
-    """Measures every unit that `recipe` quantizes, the cache, the embeddings and the head.
+    """Measures every unit that the recipe quantizes, the cache, the embeddings and the head.
 
-    Uses the reference's batches; `scales` and `histograms` are those of the calibration. The result
-    is in the order of execution, with the cache last.
+    Uses the reference's batches. The result is in the order of execution, with the cache last.
     """
+    checkpoint, recipe, scales = quantization.checkpoint, quantization.recipe, quantization.scales
     spec = checkpoint.spec
-    small = {name: histogram.small_limit() for name, histogram in histograms.items()}
+    small = {name: histogram.small_limit() for name, histogram in quantization.histograms.items()}
     tail = Tail(model, spec, reference.batches)
 
     def compare(noise: Noise) -> Divergence:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.histogram import Histogram
 from calibrate.report.findings import Finding, Unknown, find, find_unknown
 from calibrate.report.summary import Summary, summarise
 from calibrate.report.tensors import (
@@ -20,7 +19,7 @@ from calibrate.report.tensors import (
     role_of,
 )
 from calibrate.scales.convergence import Convergence
-from calibrate.scales.derive import scales_in_use
+from calibrate.scales.derive import Quantization, scales_in_use
 from calibrate.scales.weights import WeightScale
 from octet.artifacts.calibration import Observation
 from octet.model.spec import ModelSpec
@@ -107,12 +106,8 @@ class Report:
 
 
 def build_report(
-    recipe: Recipe,
-    spec: ModelSpec,
+    quantization: Quantization,
     observations: Mapping[str, Observation],
-    histograms: Mapping[str, Histogram],
-    scales: Mapping[str, NDArray[np.float32]],
-    weights: Mapping[str, WeightScale],
     *,
     model: str = "",
     samples: int | None = None,
@@ -126,10 +121,12 @@ def build_report(
 ) -> Report:
     """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
 
-    `histograms` are the sums over all samples; `scales` are those that the artifact stores;
+    Its histograms are the sums over all samples; its scales are those that the artifact stores.
     `sensitivity`, `budget` and `experts` are JSON. `warnings` were found elsewhere and come first.
     `facts` are shown unchanged (dtype, policy for long samples, ...).
     """
+    recipe, spec = quantization.recipe, quantization.checkpoint.spec
+    histograms, scales = quantization.histograms, quantization.scales
     tensors = report_tensors(
         recipe,
         observations,
@@ -147,7 +144,7 @@ def build_report(
             recipe,
             model or spec.architecture,
             tensors,
-            {name: weight.sqnr_db for name, weight in weights.items()},
+            {name: weight.sqnr_db for name, weight in quantization.weights.items()},
             findings,
             warnings,
             samples=samples,
@@ -157,7 +154,7 @@ def build_report(
             budget=budget,
         ),
         tensors=tensors,
-        weights=dict(weights),
+        weights=dict(quantization.weights),
         findings=tuple(findings),
         notes=tuple(warnings),
         unknown=tuple(find_unknown(tensors, convergence, sensitivity)),

@@ -6,13 +6,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calibrate.samples.readers import Source, open_source
+from calibrate.samples.rows import LongPolicy
 from calibrate.samples.sample import Fields, Sample
 from octet.errors import SampleError
 from octet.model.checkpoint import sha256_file
 
-__all__ = ["MINIMUM", "Sample", "SampleFile", "load_samples", "require_enough"]
+__all__ = ["MINIMUM", "Sample", "SampleFile", "Sampling", "load_samples", "require_enough"]
 
 MINIMUM = 128  # below this, calibration needs --allow-few-samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Which samples to read, and how they become batches."""
+
+    samples: Path
+    held_out: Path | None = None  # for golden records and divergence; default: the next samples
+    count: int = 256  # samples to run
+    text_field: str = "text"
+    messages_field: str = "messages"
+    max_length: int = 512  # tokens in a row, at most
+    long: LongPolicy = "cut"
+    pack: bool = False  # join samples into full rows
+    batch_size: int = 8  # rows in a forward pass
+    allow_few_samples: bool = False
+
+    def check(self) -> None:
+        """Raises SampleError for a path that holds no samples; reads none yet."""
+        for path in (self.held_out, self.samples):
+            if path is not None:
+                open_source(path, Fields(self.text_field, self.messages_field))
+
+    def load(self) -> "tuple[SampleFile, SampleFile | None]":
+        """Opens the samples, and the held-out ones if they are in a source of their own."""
+        fields = self.text_field, self.messages_field
+        held_out = None if self.held_out is None else load_samples(self.held_out, *fields)
+        return load_samples(self.samples, *fields), held_out
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Derives the scales of a recipe from weights and histograms; `real = stored * scale`."""
 
-import fnmatch
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,19 +11,18 @@ from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.weights import WeightScale, weight_scales
 from octet.artifacts.calibration import Observation
-from octet.errors import ConfigError, NumericsError, nearest
+from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
-from octet.model.spec import ModelSpec
 from octet.numerics import formats, microscaling, scaling
+from octet.numerics.scaling import Granularity
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
 __all__ = [
+    "Quantization",
     "WeightScale",
     "check_alive",
     "check_finite",
-    "check_quantizes",
-    "check_recipe",
     "derive_scales",
     "input_scales",
     "kv_scale",
@@ -49,19 +49,41 @@ _SUFFIXES = {
     "query": "q_scale_e4m3",
 }
 
-_EVERYWHERE = frozenset(Recipe.model_fields["exclude"].default)  # need not match anything
+
+@dataclass(frozen=True)
+class Quantization:
+    """A recipe applied to an observed checkpoint.
+
+    `histograms` are by observation. `scales` are by their name in `Calibration`; `weights` hold the
+    details of each weight's scale, by linear.
+    """
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    histograms: Mapping[str, Histogram]
+    scales: dict[str, Float32Array]
+    weights: dict[str, WeightScale]
+
+    def with_cache(self, kv_cache: KvCacheDtype) -> Self:
+        """Returns the same weights and activations with another cache and its scales."""
+        recipe = self.recipe.model_copy(update={"kv_cache": kv_cache})
+        scales = self.scales | kv_scales(self.checkpoint, recipe, self.histograms)
+        return replace(self, recipe=recipe, scales=scales)
 
 
 def derive_scales(
-    checkpoint: Checkpoint, recipe: Recipe, histograms: Mapping[str, Histogram]
-) -> tuple[dict[str, Float32Array], dict[str, WeightScale]]:
-    """Derives every scale of the recipe, by its name in `Calibration`, and the weights' details.
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    histograms: Mapping[str, Histogram],
+    fitted: Mapping[str, Float32Array] | None = None,
+) -> Quantization:
+    """Derives every scale of the recipe; `fitted` ones, which an algorithm fitted to, stay.
 
     `histograms` are by observation. The model does not run; each weight is read once or twice.
     Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
     matches nothing; both name it.
     """
-    check_recipe(recipe, checkpoint.spec)
+    recipe.check_patterns(checkpoint.spec.linear_names)
     weights = dict(weight_scales(checkpoint, recipe))
     scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
     scales |= {
@@ -71,30 +93,35 @@ def derive_scales(
     }
     scales |= input_scales(checkpoint, recipe, histograms)
     scales |= kv_scales(checkpoint, recipe, histograms)
-    return scales, weights
+    fitted = fitted or {}
+    scales |= {name: scale for name, scale in fitted.items() if name in scales}
+    for name in weights:
+        if f"{name}.weight_scale" in fitted:
+            weights[name] = _fitted_weight(checkpoint, recipe, name, scales)
+    return Quantization(checkpoint, recipe, histograms, scales, weights)
 
 
-def check_recipe(recipe: Recipe, spec: ModelSpec) -> None:
-    """Raises ConfigError for a pattern of `exclude` or `overrides` that matches nothing.
+def _fitted_weight(
+    checkpoint: Checkpoint, recipe: Recipe, name: str, scales: Mapping[str, Float32Array]
+) -> WeightScale:
+    """Compares the quantized weight with the unchanged checkpoint's.
 
-    Patterns that every recipe excludes by default may match nothing. Call before expensive work.
+    Compared with the fitted weight, already on the grid of its scales, there would be no error.
     """
-    names = [linear.name for linear in spec.linears()]
-    others = ["lm_head", "model.embed_tokens"]  # never quantized, but they may be named
-    for pattern in recipe.exclude:
-        if pattern not in _EVERYWHERE and not fnmatch.filter(names + others, pattern):
-            raise ConfigError(_no_match(recipe, "exclude", pattern, names))
-    for index, override in enumerate(recipe.overrides):
-        if not fnmatch.filter(names, override.match):
-            raise ConfigError(_no_match(recipe, f"overrides.{index}.match", override.match, names))
-
-
-def check_quantizes(recipe: Recipe, spec: ModelSpec) -> None:
-    """Raises ConfigError for a recipe that quantizes nothing (a budget may end with one)."""
-    if not any(recipe.scheme_of(linear.name) for linear in spec.linears()):
-        raise ConfigError(
-            f"recipe {recipe.name} excludes every linear: nothing is left to quantize"
-        )
+    schemes = recipe.scheme_of(name)
+    assert schemes is not None  # it has a scale
+    scheme = schemes[0]
+    scale, shared = scales[f"{name}.weight_scale"], scales.get(f"{name}.weight_global_scale")
+    weight = checkpoint.unchanged().read(f"{name}.weight").float32()
+    noise = weight - scaling.fake_quantize(
+        checkpoint.read(f"{name}.weight").float32(),
+        microscaling.combined(scale, shared),
+        formats.format_named(scheme.format),
+        Granularity.of(scheme.granularity, scheme.group_size),
+    )
+    power, error = (float(np.square(x, dtype=np.float64).sum()) for x in (weight, noise))
+    sqnr_db = 10 * np.log10(power / error) if error > 0 else np.inf
+    return WeightScale(scale, scheme.format, float(sqnr_db), shared)
 
 
 def check_finite(checkpoint: Checkpoint) -> None:
@@ -226,11 +253,3 @@ def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:
         return microscaling.global_scale(histogram.absmax, fmt)
     scale = find_scale(histogram, fmt, scheme.method, percentile=scheme.percentile)
     return np.asarray(scale, np.float32)
-
-
-def _no_match(recipe: Recipe, where: str, pattern: str, names: list[str]) -> str:
-    kinds = {f"*.{name.rpartition('.')[2]}" for name in names}  # *.q_proj and so on
-    hint = nearest(pattern, [*names, *kinds])
-    if "did you mean" not in hint:  # the list of all names could be very long
-        hint = nearest("", kinds)
-    return f"recipe {recipe.name}: {where}: no linear of the model matches '{pattern}'{hint}"

@@ -138,6 +138,11 @@ class ModelSpec(BaseModel):
             return "w1", "w3", "w2"
         return "gate_proj", "up_proj", "down_proj"
 
+    @property
+    def linear_names(self) -> list[str]:
+        """Names of all linears, in the order of `linears`."""
+        return [linear.name for linear in self.linears()]
+
     def linears(self, layer: int | None = None) -> Iterator[Linear]:
         """Yields every projection of decoder layer `layer`, or of all, in execution order.
 

@@ -13,7 +13,7 @@ from calibrate.observe.histogram import Histogram
 from calibrate.observe.observer import observe
 from calibrate.quality.divergence import Reference
 from calibrate.samples.batches import Batch, make_batches
-from calibrate.scales.derive import derive_scales
+from calibrate.scales.derive import Quantization, derive_scales
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
@@ -26,8 +26,11 @@ class Bench:
     histograms: dict[str, Histogram]
     reference: Reference
 
+    def quantization(self, recipe: Recipe) -> Quantization:
+        return derive_scales(self.checkpoint, recipe, self.histograms)
+
     def scales(self, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-        return derive_scales(self.checkpoint, recipe, self.histograms)[0]
+        return self.quantization(recipe).scales
 
 
 def make_bench(path: Path, *, samples: int = 12, length: int = 48) -> Bench:

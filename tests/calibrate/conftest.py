@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate import run
 from calibrate.decoder.loading import load_model
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.samples.batches import Batch, make_batches, tokenize
 from calibrate.samples.source import load_samples
 from calibrate.samples.tokens import load_tokenizer
@@ -63,6 +64,15 @@ def calibration(
 
     def build(path: Path) -> None:
         recipe = Recipe.load("fp8-static")
-        run(tiny_model, tiny_samples, path, recipe=recipe, count=128, dtype="float32")
+        run(
+            Options(
+                model=tiny_model,
+                samples=tiny_samples,
+                out=path,
+                recipe=recipe,
+                count=128,
+                dtype="float32",
+            )
+        )
 
     return Calibration.load(shared.directory("tiny-fp8-static", build))

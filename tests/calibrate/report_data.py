@@ -1,6 +1,7 @@
 """Reports of a made-up model of two layers, with every section that a report can have."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.histogram import Histogram
 from calibrate.report.document import Report, build_report
 from calibrate.scales.convergence import convergence
-from calibrate.scales.derive import input_scales, kv_scales
+from calibrate.scales.derive import Quantization, input_scales, kv_scales
 from calibrate.scales.weights import WeightScale
 from octet.artifacts.calibration import Observation
 from octet.model.spec import ModelSpec
@@ -34,12 +35,6 @@ SPEC = ModelSpec(
     eos_token_ids=(0,),
     bos_token_id=None,
 )
-
-
-class FakeCheckpoint:
-    """As much of a checkpoint as scales of activations need."""
-
-    spec = SPEC
 
 
 def observations() -> dict[str, Observation]:
@@ -92,7 +87,7 @@ def make_report(
     chosen = Recipe.load(recipe) if isinstance(recipe, str) else recipe
     spans = chunks() if counts is None else counts
     histograms = {name: Histogram(span.sum(axis=0), "bfloat16") for name, span in spans.items()}
-    checkpoint: Any = FakeCheckpoint()
+    checkpoint: Any = SimpleNamespace(spec=spec)  # all that scales of activations need
     scales = input_scales(checkpoint, chosen, histograms)
     scales |= kv_scales(checkpoint, chosen, histograms)
     weights = {
@@ -102,12 +97,8 @@ def make_report(
     }
     sections.setdefault("convergence", convergence(spans, observations(), chosen, COUNTS))
     return build_report(
-        chosen,
-        spec,
+        Quantization(checkpoint, chosen, histograms, scales, weights),
         observations(),
-        histograms,
-        scales,
-        weights,
         model="made-up",
         samples=COUNTS[-1],
         tokens=16_000,

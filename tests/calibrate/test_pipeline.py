@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from calibrate import run
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.simulate.scenarios import hypotheses_of, serving_paths
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
@@ -112,7 +113,14 @@ def test_two_runs_write_the_same_bytes_in_silence(
 ) -> None:
     recipe = Recipe.load("fp8-static")
     again = run(
-        tiny_model, tiny_samples, tmp_path / "out", recipe=recipe, count=128, dtype="float32"
+        Options(
+            model=tiny_model,
+            samples=tiny_samples,
+            out=tmp_path / "out",
+            recipe=recipe,
+            count=128,
+            dtype="float32",
+        )
     )
     assert capfd.readouterr() == ("", "")  # no console was given
     assert again.manifest.files == calibration.manifest.files
@@ -125,13 +133,15 @@ def test_reports_progress_tensors_and_warnings(
     stream = io.StringIO()
     console = Console(file=stream, width=120)
     result = run(
-        tiny_model,
-        tiny_samples,
-        tmp_path / "out",
-        recipe=FP8,
-        name="served-name",
-        count=8,
-        allow_few_samples=True,
+        Options(
+            model=tiny_model,
+            samples=tiny_samples,
+            out=tmp_path / "out",
+            recipe=FP8,
+            name="served-name",
+            count=8,
+            allow_few_samples=True,
+        ),
         console=console,
     )
     assert result.manifest.model.name == "served-name"
@@ -158,7 +168,11 @@ def test_what_serving_costs_need_not_be_predicted(
     tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"recipe": FP8, "count": 8, "allow_few_samples": True}
-    run(tiny_model, tiny_samples, tmp_path / "out", predict=False, **options)
+    run(
+        Options(
+            model=tiny_model, samples=tiny_samples, out=tmp_path / "out", predict=False, **options
+        )
+    )
     assert not (tmp_path / "out" / EXPECTED_FILE).exists()
     assert not (tmp_path / "out" / HYPOTHESES_FILE).exists()
 
@@ -173,14 +187,20 @@ def test_refuses_a_weight_with_nan_before_it_runs(
     ):
         model = poisoned(tiny_model, tmp_path / name, name)
         with pytest.raises(NumericsError, match=name) as error:
-            run(model, tiny_samples, tmp_path / "out", recipe=FP8, count=128)
+            run(
+                Options(
+                    model=model, samples=tiny_samples, out=tmp_path / "out", recipe=FP8, count=128
+                )
+            )
         assert "1 NaN" in str(error.value)
         assert not (tmp_path / "out").exists()
 
 
-def refused(kind: type[OctetError], match: str, out: Path, *arguments: Any, **options: Any) -> None:
+def refused(
+    kind: type[OctetError], match: str, out: Path, model: Path, samples: Path, **options: Any
+) -> None:
     with pytest.raises(kind, match=match) as error:
-        run(*arguments, out, recipe=FP8, **options)
+        run(Options(model=model, samples=samples, out=out, recipe=FP8, **options))
     assert "\n" not in str(error.value)
     assert [path for path in out.parent.iterdir() if path.name.startswith((".", "out"))] == []
 
@@ -222,7 +242,7 @@ def test_a_destination_that_exists_is_kept(
 ) -> None:
     before = calibration.manifest.identity
     with pytest.raises(ArtifactError, match="exists already; add --force"):
-        run(tiny_model, tiny_samples, calibration.path, recipe=FP8)
+        run(Options(model=tiny_model, samples=tiny_samples, out=calibration.path, recipe=FP8))
     assert Calibration.load(calibration.path).manifest.identity == before
 
 
@@ -270,5 +290,5 @@ def test_refuses_a_recipe_that_leaves_nothing_to_quantize(
 ) -> None:
     nothing = FP8.model_copy(update={"exclude": (*FP8.exclude, "*")})
     with pytest.raises(ConfigError, match="excludes every linear"):
-        run(tiny_model, tiny_samples, tmp_path / "out", recipe=nothing)
+        run(Options(model=tiny_model, samples=tiny_samples, out=tmp_path / "out", recipe=nothing))
     assert list(tmp_path.iterdir()) == []

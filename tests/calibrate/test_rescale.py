@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate import run
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.scenarios import HYPOTHESES_FILE
@@ -57,14 +58,16 @@ def calibrated(
     model: Path, samples: Path, out: Path, recipe: Recipe, *, predict: bool = False
 ) -> Calibration:
     written = run(
-        model,
-        samples,
-        out,
-        recipe=recipe,
-        count=40,
-        dtype="float32",
-        allow_few_samples=True,
-        predict=predict,
+        Options(
+            model=model,
+            samples=samples,
+            out=out,
+            recipe=recipe,
+            count=40,
+            dtype="float32",
+            allow_few_samples=True,
+            predict=predict,
+        )
     )
     assert written is not None
     return written

@@ -85,8 +85,8 @@ def test_our_max_scales_are_modelopts(
     theirs = np.load(tmp_path / "amax.npz")
     checkpoint = Checkpoint.open(example_model)
     found = histograms(checkpoint, tokens, dtype)
-    per_tensor, _ = derive_scales(checkpoint, Recipe.load("fp8-static"), found)
-    per_channel, _ = derive_scales(checkpoint, Recipe.load("fp8"), found)
+    per_tensor = derive_scales(checkpoint, Recipe.load("fp8-static"), found).scales
+    per_channel = derive_scales(checkpoint, Recipe.load("fp8"), found).scales
     linears = list(checkpoint.spec.linears())
     compared = 0
     for linear in linears:
@@ -129,7 +129,7 @@ class Scores:
     ) -> tuple[float, float]:
         """(perplexity relative to BF16's, KL in nats) of `recipe`, simulated in float32."""
         found = histograms(checkpoint, self._calibration, "float32")
-        every, _ = derive_scales(checkpoint, recipe, found)
+        every = derive_scales(checkpoint, recipe, found).scales
         model = load_model(checkpoint, "float32")
         with simulate(model, checkpoint.spec, recipe, every | (scales or {})):
             log_probs = self._log_probs(model)

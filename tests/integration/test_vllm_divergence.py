@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import calibrate
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from calibrate.simulate.predict import predict
 from export.checkpoint.write import CheckpointFormat, export_checkpoint
@@ -72,13 +73,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibration(directory: Path) -> Calibration:
     """`fp8` with an E4M3 cache, for which queries are observed: others are derived from it."""
     samples = EXAMPLE / "samples"
-    found = calibrate.run(
-        EXAMPLE / "model",
-        samples / "calibration.jsonl",
-        directory / "calibration",
-        recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
-        held_out=samples / "heldout.jsonl",
-        count=128,
+    found = run(
+        Options(
+            model=EXAMPLE / "model",
+            samples=samples / "calibration.jsonl",
+            out=directory / "calibration",
+            recipe=PRESETS["fp8"].model_copy(update={"kv_cache": "e4m3"}),
+            held_out=samples / "heldout.jsonl",
+            count=128,
+        )
     )
     assert found is not None
     return found

@@ -10,12 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from calibrate import run
 from calibrate.decoder.loading import load_model
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from calibrate.scales.expert_fallback import MIN_TOKENS
 from octet.artifacts.calibration import Calibration
 from octet.errors import ConfigError
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import Tensor, write_tensors
@@ -52,7 +54,7 @@ def done(
     stream = io.StringIO()
     recipe, console = Recipe.load("fp8-static"), Console(file=stream, width=200)
     options: Any = {"count": 128, "dtype": "float32", "console": console, "predict": False}
-    run(moe, tiny_samples, out, recipe=recipe, **options)
+    run(Options(model=moe, samples=tiny_samples, out=out, recipe=recipe, **options))
     return Calibration.load(out), " ".join(stream.getvalue().split())
 
 
@@ -132,7 +134,16 @@ def test_another_recipe_needs_no_other_run(
     recipe = Recipe.load("nvfp4")
     new = {"recipe": recipe, "predict": False}
     derived = rescale(calibration.path, tmp_path / "derived", **new)
-    fresh = run(moe, tiny_samples, tmp_path / "fresh", **new, count=128, dtype="float32")
+    fresh = run(
+        Options(
+            model=moe,
+            samples=tiny_samples,
+            out=tmp_path / "fresh",
+            **new,
+            count=128,
+            dtype="float32",
+        )
+    )
     assert fresh is not None and derived.scales.keys() == fresh.scales.keys()
     for name, scale in fresh.scales.items():
         assert np.array_equal(derived.scales[name], scale), name
@@ -146,12 +157,23 @@ def test_a_budget_keeps_all_experts_of_a_layer_in_one_format(
     Whether it is met is not asked: routers turn the last bits of a cache into other experts.
     """
     recipe = Recipe.load("fp8").model_copy(update={"kv_cache": "float16"})
-    options: Any = {"dtype": "float32", "budget": "kl=1e-6"}
+    options: Any = {"dtype": "float32", "budget": Limit.parse("kl=1e-6")}
     with pytest.raises(ConfigError, match="2 held-out samples cannot bound"):
-        run(moe, tiny_samples, tmp_path / "out", recipe=recipe, count=128, **options)
+        run(
+            Options(
+                model=moe,
+                samples=tiny_samples,
+                out=tmp_path / "out",
+                recipe=recipe,
+                count=128,
+                **options,
+            )
+        )
     assert not list(tmp_path.iterdir())  # it is said before the model runs
     options |= {"count": 120, "allow_few_samples": True}
-    calibration = run(moe, tiny_samples, tmp_path / "out", recipe=recipe, **options)
+    calibration = run(
+        Options(model=moe, samples=tiny_samples, out=tmp_path / "out", recipe=recipe, **options)
+    )
     assert calibration is not None
     spec, chosen = calibration.manifest.model.spec, calibration.manifest.recipe
     for layer in range(spec.layers):

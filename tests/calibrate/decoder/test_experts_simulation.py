@@ -13,7 +13,7 @@ from calibrate.observe.sweep import observe_checkpoint
 from calibrate.quality.divergence import Reference
 from calibrate.quality.sensitivity import measure_sensitivity
 from calibrate.samples.batches import Batch
-from calibrate.scales.derive import derive_scales
+from calibrate.scales.derive import Quantization, derive_scales
 from calibrate.scales.expert_fallback import with_fallback
 from calibrate.simulate.model import module_schemes, simulate, simulate_modules
 from octet.model.checkpoint import Checkpoint
@@ -34,12 +34,12 @@ def moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def calibrated(
     checkpoint: Checkpoint, recipe: Recipe, batch: Batch, min_tokens: int = 1
-) -> tuple[Scales, dict[str, Histogram], Any]:
-    """Scales and histograms from `batch`, and the facts of experts that it hardly reaches."""
+) -> tuple[Quantization, Any]:
+    """The recipe applied to `batch`, and the facts of experts that it hardly reaches."""
     observed = observe_checkpoint(checkpoint, [batch], dtype="float32", threads=1)
     counts, facts = with_fallback(checkpoint.spec, observed.histograms, min_tokens)
     histograms = {name: Histogram(x.sum(axis=0), "bfloat16") for name, x in counts.items()}
-    return derive_scales(checkpoint, recipe, histograms)[0], histograms, facts
+    return derive_scales(checkpoint, recipe, histograms), facts
 
 
 def block(
@@ -77,7 +77,7 @@ def block(
 
 def test_each_expert_is_rounded_by_its_own_scales(moe: Checkpoint, batch: Batch) -> None:
     spec, recipe = moe.spec, Recipe.load("fp8-static")
-    scales, _, _ = calibrated(moe, recipe, batch)
+    scales = calibrated(moe, recipe, batch)[0].scales
     inputs = {
         float(scales[f"{linear.name}.input_scale"])
         for linear in spec.linears()
@@ -110,7 +110,8 @@ def test_experts_that_saw_little_are_served_with_the_scale_of_all(
 ) -> None:
     spec = moe.spec
     short = Batch(batch.token_ids[:1, :1], (1,), batch.origins[:1])  # most experts see nothing
-    scales, _, facts = calibrated(moe, Recipe.load("fp8-static"), short, min_tokens=2)
+    found, facts = calibrated(moe, Recipe.load("fp8-static"), short, min_tokens=2)
+    scales = found.scales
     assert {item["tokens"] for item in facts["fallback"]} == {0, 1}
     assert len(facts["fallback"]) == spec.layers * spec.experts
     for layer in range(spec.layers):
@@ -126,7 +127,7 @@ def test_experts_that_saw_little_are_served_with_the_scale_of_all(
 
 def test_the_model_is_as_before_afterwards(moe: Checkpoint, batch: Batch, tmp_path: Path) -> None:
     recipe = Recipe.load("fp8-static")
-    scales, _, _ = calibrated(moe, recipe, batch)
+    scales = calibrated(moe, recipe, batch)[0].scales
     model = load_model(moe, "float32")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with simulate(model, moe.spec, recipe, scales):
@@ -139,10 +140,11 @@ def test_the_model_is_as_before_afterwards(moe: Checkpoint, batch: Batch, tmp_pa
 def test_the_experts_of_a_layer_are_two_units(moe: Checkpoint, batch: Batch) -> None:
     """Each measured from its own layer on, and equal to a pass through the whole model."""
     spec, recipe = moe.spec, Recipe.load("fp8-static")
-    scales, histograms, _ = calibrated(moe, recipe, batch)
+    quantization, _ = calibrated(moe, recipe, batch)
+    scales = quantization.scales
     model = load_model(moe, "float32")
     reference = Reference(model, spec, [batch])
-    found = measure_sensitivity(model, moe, recipe, scales, histograms, reference)
+    found = measure_sensitivity(model, quantization, reference)
     units = {unit.name: unit for unit in found.units}
     for layer in range(spec.layers):
         prefix = spec.experts_of(spec.layer(layer))

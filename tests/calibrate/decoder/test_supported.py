@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from calibrate import run
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import load_skeleton
 from calibrate.decoder.supported import check_make, window_of
 from calibrate.observe.layer_observer import require_shared_inputs
 from calibrate.observe.sweep import observe_checkpoint
+from calibrate.options import Options
+from calibrate.pipeline import run
 from octet.errors import UnsupportedError
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import Linear
 from octet.recipe import Recipe
@@ -153,26 +155,36 @@ def test_linears_that_do_not_read_what_their_names_promise() -> None:
     layer(x, x + 1)
 
 
-@pytest.mark.parametrize("wish", [{"sensitivity": True}, {"budget": "ppl=1%"}])
+@pytest.mark.parametrize("wish", [{"sensitivity": True}, {"budget": Limit.parse("ppl=1%")}])
 def test_what_needs_a_known_head_is_refused(
     wish: dict[str, Any], olmo: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedError, match="Olmo2ForCausalLM is none; calibrate without"):
-        run(olmo, tiny_samples, tmp_path / "out", recipe=Recipe.load("fp8"), **wish)
+        run(
+            Options(
+                model=olmo,
+                samples=tiny_samples,
+                out=tmp_path / "out",
+                recipe=Recipe.load("fp8"),
+                **wish,
+            )
+        )
 
 
 def test_a_calibration_tells_that_its_linears_were_found_by_name(
     gemma: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
     calibration = run(
-        gemma,
-        tiny_samples,
-        tmp_path / "out",
-        recipe=Recipe.load("fp8"),
-        count=16,
-        max_length=64,
-        allow_few_samples=True,
-        dtype="float32",
+        Options(
+            model=gemma,
+            samples=tiny_samples,
+            out=tmp_path / "out",
+            recipe=Recipe.load("fp8"),
+            count=16,
+            max_length=64,
+            allow_few_samples=True,
+            dtype="float32",
+        )
     )
     assert calibration is not None
     (told,) = Checkpoint.open(gemma).warnings

@@ -34,8 +34,7 @@ def bench(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def find(bench: Bench, recipe: Recipe, limit: str, **options: Any) -> Budget:
-    scales = bench.scales(recipe)
-    common = (bench.model, bench.checkpoint, recipe, scales, bench.histograms)
+    common = (bench.model, bench.quantization(recipe))
     sensitivity = measure_sensitivity(*common, bench.reference)
     parsed = Limit.parse(limit)
     return choose(
@@ -95,7 +94,7 @@ def test_a_budget_is_met_by_the_injured_units_and_a_fresh_measurement_agrees(
 
     # Again from the files: the recipe's own scales, a model loaded anew, whole logits in float64.
     model = load_model(Checkpoint.open(bench.checkpoint.path), "float32")
-    scales, _ = derive_scales(bench.checkpoint, found.recipe, bench.histograms)
+    scales = derive_scales(bench.checkpoint, found.recipe, bench.histograms).scales
     before = sample_logits(model, bench.batches)
     with simulate(model, bench.checkpoint.spec, found.recipe, scales):
         after = sample_logits(model, bench.batches)
@@ -134,24 +133,22 @@ def test_each_step_costs_bytes_and_the_last_resort_is_the_original(bench: Bench)
 
 
 def test_a_cache_over_the_budget_is_refused_with_what_would_do(bench: Bench) -> None:
-    arguments = (bench.model, bench.checkpoint)
+    fp8 = bench.quantization(recipe_with("fp8"))
     limit = Limit.parse("kl=1e-6")
     with pytest.raises(ConfigError) as caught:
-        check_reachable(*arguments, recipe_with("fp8"), bench.histograms, limit, bench.reference)
+        check_reachable(bench.model, fp8, limit, bench.reference)
     message = str(caught.value)
     assert "budget kl=1e-06: the e5m2 cache alone costs" in message
     assert "kv_cache: e4m3, which alone costs" in message and "\n" not in message
     assert "more held-out samples" not in message
-    scales = bench.scales(recipe_with("fp8"))
-    with simulate_modules(bench.model, bench.checkpoint.spec, {}, scales, "e5m2"):
+    with simulate_modules(bench.model, bench.checkpoint.spec, {}, fp8.scales, "e5m2"):
         cost = bench.reference.compare()
     between = Limit("kl", (cost.kl + cost.kl_bound) / 2)
     with pytest.raises(ConfigError, match="more held-out samples than these 8 would narrow"):
-        check_reachable(*arguments, recipe_with("fp8"), bench.histograms, between, bench.reference)
-    exempt = recipe_with("fp8", kv_cache="float16")
-    check_reachable(*arguments, exempt, bench.histograms, limit, bench.reference)
+        check_reachable(bench.model, fp8, between, bench.reference)
+    check_reachable(bench.model, fp8.with_cache("float16"), limit, bench.reference)
     enough = Limit.parse("kl=10")
-    check_reachable(*arguments, recipe_with("fp8"), bench.histograms, enough, bench.reference)
+    check_reachable(bench.model, fp8, enough, bench.reference)
 
 
 @pytest.mark.parametrize("kv_cache", ["float16", "e5m2"])
@@ -160,7 +157,7 @@ def test_too_few_samples_for_a_bound_are_refused(bench: Bench, kv_cache: str) ->
     reference = Reference(bench.model, bench.checkpoint.spec, [batch])
     recipe, limit = recipe_with("fp8", kv_cache=kv_cache), Limit.parse("kl=10")
     with pytest.raises(ConfigError, match=r"7 held-out samples .*give 8 or more") as caught:
-        check_reachable(bench.model, bench.checkpoint, recipe, bench.histograms, limit, reference)
+        check_reachable(bench.model, bench.quantization(recipe), limit, reference)
     assert "\n" not in str(caught.value)
 
 
@@ -183,8 +180,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     held_out = evaluation_batches(judged, 4096)
     reference = Reference(model, checkpoint.spec, held_out)
     recipe = recipe_with("fp8-static", kv_cache="float16")
-    scales, _ = derive_scales(checkpoint, recipe, observer.histograms)
-    common = (model, checkpoint, recipe, scales, observer.histograms)
+    common = (model, derive_scales(checkpoint, recipe, observer.histograms))
     sensitivity = measure_sensitivity(*common, reference)
     assert sensitivity.all.log_ratio - 2 * sensitivity.all.log_ratio_error > 0.01
     seen = {
@@ -201,7 +197,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     assert set(promoted[:2]) <= seen  # the injured first
     assert len(found.chosen) <= 8  # of 24
     assert found.curve[-1].weight_bytes < 1.4 * found.curve[0].weight_bytes
-    scales, _ = derive_scales(checkpoint, found.recipe, observer.histograms)
+    scales = derive_scales(checkpoint, found.recipe, observer.histograms).scales
     with simulate(model, checkpoint.spec, found.recipe, scales):
         assert reference.compare().change < 0.01
 

@@ -10,12 +10,13 @@ import torch
 
 from calibrate.decoder.loading import load_model
 from calibrate.observe.observer import observe
-from calibrate.quality.divergence import LEAST_SAMPLES, Reference, Sums, evaluation_batches
+from calibrate.quality.divergence import Reference, Sums, evaluation_batches
 from calibrate.samples.batches import Batch, make_batches
 from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.derive import derive_scales
 from calibrate.simulate.model import simulate
 from octet.errors import NumericsError
+from octet.limit import LEAST_SAMPLES
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.statistics import t_quantile, upper_bound
@@ -165,7 +166,7 @@ def test_the_simulation_costs_what_the_embedded_engine_was_measured_to(
     plain = recorded["bfloat16", "none"]
     for kv_cache in ("float16", "e5m2"):
         recipe = Recipe.load("fp8").model_copy(update={"kv_cache": kv_cache})
-        scales, _ = derive_scales(checkpoint, recipe, observer.histograms)
+        scales = derive_scales(checkpoint, recipe, observer.histograms).scales
         with simulate(model, checkpoint.spec, recipe, scales):
             cost = reference.compare()
         assert cost.reference_perplexity == pytest.approx(plain, rel=1e-6)

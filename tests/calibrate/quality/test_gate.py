@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from calibrate import run
 from calibrate.journal.journal import Journal
+from calibrate.options import Options
+from calibrate.pipeline import run
 from calibrate.quality import measure
 from calibrate.quality.gate import Gate, Judged, Outcome, Part
 from calibrate.quality.golden_cost import PromptCost
@@ -50,14 +51,16 @@ def injured(tiny_model: Path, shared: Shared) -> Path:
 
 
 def calibrated(model: Path, samples: Path, out: Path, **options: Any) -> Calibration:
-    common = {
+    common: dict[str, Any] = {
         "recipe": STATIC,
         "count": 110,
         "dtype": "float32",
         "predict": False,
         "max_length": 64,
     }
-    found = run(model, samples, out, allow_few_samples=True, **(common | options))
+    console = options.pop("console", None)
+    common |= {"model": model, "samples": samples, "out": out, "allow_few_samples": True}
+    found = run(Options(**common | options), console=console)
     assert found is not None
     return found
 
@@ -218,7 +221,11 @@ class TestCalibrate:
 
         said_now = io.StringIO()
         console = Console(file=said_now, width=400)
-        options = {"gate": gate("0.002", "50%"), "budget": "kl=0.002", "console": console}
+        options = {
+            "gate": gate("0.002", "50%"),
+            "budget": Limit.parse("kl=0.002"),
+            "console": console,
+        }
         budget = calibrated(injured, tiny_samples, out, **options)
         assert observed == [0, 1]
         assert "continuing from" in said_now.getvalue()
@@ -234,7 +241,7 @@ class TestCalibrate:
         self, injured: Path, tiny_samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(measure, "_TOKENS", 400)
-        options = {"count": 90, "gate": gate("0.05"), "budget": "kl=0.002"}
+        options = {"count": 90, "gate": gate("0.05"), "budget": Limit.parse("kl=0.002")}
         found = calibrated(injured, tiny_samples, tmp_path / "out", **options)
         judged = found.manifest.details["gate"][0]
         assert judged["on"] == "held-out samples that the budget did not see"

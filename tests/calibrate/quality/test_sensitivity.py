@@ -29,15 +29,7 @@ def bench(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def measure(bench: Bench, recipe: Recipe, **options: Any) -> Sensitivity:
-    return measure_sensitivity(
-        bench.model,
-        bench.checkpoint,
-        recipe,
-        bench.scales(recipe),
-        bench.histograms,
-        bench.reference,
-        **options,
-    )
+    return measure_sensitivity(bench.model, bench.quantization(recipe), bench.reference, **options)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +139,7 @@ def test_every_preset_can_be_measured_and_the_model_is_as_before(preset: str, be
     recipe, done = Recipe.load(preset), []
     found = measure(bench, recipe, advance=done.append)
     tokens = sum(batch.tokens for batch in bench.batches)
-    assert sum(done) == tokens * measurements(bench.checkpoint, recipe)
+    assert sum(done) == tokens * measurements(bench.quantization(recipe))
     assert all(unit.kl > 0 for unit in found.units)
     assert bench.reference.compare().kl == 0
     data = found.as_json()

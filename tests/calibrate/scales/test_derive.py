@@ -10,7 +10,6 @@ from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.derive import (
     check_alive,
-    check_recipe,
     derive_scales,
     input_scales,
     kv_scale,
@@ -106,7 +105,7 @@ def test_a_pattern_that_matches_nothing_is_refused(
     fp8 = Recipe.load("fp8")
     excluding = fp8.model_copy(update={"exclude": (*fp8.exclude, exclude)})
     with pytest.raises(ConfigError, match=message) as error:
-        check_recipe(excluding, checkpoint.spec)
+        excluding.check_patterns(checkpoint.spec.linear_names)
     assert "\n" not in str(error.value)
     override = Override(match=exclude, weights=fp8.weights, activations=fp8.activations)
     overriding = fp8.model_copy(update={"overrides": (override,)})
@@ -119,8 +118,9 @@ def test_patterns_that_match_and_those_of_every_recipe_are_fine(checkpoint: Chec
     override = Override(match="*.q_proj", weights=fp8.weights, activations=fp8.activations)
     exclude = (*fp8.exclude, "lm_head", "*.embed_tokens", "model.layers.[01].mlp.*")
     recipe = fp8.model_copy(update={"exclude": exclude, "overrides": (override,)})
-    check_recipe(recipe, checkpoint.spec)  # "*.gate" and "*.router" of the defaults match nothing
-    check_recipe(fp8.model_copy(update={"kv_cache": "e4m3"}), checkpoint.spec)
+    names = checkpoint.spec.linear_names
+    recipe.check_patterns(names)  # "*.gate" and "*.router" of the defaults match nothing
+    fp8.model_copy(update={"kv_cache": "e4m3"}).check_patterns(names)
 
 
 def whole_histograms(checkpoint: Checkpoint, *values: float) -> dict[str, Histogram]:
@@ -134,7 +134,7 @@ def whole_histograms(checkpoint: Checkpoint, *values: float) -> dict[str, Histog
 @pytest.mark.parametrize("preset", PRESETS)
 def test_derived_scales_are_what_a_calibration_names(checkpoint: Checkpoint, preset: str) -> None:
     recipe = PRESETS[preset]
-    scales, weights = derive_scales(checkpoint, recipe, whole_histograms(checkpoint, 1.0, 7.0))
+    found = derive_scales(checkpoint, recipe, whole_histograms(checkpoint, 1.0, 7.0))
     wanted = {}
     for linear in checkpoint.spec.linears():
         shape = (linear.out_features, linear.in_features)
@@ -149,15 +149,14 @@ def test_derived_scales_are_what_a_calibration_names(checkpoint: Checkpoint, pre
         for kind in "kv":
             for cache in ("", "_e4m3", "_e5m2"):
                 wanted[f"{checkpoint.spec.layer(index)}.self_attn.{kind}_scale{cache}"] = ()
-    assert {name: scale.shape for name, scale in scales.items()} == wanted
-    assert all(scale.dtype == np.float32 for scale in scales.values())
-    assert set(weights) == {linear.name for linear in checkpoint.spec.linears()}
+    assert {name: scale.shape for name, scale in found.scales.items()} == wanted
+    assert all(scale.dtype == np.float32 for scale in found.scales.values())
+    assert set(found.weights) == {linear.name for linear in checkpoint.spec.linears()}
 
 
 def test_the_global_scale_of_inputs_uses_all_of_e4m3(checkpoint: Checkpoint) -> None:
-    scales, _ = derive_scales(
-        checkpoint, Recipe.load("nvfp4"), whole_histograms(checkpoint, 1.0, 7.0)
-    )
+    histograms = whole_histograms(checkpoint, 1.0, 7.0)
+    scales = derive_scales(checkpoint, Recipe.load("nvfp4"), histograms).scales
     name = "model.layers.0.mlp.up_proj.input_global_scale"
     assert scales[name] == np.float32(7) / np.float32(448 * 6)
 

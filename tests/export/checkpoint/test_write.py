@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import calibrate
+from calibrate.options import Options
+from calibrate.pipeline import run
 from export.checkpoint.write import export_checkpoint
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.manifest import Manifest
@@ -65,7 +66,7 @@ def test_linears_that_are_fused_share_a_scale_per_tensor(
 ) -> None:
     few = {"count": 128, "max_length": 32, "predict": False}
     recipe = Recipe.load("fp8-static")
-    calibrate.run(tiny_model, tiny_samples, tmp_path / "cal", recipe=recipe, **few)
+    run(Options(model=tiny_model, samples=tiny_samples, out=tmp_path / "cal", recipe=recipe, **few))
     export_checkpoint(tmp_path / "cal", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for kind in ("weight_scale", "input_scale"):

@@ -1,0 +1,25 @@
+"""A calibration that passed all checks of its input, and what it runs on."""
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+
+from calibrate.decoder.loading import ComputeDtype
+from calibrate.options import Options
+from calibrate.samples.inputs import Inputs
+from octet.model.checkpoint import Checkpoint
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every step of a calibration reads; without a console, nothing is printed."""
+
+    options: Options
+    checkpoint: Checkpoint
+    inputs: Inputs
+    dtype: ComputeDtype
+    device: torch.device
+    console: Console | None

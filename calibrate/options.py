@@ -1,0 +1,69 @@
+"""The options of a calibration, and the checks that need no library: the first to fail, at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from calibrate.quality.gate import Gate
+from calibrate.quality.refused import check_refused, refused_directory
+from calibrate.samples.source import Sampling
+from octet.artifacts.manifest import check_destination
+from octet.errors import ConfigError, UnsupportedError
+from octet.limit import Limit
+from octet.model.checkpoint import Checkpoint
+from octet.recipe import Recipe
+
+__all__ = ["Options", "validate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sampling):
+    """What to calibrate, on which samples, and how."""
+
+    model: Path  # directory of a checkpoint
+    out: Path
+    recipe: Recipe
+    name: str | None = None  # of the model when served; default: its directory's name
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    algorithm: Literal["smoothquant", "awq", "gptq"] | None = None
+    budget: Limit | None = None  # layers move to better formats until it is met
+    gate: Gate | None = None  # fails a recipe that costs more
+    sensitivity: bool = False  # measure each layer's cost
+    spill: Path | None = None  # for activations that memory cannot hold
+    restart: bool = False  # discard the work of an interrupted run
+    predict: bool = True  # simulate each serving path on the golden prompts
+    force: bool = False  # replace an artifact in `out`
+
+    @property
+    def progress(self) -> Path:
+        """Directory that keeps finished work until `out` is written."""
+        return self.out.absolute().with_name(f"{self.out.name}.progress")
+
+
+def validate(options: Options) -> Checkpoint:
+    """Opens the checkpoint; raises a subclass of OctetError for an option that cannot work.
+
+    Imports neither torch nor transformers. Reads headers and configurations, but no tensor.
+    """
+    inputs = [options.model, options.samples]
+    check_destination(options.out, force=options.force, inputs=inputs, kind="calibration")
+    checkpoint = Checkpoint.open(options.model)
+    spec, names = checkpoint.spec, checkpoint.spec.linear_names
+    options.recipe.check_patterns(names)
+    options.recipe.check_quantizes(names)
+    if options.gate is not None:
+        options.gate.check_spec(spec, options.model)
+        check_refused(refused_directory(options.out))
+    if spec.generic and (options.sensitivity or options.budget is not None):
+        raise UnsupportedError(
+            f"{options.model}: --sensitivity and --budget work on logits as a known architecture"
+            f" makes them, and {spec.architecture} is none; calibrate without"
+        )
+    if options.budget is not None and options.algorithm == "gptq":
+        raise ConfigError(
+            "gptq moves weights onto the scales of one recipe, which --budget would change: give"
+            " one of the two, or use smoothquant"
+        )
+    options.check()
+    return checkpoint

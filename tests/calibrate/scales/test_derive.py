@@ -140,10 +140,10 @@ def test_derived_scales_are_what_a_calibration_names(checkpoint: Checkpoint, pre
         shape = (linear.out_features, linear.in_features)
         granularity = scaling.Granularity.of(recipe.weights.granularity, recipe.weights.group_size)
         wanted[f"{linear.name}.weight_scale"] = granularity.scale_shape(shape)
-        if preset == "nvfp4":
+        if recipe.weights.two_level:
             wanted[f"{linear.name}.weight_global_scale"] = ()
             wanted[f"{linear.name}.input_global_scale"] = ()
-        if preset == "fp8-static":
+        if recipe.activations.granularity == "tensor":
             wanted[f"{linear.name}.input_scale"] = ()
     for index in range(checkpoint.spec.layers):
         for kind in "kv":

@@ -140,7 +140,8 @@ def run_beside(directory: Path, *words: str) -> subprocess.CompletedProcess[str]
 def other(tmp_path: Path) -> Path:
     """A directory with the distribution `waiter`, which has a package `serve`."""
     (tmp_path / "serve").mkdir()
-    (tmp_path / "serve" / "__init__.py").touch()
+    for name in ("__init__.py", "settings.py"):
+        (tmp_path / "serve" / name).touch()
     info = tmp_path / "waiter-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waiter\nVersion: 1.0\n")
@@ -181,3 +182,10 @@ def test_a_package_that_two_distributions_install_is_found(
     monkeypatch.delitem(sys.modules, "serve", raising=False)
     (warning,) = packages.find_foreign()
     assert warning.startswith(f"serve: waiter may have overwritten Octet's in {other / 'serve'}")
+
+
+def test_help_loads_no_numerical_library() -> None:
+    code = "import sys, octet_cli.main; print({'numpy', *sys.argv[1:]} & sys.modules.keys())"
+    command = [sys.executable, "-c", code, *HEAVY.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "set()\n"

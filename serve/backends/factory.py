@@ -1,5 +1,7 @@
 """Makes backends from their configuration; imports a kind's libraries only when it is used."""
 
+from typing import assert_never
+
 from octet.errors import OctetError
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
@@ -20,7 +22,8 @@ def make_backend(model: str, config: BackendConfig) -> Backend:
         from serve.backends.openai_http import OpenAiHttpBackend
 
         return OpenAiHttpBackend(model, config)
-    assert isinstance(config, TritonConfig), config
+    if not isinstance(config, TritonConfig):
+        assert_never(config)
     try:
         from serve.backends.triton_grpc import TritonBackend
     except ModuleNotFoundError as error:

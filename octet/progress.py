@@ -1,43 +1,92 @@
-"""Shows a progress bar over tokens, with their rate and the time left."""
+"""Shows progress bars, with their rate and the time left; none without a console."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
-__all__ = ["Spread", "progress_bar"]
+__all__ = ["Bars", "Spread", "progress_bar", "progress_bars"]
 
 
-class _RateColumn(TextColumn):
-    def __init__(self) -> None:
-        super().__init__("")
+class _Done(ProgressColumn):
+    """Work done, work in all, and the rate, in `unit`s or, with "bytes", in kB, MB and so on."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
 
     def render(self, task: Task) -> Text:
+        done, total = int(task.completed), int(task.total or 0)
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} tokens/s")
+        if self._unit == "bytes":
+            rate = "" if speed is None else f" {decimal(int(speed))}/s"
+            return Text(f"{decimal(done)}/{decimal(total)}{rate}")
+        rate = "" if speed is None else f" {speed:,.0f} {self._unit}/s"
+        return Text(f"{done:,}/{total:,} {self._unit}{rate}")
+
+
+class Bars:
+    """Any number of bars on one console, each by its name."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Sets a bar to `done` of `total`; adds it if it is new."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total)
+        self._progress.update(self._tasks[name], completed=done)
+
+    def advance(self, name: str, more: int) -> None:
+        """Moves a bar that `update` added on."""
+        self._progress.advance(self._tasks[name], more)
+
+    def remove(self, name: str) -> None:
+        self._progress.remove_task(self._tasks.pop(name))
+
+
+@contextmanager
+def progress_bars(
+    console: Console | None, unit: str = "tokens", *, transient: bool = False
+) -> Iterator[Bars]:
+    """Yields bars that count `unit`s; `transient` ones disappear at the end."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Done(unit),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    hidden = console is None
+    with Progress(*columns, console=console, transient=transient, disable=hidden) as progress:
+        yield Bars(progress)
 
 
 @contextmanager
 def progress_bar(
-    console: Console | None, description: str, tokens: int
+    console: Console | None,
+    description: str,
+    total: int,
+    unit: str = "tokens",
+    *,
+    transient: bool = False,
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances the bar by a number of tokens; no bar without a console."""
-    if console is None:
-        yield lambda done: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,} tokens"),
-        _RateColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(description, total=tokens)
-        yield lambda done: progress.advance(task, done)
+    """Yields a function that advances one bar by a number of `unit`s."""
+    with progress_bars(console, unit, transient=transient) as bars:
+        bars.update(description, 0, total)
+        yield lambda more: bars.advance(description, more)
 
 
 class Spread:
@@ -45,13 +94,13 @@ class Spread:
 
     def __init__(self, advance: Callable[[int], None], total: int, steps: int) -> None:
         self._advance, self._total, self._steps = advance, total, steps
-        self._done = self._told = 0
+        self._done = self._reached = 0
 
     def step(self, steps: int = 1) -> None:
         self._done += steps
         reached = self._total * self._done // max(self._steps, 1)
-        self._advance(reached - self._told)
-        self._told = reached
+        self._advance(reached - self._reached)
+        self._reached = reached
 
     def finish(self) -> None:
         """Advances by the remaining tokens, if less work was needed."""

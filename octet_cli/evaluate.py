@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from octet.errors import BackendError, ConfigError, OctetError, RequestError
+from octet.progress import progress_bars
 from octet_cli.options import Json, TextField, console_for
 
 if TYPE_CHECKING:
     from octet.statistics import Interval
     from verify.evaluation.comparison import Comparison
-    from verify.evaluation.evaluator import Advance
     from verify.evaluation.lm_eval import Harness
     from verify.evaluation.scores import Evaluation
     from verify.evaluation.target import AskedByUrl
@@ -114,8 +112,10 @@ def evaluate(
         )
         vocabularies = [target.vocabulary for target in every if target.vocabulary is not None]
         k = min([top_k, *vocabularies])
-        with _kept(out), _progress(console) as advance:
-            evaluation = score(opened, origin, sequences, k=k, out=out, advance=advance, note=_note)
+        with _kept(out), progress_bars(console, transient=True) as bars:
+            evaluation = score(
+                opened, origin, sequences, k=k, out=out, advance=bars.update, note=_note
+            )
         _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
     figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json)
@@ -228,26 +228,3 @@ def _kept(out: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         _note(hint)
         raise
-
-
-@contextmanager
-def _progress(console: Console | None) -> "Iterator[Advance]":
-    """Shows a bar for each target, over predicted tokens; none without a console."""
-    if console is None:
-        yield lambda name, done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(escape(name), total=total)
-            progress.update(tasks[name], completed=done)
-
-        yield advance

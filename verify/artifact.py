@@ -14,16 +14,16 @@ A checkpoint without a manifest was written by another tool; `model` is compared
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import sha256_file
+from octet.progress import progress_bar
 from verify.checks.calibration import verify_calibration
 from verify.checks.checkpoint import verify_checkpoint
 from verify.checks.engine import verify_engine
@@ -157,18 +157,13 @@ def _verify_triton(
         )
 
 
-@contextmanager
-def _progress(console: Console | None, original: Original | None) -> Iterator[Advance]:
-    """Shows a progress bar over the elements of the model, if there is a `console`."""
-    if console is None or original is None:
-        yield lambda elements: None
-        return
-    total = sum(math.prod(shape) for shape in original.shapes.values())
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    columns_after = (TimeRemainingColumn(),)
-    with Progress(*columns, *columns_after, console=console, transient=True) as progress:
-        task = progress.add_task("Comparing", total=total)
-        yield lambda elements: progress.advance(task, elements)
+def _progress(
+    console: Console | None, original: Original | None
+) -> AbstractContextManager[Advance]:
+    """Shows a progress bar over the elements of the model, if that is known."""
+    sizes = () if original is None else map(math.prod, original.shapes.values())
+    shown = None if original is None else console
+    return progress_bar(shown, "Comparing", sum(sizes), "weights", transient=True)
 
 
 def check_files(path: Path, manifest: Manifest, found: Verification) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import MANIFEST_FILE, PLAN_FILE, Manifest
@@ -32,6 +31,7 @@ from octet.artifacts.serving_path import (
     bound_of,
 )
 from octet.errors import ExportError
+from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
 from verify.checks.cache import cache_of
 from verify.checks.findings import Divergence, Verification
@@ -96,12 +96,8 @@ def _of_checkpoint(
     # Prefers the prediction in float32: most CPUs are slower in bfloat16.
     wanted = _expectation(directory, ServingPath(kv_cache=cache, compute="float32"))
     golden = GoldenSet.load(directory)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    progress.disable = console is None
-    with progress:
-        total = sum(len(record.prompt_token_ids) for record in golden.records)
-        task = progress.add_task("Predicting next tokens", total=total)
+    total = sum(len(record.prompt_token_ids) for record in golden.records)
+    with progress_bar(console, "Predicting next tokens", total, transient=True) as advance:
         predicted = predict(
             original.checkpoint,
             manifest.recipe,
@@ -109,7 +105,7 @@ def _of_checkpoint(
             golden,
             [wanted.path if isinstance(wanted, Expectation) else wanted],
             weights=lambda name: written_weight(written, name),
-            advance=lambda tokens: progress.advance(task, tokens),
+            advance=advance,
         )
     measured = predicted.expectations[0]
     how = f"simulated: {measured.path.label}"

@@ -27,7 +27,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from export.accuracy_gate import Judge, finish
 from export.checkpoint.compressed_tensors import CompressedTensors
@@ -41,6 +40,7 @@ from export.source import Source, require_space
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
 from octet.model.chat_template import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
+from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
 from octet.storage.tensors import PendingTensor, TensorFile, pending, tensors_nbytes, write_tensors
 
@@ -106,18 +106,18 @@ def _write_shards(
     source: Source, directory: Path, shards: dict[str, Tensors], console: Console | None
 ) -> dict[str, str]:
     """Writes every shard and verifies its original; returns SHA-256 by file name."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    progress = Progress(*columns, console=console, transient=True, disable=console is None)
     total = sum(shard.path.stat().st_size for shard in source.checkpoint.shards)
     stop = threading.Event()
 
     def write(shard: TensorFile) -> str:
         written = _write_shard(source, shard, directory, shards[shard.path.name], stop)
-        progress.advance(task, shard.path.stat().st_size)
+        advance(shard.path.stat().st_size)
         return written
 
-    with progress, ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool:
-        task = progress.add_task("export", total=total)
+    with (
+        progress_bar(console, "export", total, "bytes", transient=True) as advance,
+        ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool,
+    ):
         writing = {x.path.name: pool.submit(write, x) for x in source.checkpoint.shards}
         try:
             return {name: future.result() for name, future in writing.items()}

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from octet.progress import progress_bars
 
 __all__ = ["progress_monitor"]
 
@@ -17,22 +18,22 @@ def progress_monitor(trt: Any, console: Console | None, stop: threading.Event) -
 
     Once `stop` is set, the builder ends at its next step.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=console is None) as bars:
+    with progress_bars(console, "steps", transient=True) as bars:
 
         class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # tensorrt is untyped
             def __init__(self) -> None:
                 trt.IProgressMonitor.__init__(self)
-                self.tasks: dict[str, TaskID] = {}
+                self.steps: dict[str, int] = {}  # of each phase under way
 
             def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-                self.tasks[phase] = bars.add_task(phase, total=steps)
+                self.steps[phase] = steps
+                bars.update(phase, 0, steps)
 
             def step_complete(self, phase: str, step: int) -> bool:
-                bars.update(self.tasks[phase], completed=step + 1)
+                bars.update(phase, step + 1, self.steps[phase])
                 return not stop.is_set()
 
             def phase_finish(self, phase: str) -> None:
-                bars.remove_task(self.tasks.pop(phase))
+                bars.remove(phase)
 
         yield Monitor()

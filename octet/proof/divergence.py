@@ -84,12 +84,12 @@ def _agreement(golden: GoldenSet, responses: Sequence[Response]) -> float:
 
     Counts as many golden tokens as each response has.
     """
-    asked = agree = 0
+    wanted = agree = 0
     for response in responses:
         record = golden.records[response.record]
-        asked += min(len(record.continuation_token_ids), len(response.tokens))
+        wanted += min(len(record.continuation_token_ids), len(response.tokens))
         agree += agreement(record, response)
-    return agree / asked if asked else math.nan
+    return agree / wanted if wanted else math.nan
 
 
 def _perplexity_change(golden: GoldenSet, responses: Sequence[Response]) -> float | None:
@@ -97,9 +97,13 @@ def _perplexity_change(golden: GoldenSet, responses: Sequence[Response]) -> floa
     excess, tokens = 0.0, 0
     for response in responses:
         record = golden.records[response.record]
-        told = [x for x in response.prompt_logprobs or () if x is not None]
-        if record.prompt_nll is None or not told or len(told) != len(record.prompt_token_ids) - 1:
+        returned = [x for x in response.prompt_logprobs or () if x is not None]
+        if (
+            record.prompt_nll is None
+            or not returned
+            or len(returned) != len(record.prompt_token_ids) - 1
+        ):
             continue
-        excess += -math.fsum(told) - record.prompt_nll
-        tokens += len(told)
+        excess += -math.fsum(returned) - record.prompt_nll
+        tokens += len(returned)
     return math.exp(min(excess / tokens, 700.0)) - 1 if tokens else None

@@ -47,10 +47,10 @@ class Answers:
     @classmethod
     def of(cls, golden: GoldenSet, responses: Sequence[Response]) -> "Answers":
         """Embeds `responses`; the last response to each record counts."""
-        told = {response.record: response for response in responses}
+        returned = {response.record: response for response in responses}
         found = {
             number: positions
-            for number, response in sorted(told.items())
+            for number, response in sorted(returned.items())
             if (positions := comparable(golden.records[number], response))
         }
         count = max((len(record.tops) for record in golden.records), default=0)
@@ -67,7 +67,7 @@ class Answers:
                 at = row, j
                 top = golden.records[number].tops[j]
                 reference[at][: len(top.logprobs)] = top.logprobs
-                shared[at], limit[at], served[at] = _outcomes(top, told[number].tops[j], tokens)
+                shared[at], limit[at], served[at] = _outcomes(top, returned[number].tops[j], tokens)
         records = np.array(list(found), np.int64)
         return cls(records, compared, shared, limit, served, np.exp(reference))
 
@@ -107,10 +107,10 @@ class Answers:
 
         The last two are all left-out tokens together, and the rest.
         """
-        told = np.where(self.shared, p, 0.0)
+        returned = np.where(self.shared, p, 0.0)
         whole = p.sum(-1, keepdims=True)
-        left_out = whole - told.sum(-1, keepdims=True)
-        return np.concatenate([told, left_out, np.maximum(1.0 - whole, 0.0)], -1)
+        left_out = whole - returned.sum(-1, keepdims=True)
+        return np.concatenate([returned, left_out, np.maximum(1.0 - whole, 0.0)], -1)
 
     def _coarse(self, p: Points) -> Points:
         """Embeds probabilities [..., n, positions, tokens] as points."""
@@ -124,17 +124,17 @@ class Answers:
 
 
 def _outcomes(
-    top: Top, told: Mapping[int, float], tokens: int
+    top: Top, returned: Mapping[int, float], tokens: int
 ) -> tuple[NDArray[np.bool_], float, Points]:
     """Returns for one position: the shared tokens, the limit of the others, and the point."""
     shared = np.zeros(tokens, bool)
     served = np.zeros(tokens + 2)
     for n, token in enumerate(top.token_ids):
-        if token in told:
+        if token in returned:
             shared[n] = True
-            served[n] = math.exp(told[token])
+            served[n] = math.exp(returned[token])
     served[-1] = max(1.0 - float(served.sum()), 0.0)
     left_out = len(top.token_ids) - int(shared.sum())
-    untold = max(1.0 - sum(map(math.exp, told.values())), 0.0)
-    limit = min(left_out * math.exp(min(told.values())), untold)
+    left = max(1.0 - sum(map(math.exp, returned.values())), 0.0)
+    limit = min(left_out * math.exp(min(returned.values())), left)
     return shared, limit, 2 * np.sqrt(served)

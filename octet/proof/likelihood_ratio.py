@@ -16,10 +16,10 @@ from octet.artifacts.scenarios import Hypothesis, HypothesisSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.hellinger import Answers
 from octet.proof.noise import Candidate, Noise, Values, distance, z_score
-from octet.proof.outliers import Tail, heaviness, tail
+from octet.proof.outliers import Outliers, find_outliers, heaviness
 from octet.proof.responses import Response
 
-__all__ = ["Contest"]
+__all__ = ["Comparison"]
 
 # Unquantized and in float32: this path is the reference itself.
 _REFERENCE = Hypothesis(
@@ -28,45 +28,47 @@ _REFERENCE = Hypothesis(
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """Scenarios and answers, on the comparable prompts."""
 
     answers: Answers
     candidates: dict[Hypothesis, Candidate]
-    honest: tuple[Hypothesis, ...]
+    conforming: tuple[Hypothesis, ...]
     lengths: tuple[int, ...]  # [n]: tokens of each prompt
-    _told: dict[tuple[Hypothesis, Hypothesis], float] = field(default_factory=dict, repr=False)
+    _separations: dict[tuple[Hypothesis, Hypothesis], float] = field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def of(
         cls,
         golden: GoldenSet,
         hypotheses: HypothesisSet,
-        honest: Sequence[ServingPath],
+        conforming: Sequence[ServingPath],
         responses: Sequence[Response],
     ) -> Self:
         """Takes all scenarios except those that were simulated on none of these prompts."""
         answers = Answers.of(golden, responses)
         points = {h: answers.points(x) for h, x in hypotheses.logprobs.items()}
-        if _REFERENCE not in points and not any(_bare(path) for path in honest):
+        if _REFERENCE not in points and not any(_bare(path) for path in conforming):
             points[_REFERENCE] = answers.reference[None]
         candidates = {
             h: Candidate(h, x) for h, x in points.items() if len(x) and not np.isnan(x).all()
         }
-        paths = tuple(h for h in candidates if h.fault is None and h.path in honest)
+        paths = tuple(h for h in candidates if h.fault is None and h.path in conforming)
         lengths = tuple(len(golden.records[n].prompt_token_ids) for n in answers.records)
         return cls(answers, candidates, paths, lengths)
 
     @classmethod
     def whole(
-        cls, golden: GoldenSet, hypotheses: HypothesisSet, honest: Sequence[ServingPath]
+        cls, golden: GoldenSet, hypotheses: HypothesisSet, conforming: Sequence[ServingPath]
     ) -> Self:
-        """Builds the contest on all golden records, with the reference's own answers."""
+        """Builds the comparison on all golden records, with the reference's own answers."""
         perfect = [
             Response(n, record.continuation_token_ids, tuple(top.mapping for top in record.tops))
             for n, record in enumerate(golden.records)
         ]
-        return cls.of(golden, hypotheses, honest, perfect)
+        return cls.of(golden, hypotheses, conforming, perfect)
 
     @cached_property
     def noise(self) -> Noise:
@@ -81,28 +83,30 @@ class Contest:
     @cached_property
     def best(self) -> Hypothesis:
         """The conforming path that explains the answers best."""
-        return max(self.honest, key=lambda h: float(np.nanmean(self.scores[h])))
+        return max(self.conforming, key=lambda h: float(np.nanmean(self.scores[h])))
 
     @cached_property
     def others(self) -> list[Hypothesis]:
-        return [h for h in self.candidates if h not in self.honest]
+        return [h for h in self.candidates if h not in self.conforming]
 
-    def against(self, other: Hypothesis, honest: Hypothesis) -> tuple[float, int]:
-        """Returns Vuong's z of `other` over `honest`, and the number of prompts."""
-        return z_score(self.scores[other] - self.scores[honest])
+    def against(self, other: Hypothesis, conforming: Hypothesis) -> tuple[float, int]:
+        """Returns Vuong's z of `other` over `conforming`, and the number of prompts."""
+        return z_score(self.scores[other] - self.scores[conforming])
 
-    def told(self, truth: Hypothesis, other: Hypothesis) -> float:
+    def separation(self, truth: Hypothesis, other: Hypothesis) -> float:
         """Returns the mean z of `truth` over `other` when repeats of `truth` act as the server.
 
         Both means leave out one repeat, so that neither is over more. 0 if `truth` was simulated
         only once.
         """
         key = truth, other
-        if key not in self._told:
-            self._told[key] = self._tell(self.candidates[truth], self.candidates[other])
-        return self._told[key]
+        if key not in self._separations:
+            self._separations[key] = self._measure_separation(
+                self.candidates[truth], self.candidates[other]
+            )
+        return self._separations[key]
 
-    def _tell(self, mine: Candidate, others: Candidate) -> float:
+    def _measure_separation(self, mine: Candidate, others: Candidate) -> float:
         if mine.repeats < 2:
             return 0.0
         found = []
@@ -122,7 +126,7 @@ class Contest:
         excess = self._logs(candidate, self.answers.served, None) - self._usual
         return z_score(excess, _margin(candidate))
 
-    def tail(self, hypothesis: Hypothesis) -> Tail:
+    def outliers(self, hypothesis: Hypothesis) -> Outliers:
         """Returns the prompts least likely under the scenario, and their probability.
 
         Distances count above the margin.
@@ -130,7 +134,7 @@ class Contest:
         candidate = self.candidates[hypothesis]
         excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
         known = np.flatnonzero(~np.isnan(excess))
-        found = tail(excess[known], [self.lengths[n] for n in known], self._heaviness)
+        found = find_outliers(excess[known], [self.lengths[n] for n in known], self._heaviness)
         return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
 
     def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
@@ -149,9 +153,9 @@ class Contest:
             other = distance(served, nothing)
         return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
 
-    def farther(self, hypothesis: Hypothesis, honest: Hypothesis) -> bool:
-        """Returns whether `hypothesis` is farther from the reference than `honest` is."""
-        mine, other = (self._from_reference(h) for h in (hypothesis, honest))
+    def farther(self, hypothesis: Hypothesis, conforming: Hypothesis) -> bool:
+        """Returns whether `hypothesis` is farther from the reference than `conforming` is."""
+        mine, other = (self._from_reference(h) for h in (hypothesis, conforming))
         return float(np.nanmean(mine - other)) > 0
 
     @property

@@ -27,7 +27,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tail", "exceeded", "heaviness", "tail"]
+__all__ = ["Outliers", "exceeded", "find_outliers", "heaviness"]
 
 _QUANTILES = (0.9, 0.95, 0.99)
 _PARTS = 4  # quarters of the prompts, by length
@@ -51,26 +51,26 @@ def exceeded(r: float, a: int) -> float:
 
 
 @dataclass(frozen=True)
-class Tail:
+class Outliers:
     """The group of prompts least likely under a conforming server, and its probability."""
 
     chance: float  # of such a group among conforming answers
     prompts: tuple[int, ...]  # indices, farthest first
 
 
-def tail(excess: NDArray[np.float64], lengths: Sequence[int], a: int) -> Tail:
-    """Returns the tail of `excess` [n]: r less a margin, for prompts of `lengths` tokens.
+def find_outliers(excess: NDArray[np.float64], lengths: Sequence[int], a: int) -> Outliers:
+    """Returns the outliers of `excess` [n]: r less a margin, for prompts of `lengths` tokens.
 
     The chance is 1 if there are no prompts.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
     groups = [order, *np.array_split(order, _PARTS)]
     found = [_worst(excess, group, a) for group in groups if len(group)]
-    least = min(found, key=lambda x: x.chance, default=Tail(1.0, ()))
+    least = min(found, key=lambda x: x.chance, default=Outliers(1.0, ()))
     return replace(least, chance=min(least.chance * len(groups), 1.0))
 
 
-def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Tail:
+def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Outliers:
     count = len(group)
     ranked = [int(n) for n in sorted(group, key=lambda n: -excess[n])]
     found = [
@@ -78,7 +78,7 @@ def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Tai
         for k, n in enumerate(ranked, start=1)
     ]
     chance, k = min(found)
-    return Tail(chance, tuple(ranked[:k]))
+    return Outliers(chance, tuple(ranked[:k]))
 
 
 @cache

@@ -30,7 +30,7 @@ class Response:
 def agreement(record: GoldenRecord, response: Response) -> int:
     """Counts the tokens that agree with the golden continuation before the first difference."""
     pairs = list(zip(record.continuation_token_ids, response.tokens, strict=False))
-    return next((n for n, (golden, told) in enumerate(pairs) if golden != told), len(pairs))
+    return next((n for n, (golden, returned) in enumerate(pairs) if golden != returned), len(pairs))
 
 
 def comparable(record: GoldenRecord, response: Response) -> list[int]:

@@ -59,8 +59,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Returns all fields, in JSON's types."""
         path = None if self.path is None else self.path.label
-        told: dict[str, Any] = _finite({**asdict(self), "path": path})
-        return told
+        data: dict[str, Any] = _finite({**asdict(self), "path": path})
+        return data
 
 
 _OUTCOMES = {
@@ -74,16 +74,16 @@ _OUTCOMES = {
 def sentence(
     outcome: Outcome,
     measured: Measure,
-    told: str,
+    against: str,
     cause: Cause | None,
     expected: Range | None = None,
 ) -> str:
-    """Returns one line for people; `told` names the expected range, or the bound."""
+    """Returns one line for people; `against` names the expected range, or the bound."""
     kl = range_text(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
     word = _OUTCOMES[outcome]
     if outcome == "worse" and expected is not None and measured.kl_mean <= expected.high:
         word = "other than expected"  # no farther from the reference, but in another direction
-    text = f"{word}: {kl} nats over {measured.prompts} prompts {told}"
+    text = f"{word}: {kl} nats over {measured.prompts} prompts {against}"
     return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
 
 

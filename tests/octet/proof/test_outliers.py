@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.proof.outliers import exceeded, heaviness, tail
+from octet.proof.outliers import exceeded, find_outliers, heaviness
 
 NONE = [1] * 64  # no prompt is longer than another
 
@@ -39,7 +39,7 @@ def test_without_repeats_the_tail_is_the_heaviest() -> None:
 
 def test_the_level_is_kept() -> None:
     """Of 2,000 honest servers at most 5 % have a chance of 5 %: Bonferroni makes it fewer."""
-    found = [tail(x, range(64), 5).chance < 0.05 for x in ratios(5, 2000, 64)]
+    found = [find_outliers(x, range(64), 5).chance < 0.05 for x in ratios(5, 2000, 64)]
     assert 0 < np.mean(found) <= 0.05
 
 
@@ -47,9 +47,9 @@ def test_few_that_are_far_off_and_many_that_are_a_little() -> None:
     honest = ratios(5, 64)
     far = honest.copy()
     far[7] = 6.0
-    found = tail(far, NONE, 5)
+    found = find_outliers(far, NONE, 5)
     assert found.chance < 1e-6 and found.prompts == (7,)
-    moved = tail(honest + 1.0, NONE, 5)
+    moved = find_outliers(honest + 1.0, NONE, 5)
     assert moved.chance < 1e-6 and len(moved.prompts) > 16
 
 
@@ -59,13 +59,13 @@ def test_the_longest_prompts_alone() -> None:
     lengths = rng.permutation(64)
     values = np.clip(ratios(5, 64), None, 1.0)
     values[lengths >= 48] = 1.7
-    found = tail(values, lengths.tolist(), 5)
+    found = find_outliers(values, lengths.tolist(), 5)
     assert found.chance < 1e-6
-    assert found.chance < tail(values, NONE, 5).chance / 10
+    assert found.chance < find_outliers(values, NONE, 5).chance / 10
     assert {int(lengths[n]) for n in found.prompts} == set(range(48, 64))
 
 
 def test_one_prompt_and_none() -> None:
-    assert tail(np.array([9.0]), [3], 5).chance < 1e-4
-    assert tail(np.array([]), [], 5).chance == 1.0
-    assert math.isclose(tail(np.array([-9.0]), [3], 5).chance, 1.0)
+    assert find_outliers(np.array([9.0]), [3], 5).chance < 1e-4
+    assert find_outliers(np.array([]), [], 5).chance == 1.0
+    assert math.isclose(find_outliers(np.array([-9.0]), [3], 5).chance, 1.0)

@@ -7,7 +7,7 @@ objects take longer than the rest of the gateway together.
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,7 +22,6 @@ from serve.api.text import Chats, Completions
 from serve.api.tokens import Detokenize, Tokenize
 from serve.config import GatewayConfig
 from serve.gateway.state import Gateway
-from serve.http import docs_page
 from serve.http.admin import admin_router, probe_router
 from serve.http.observe import Observe
 from serve.http.openapi import document
@@ -105,12 +104,6 @@ def _pages(gateway: Gateway, endpoints: dict[str, _Endpoint]) -> FastAPI:
     @app.get("/openapi.json")
     def openapi() -> JSONResponse:
         return JSONResponse(described())
-
-    @app.get("/docs")
-    def docs(request: Request) -> HTMLResponse:
-        model = next(iter(gateway.config.models))
-        page = docs_page.render(described(), str(request.base_url), model)
-        return HTMLResponse(page, headers=docs_page.headers())
 
     _status_routes(app, gateway)
     app.include_router(probe_router(gateway))

@@ -94,7 +94,11 @@ MALFORMED: dict[str, bytes] = {
     "length": b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
     "two lengths": b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     "length and chunks": (POST % 3)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a length below 0": b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    "a list of lengths": b"POST / HTTP/1.1\r\nContent-Length: 5, 5\r\n\r\nhello",
+    "another coding than chunks": CHUNKED.replace(b"chunked", b"chunked, gzip") + b"0\r\n\r\n",
     "chunk size": CHUNKED + b"xyz\r\n",
+    "a chunk longer than its size": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
     "a tunnel": b"CONNECT other:443 HTTP/1.1\r\nHost: other\r\n\r\n",
 }
 

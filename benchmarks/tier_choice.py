@@ -17,7 +17,7 @@ from card import conditions, report
 
 from octet.proof.divergence import Measure
 from octet.proof.verdict import Verdict
-from serve.api.request.headers import provenance, requested_tier
+from serve.api.request.exchange import provenance, requested_tier
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import GatewayConfig, HttpConfig
 from serve.members.proof_state import MemberProof

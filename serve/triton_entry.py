@@ -19,8 +19,7 @@ from typing import Any, Self
 
 from octet.errors import BackendError, BackendUnavailable, ConfigError, OctetError, RequestError
 from serve.backends.embedded import Loaded, load_export
-from serve.engine.engine import Delivery, Engine
-from serve.engine.generation import Generation
+from serve.engine.engine import Delivery, Engine, Generation
 from serve.engine.request import Event, Finished
 from serve.engine.tokenizer import Tokenizer
 from serve.runner.protocol import Runner

@@ -16,8 +16,7 @@ from octet.model.spec import ModelSpec
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.chat_template import ChatTemplate
 from serve.engine.tokenizer import Tokenizer
-from serve.runner.cache import CacheDtype, SlotCache
-from serve.runner.protocol import Runner, StepBatch
+from serve.runner.protocol import CacheDtype, Runner, SlotCache, StepBatch
 
 END = 256  # <|end|>: the end token of the byte vocabulary
 VOCABULARY = 257

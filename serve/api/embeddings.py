@@ -5,9 +5,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from octet.errors import UnsupportedField
-from serve.admission.estimate import prompt_tokens
-from serve.api.answer import Answer
-from serve.api.operation import Call
+from serve.admission.admission import prompt_tokens
+from serve.api.operation import Answer, Call
 from serve.api.relay import open_relay
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
 from serve.backends.base import Backend, RelayingBackend

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from octet.errors import BackendError
-from serve.api.answer import Tally
+from serve.api.operation import Tally
 from serve.backends.openai_errors import from_event
 
 __all__ = [

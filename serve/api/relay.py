@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeGuard
 
 from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
-from serve.api.answer import EVENT_STREAM, JSON, Answer, Tally
 from serve.api.errors import error_bytes
 from serve.api.events import (
     EventReader,
@@ -24,7 +23,7 @@ from serve.api.events import (
     lost_by_abort,
     read_usage,
 )
-from serve.api.operation import Call
+from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally
 from serve.backends.base import Backend, Relay, RelayingBackend
 from serve.backends.openai_errors import failure, from_event
 

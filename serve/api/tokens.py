@@ -11,11 +11,10 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.errors import NeedsTokenizer, RequestError
-from serve.api.answer import JSON, Answer
-from serve.api.chat import plain_messages
-from serve.api.operation import Call
+from serve.api.operation import JSON, Answer, Call
 from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
+from serve.api.text import plain_messages
 from serve.api.unsupported import refuse_unsupported
 from serve.backends.base import Backend, RelayingBackend
 from serve.engine.tokenizer import Tokenizer

@@ -13,8 +13,7 @@ from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model.spec import ModelSpec
 from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
 from serve.config import EmbeddedConfig
-from serve.engine.engine import Delivery, Engine, EngineStats
-from serve.engine.generation import Generation
+from serve.engine.engine import Delivery, Engine, EngineStats, Generation
 from serve.engine.load import load_runner
 from serve.engine.request import Event, Finished, GenerateRequest
 from serve.engine.tokenizer import Tokenizer

@@ -17,9 +17,8 @@ from octet.errors import BackendUnavailable
 from serve.backends.triton_prompt import prompt_ids, prompt_text, unsupported
 from serve.backends.triton_tensors import Inputs, Outputs, Signature
 from serve.backends.triton_vllm import NO_LIMIT
-from serve.engine.detokenizer import StopChecker
 from serve.engine.request import Delta, Event, Finished, GenerateRequest, Usage
-from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer import StopChecker, Tokenizer
 
 __all__ = ["IdsDialect", "TextDialect"]
 

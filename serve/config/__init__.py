@@ -2,7 +2,7 @@
 
 from serve.config.access import Access, Admin, KeyConfig
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
-from serve.config.gateway import GatewayConfig, Limits, Listen
+from serve.config.gateway import GatewayConfig, Limits, Listen, Logs, Traces
 from serve.config.models import Canary, ModelConfig, Shadow
 from serve.config.pools import (
     Admission,
@@ -16,7 +16,6 @@ from serve.config.pools import (
     Timeouts,
 )
 from serve.config.proof import Proof, Tier
-from serve.config.telemetry import Logs, Traces
 
 __all__ = [
     "Access",

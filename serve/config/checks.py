@@ -3,24 +3,33 @@
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
-from serve.config import tier_checks as tiers
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
 from serve.config.document import Document, Loc, Problem
 from serve.config.gateway import GatewayConfig
 from serve.config.load import refuse, validated
 from serve.config.models import ModelConfig
-from serve.config.pools import DnsDiscovery, PoolConfig
+from serve.config.pools import DnsDiscovery, FileDiscovery, PoolConfig
 from serve.config.problems import problems_of
 from serve.config.section import Section, tag
 
-__all__ = ["at_address", "load_config", "needs_model", "pools_of", "problems", "warnings"]
+__all__ = [
+    "at_address",
+    "is_measured",
+    "load_config",
+    "needs_model",
+    "pools_of",
+    "problems",
+    "warnings",
+]
 
 _BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
+_NO_TIERS = ": the file has no `tiers`"
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
@@ -38,7 +47,7 @@ def load_config(path: Path) -> GatewayConfig:
 
 def problems(config: GatewayConfig) -> list[Problem]:
     """Lists problems in the documentation's order: access, names, tiers, pools, models."""
-    found = [*_access(config), *_names(config), *tiers.problems(config)]
+    found = [*_access(config), *_names(config), *_tiers(config)]
     for name, loc, pool in pools_of(config):
         found += _pool(config, name, loc, pool)
     for name, model in config.models.items():
@@ -51,8 +60,10 @@ def warnings(config: GatewayConfig) -> list[str]:
     unused = [name for name in config.pools if not config.models_of(name)]
     now = datetime.now(UTC)
     expired = [key for key in config.access.keys if key.expires is not None and key.expires <= now]
+    refused = config.tiers and not any(map(is_measured, config.all_pools.values()))
+    tiers = "tiers: no pool is measured (see `proof`): each request of a tier will be refused"
     return [
-        *tiers.warnings(config),
+        *([tiers] if refused else []),
         *(f"pools.{name}: no model uses it; it is not started" for name in unused),
         *(f"access.keys: the key '{key.name}' expired at {key.expires}" for key in expired),
     ]
@@ -201,3 +212,49 @@ def _twice(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
         if value in seen:
             yield (*loc, i, key), f"'{value}' is there twice"
         seen.add(value)
+
+
+def is_measured(pool: PoolConfig) -> bool:
+    """Decides whether the pool has, or may get, golden records to measure its backends by.
+
+    An embedded backend brings its own, and a file of backends may list one.
+    """
+    own = any(isinstance(backend, EmbeddedConfig) for backend in pool.backends)
+    listed = any(isinstance(source, FileDiscovery) for source in pool.discover)
+    return pool.proof.enabled and (pool.proof.golden is not None or own or listed)
+
+
+def _tiers(config: GatewayConfig) -> Iterator[Problem]:
+    for (before, above), (name, tier) in pairwise(config.tiers.items()):
+        loc: Loc = ("tiers", name, "max_kl")
+        if tier.max_kl == above.max_kl:
+            yield loc, f"is the budget of '{before}' too: one tier of the two is enough"
+        elif tier.max_kl < above.max_kl:
+            yield loc, f"is smaller than that of '{before}': list the most exact tier first"
+    for name, model in config.models.items():
+        named = list(_named(("models", name), model))
+        for where, tier_name in named:
+            if tier_name not in config.tiers:
+                known = nearest(tier_name, config.tiers) if config.tiers else _NO_TIERS
+                yield where, f"unknown tier '{tier_name}'{known}"
+        if named and not any(is_measured(pool) for pool in _pools(config, name, model)):
+            message = "no pool of the model is measured: give one golden records, under `proof`"
+            yield named[0][0], message
+
+
+def _named(loc: Loc, model: ModelConfig) -> Iterator[tuple[Loc, str]]:
+    """Yields each tier that the model names, with its place in the file."""
+    if model.tier is not None:
+        yield (*loc, "tier"), model.tier
+    for alias, tier in model.tier_aliases.items():
+        yield (*loc, "tier_aliases", alias), tier
+
+
+def _pools(config: GatewayConfig, name: str, model: ModelConfig) -> Iterator[PoolConfig]:
+    """Yields the known pools that tiers choose from; unknown ones are reported elsewhere.
+
+    A canary gets only a share of the requests, so it cannot keep a tier for the others.
+    """
+    known = config.all_pools
+    main, *_ = model.answering(name)
+    return (known[pool] for pool in (main, *model.fallback) if pool in known)

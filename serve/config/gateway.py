@@ -1,6 +1,6 @@
 """The gateway's configuration file: YAML, validated whole before anything starts."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -9,10 +9,24 @@ from serve.config.load import load
 from serve.config.models import ModelConfig
 from serve.config.pools import PoolConfig
 from serve.config.proof import Tier
-from serve.config.section import Count, Integer, Name, Number, Port, Seconds, Section
-from serve.config.telemetry import Logs, Traces
+from serve.config.section import Count, Fraction, Integer, Name, Number, Port, Seconds, Section
 
-__all__ = ["GatewayConfig", "Limits", "Listen"]
+__all__ = ["GatewayConfig", "Limits", "Listen", "Logs", "Traces"]
+
+
+class Logs(Section):
+    """Logs, written to standard error."""
+
+    format: Literal["text", "json"] = "text"
+    access: bool = False  # one line per request
+    prompts: bool = False  # its prompt too
+
+
+class Traces(Section):
+    """OpenTelemetry spans, over OTLP/HTTP; needs `pip install 'octet-llm[traces]'`."""
+
+    endpoint: str | None = None  # such as http://127.0.0.1:4318; null: none
+    sample: Fraction = 1.0
 
 
 class Listen(Section):

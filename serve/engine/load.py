@@ -18,6 +18,6 @@ def load_runner(path: Path, threads: int = 0, device: int = 0) -> Runner:
         from serve.tensorrt.runner import TensorRTRunner
 
         return TensorRTRunner(path, device=device)
-    from serve.onnx.runner import OnnxRunner  # loads ONNX Runtime
+    from serve.runner.onnx import OnnxRunner  # loads ONNX Runtime
 
     return OnnxRunner(path, threads=threads)

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve.runner.cache import Slots
-from serve.runner.protocol import CHUNK, Runner, StepBatch
+from serve.runner.protocol import CHUNK, Runner, Slots, StepBatch
 
 __all__ = ["DECODED", "PromptSteps", "teacher_forced"]
 

@@ -12,12 +12,11 @@ from serve.access.keys import Keys
 from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig, checks
 from serve.config.checks import load_config
 from serve.gateway.discovery import origin_of
-from serve.gateway.epoch import Epoch, all_of
-from serve.gateway.state import Gateway
+from serve.gateway.state import Epoch, Gateway, all_of
 from serve.gateway.unproven import unproven
 from serve.proof.exam import Exams
 from serve.routing import Member, Pool, Routes
-from serve.routing.provers import Provers
+from serve.routing.members import Provers
 
 __all__ = ["Change", "reload", "reload_from"]
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,13 +13,65 @@ from serve.admission.errors import shutting_down
 from serve.config import GatewayConfig
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
-from serve.gateway.epoch import Entry, Epoch, all_of
 from serve.routing import Pool, Routes
 from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.traces import tracing_from
 
-__all__ = ["Gateway"]
+__all__ = ["Entry", "Epoch", "Gateway", "all_of"]
+
+
+class Epoch:
+    """One configuration in use; it lasts until the last request that arrived under it ends."""
+
+    def __init__(self, config: GatewayConfig, routes: Routes, keys: Keys) -> None:
+        self.config = config
+        self.routes = routes
+        self.keys = keys
+        self.running = 0  # requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> "Entry":
+        self.running += 1
+        self._idle.clear()
+        return Entry(self)
+
+    def leave(self) -> None:
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    async def ended(self) -> None:
+        """Waits until no request is left. Another epoch has begun by then, so none is added."""
+        await self._idle.wait()
+
+
+class Entry:
+    """A request that is counted as running until it leaves."""
+
+    __slots__ = ("_epoch", "config", "keys", "routes")
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.config = epoch.config
+        self.routes = epoch.routes
+        self.keys = epoch.keys
+        self._epoch: Epoch | None = epoch
+
+    def leave(self) -> None:
+        """Stops counting the request. Safe to call twice."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.leave()
+
+
+async def all_of(steps: Iterable[Awaitable[None]]) -> None:
+    """Awaits all at once; once all have ended, raises the first failure, if any."""
+    outcomes = await asyncio.gather(*steps, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
 
 _log = logging.getLogger(__name__)
 

@@ -78,8 +78,8 @@ class Member:
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
         self.on_doubt: Callable[[], None] | None = None  # set while a health check runs
-        self.looked_into = asyncio.Event()  # set while it is not doubtful
-        self.looked_into.set()
+        self.checked = asyncio.Event()  # set while it is not doubtful
+        self.checked.set()
 
         self.proof: MemberProof | None = None  # None: no proof is required
         self.generation = 0  # counts its incarnations, and the proofs that were withdrawn
@@ -195,7 +195,7 @@ class Member:
         self.last_error = error
         if self.on_doubt is not None and self.reachable:
             self.reachable, self.doubtful = False, True
-            self.looked_into.clear()
+            self.checked.clear()
             self.changed()
             self.on_doubt()
 
@@ -246,7 +246,7 @@ class Member:
 
     def _settle(self) -> None:
         self.doubtful = False
-        self.looked_into.set()
+        self.checked.set()
 
     def _full(self) -> bool:
         return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
@@ -309,7 +309,7 @@ class Lease:
 
     async def outlived(self) -> bool:
         """Waits for a pending health check; returns whether another incarnation runs by now."""
-        await self.member.looked_into.wait()
+        await self.member.checked.wait()
         return self.member.generation != self._generation
 
     def progressed(self) -> None:

@@ -17,7 +17,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.members.proof_state import ProofState
 from serve.proof.exam import Exam
-from serve.proof.result import Probed, Unprovable
+from serve.proof.probe import Probed, Unprovable
 
 __all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
 

@@ -26,12 +26,11 @@ from serve.config.proof import Proof
 from serve.members.member import Member
 from serve.members.proof_state import MemberProof, ProofState, measured
 from serve.proof.admission import OVER, Examined, examine, silent
-from serve.proof.backoff import REFUSED_S, UNCLEAR_S, Backoff, allowance
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
 from serve.proof.recheck import Rounds
 
-__all__ = ["Prover"]
+__all__ = ["REFUSED_S", "UNCLEAR_S", "Backoff", "Prover", "allowance"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # no event signals that enough has been served, or a breaker's time is over
@@ -299,3 +298,38 @@ class Prover:
         }
         fields |= {"artifact": self.proof.identity, "probe_tokens": self.proof.tokens}
         _log.log(level, "%s/%s %s", member.pool, member.name, line, extra={"fields": fields})
+
+
+# Delay before the first try, and the longest before a later one:
+UNCLEAR_S = (1.0, 60.0)  # if it did not answer, most likely because it is busy
+REFUSED_S = (10.0, 600.0)  # if its answers are wrong or inconclusive: somebody may repair it
+_SPREAD = 0.25  # jitter, as a fraction of the delay: gateways that start together drift apart
+
+
+class Backoff:
+    """A delay that doubles from one try to the next."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng.uniform
+        self._tries = 0
+
+    def reset(self) -> None:
+        self._tries = 0
+
+    def next(self, limits: tuple[float, float]) -> float:
+        """Returns the seconds until the next try, within `limits` apart from the jitter."""
+        first, most = limits
+        wait_s = min(first * 2.0 ** min(self._tries, 30), most)
+        self._tries += 1
+        return wait_s * self._random(1 - _SPREAD, 1 + _SPREAD)
+
+
+def allowance(share: float, served: int, spent: int) -> int:
+    """Returns the tokens that the next probe may take: probes get at most `share` of all tokens.
+
+    `served` counts clients' tokens; `spent` counts those of every probe so far, admissions
+    included. After an expensive probe, later ones wait until enough has been served.
+    """
+    if share >= 1.0:
+        return 2**31
+    return int(share * served / (1.0 - share)) - spent

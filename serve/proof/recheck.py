@@ -13,7 +13,7 @@ from serve.backends.base import Backend
 from serve.members.proof_state import ProofState
 from serve.proof.admission import WRONG, Examined
 from serve.proof.exam import Exam
-from serve.proof.result import Probed, Unprovable
+from serve.proof.probe import Probed, Unprovable
 
 __all__ = ["WINDOW", "Rounds"]
 

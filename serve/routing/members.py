@@ -6,16 +6,17 @@ A member that leaves gets no more requests. It is closed once, however many call
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from serve.config import PoolConfig
 from serve.members.member import Member
 from serve.proof.prover import Prover
 from serve.routing.health import Watch
-from serve.routing.provers import Provers
 
-__all__ = ["Closing", "Watches"]
+__all__ = ["Closing", "Provers", "Watches"]
+
+Provers = Mapping[Member, Prover | None]  # None: no proof is required
 
 
 class Watches:

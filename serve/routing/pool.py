@@ -1,11 +1,13 @@
 """A pool of interchangeable backends, and the choice of the one that gets the next request."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -14,23 +16,38 @@ from serve.backends.factory import make_backend
 from serve.config import BackendConfig, PoolConfig
 from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of
-from serve.routing.ejection import (
-    LONGEST_WAIT_S,
-    may_eject,
-    one_is_well,
-    room,
-    spare_the_last,
-    wait_s,
-)
-from serve.routing.members import Closing, Watches
+from serve.proof.prover import Prover
+from serve.routing.members import Closing, Provers, Watches
 from serve.routing.policies import Ask, Policy, make_policy
-from serve.routing.provers import Proven, Provers, examined, make_provers, proven_by
 from serve.routing.retry_budget import RetryBudget
 
-__all__ = ["FIRST_PROOF_S", "Pool"]
+__all__ = ["FIRST_PROOF_S", "Pool", "Proven"]
 
 FIRST_PROOF_S = 10.0  # longest wait of a start for the first verdicts
+LONGEST_WAIT_S = 60.0  # largest estimate of when a backend may be available
+_PROOF_S = 2.0  # approximate duration of a whole probe, used until one has ended
 _FRESH_REPORTS = 3  # load intervals; older load reports are ignored
+
+
+@dataclass(frozen=True)
+class Proven:
+    """Figures of the serving member that is furthest from the reference."""
+
+    kl: float | None = None  # nats, upper bound, 95 % confidence; None: some member's is unknown
+    kl_low: float | None = None  # nats, lower bound
+    artifact: str | None = None  # identity of its manifest
+
+
+def _proven_by(members: Iterable[Member]) -> Proven:
+    """Returns no figures if any serving member is unmeasured, since it may get a request."""
+    proofs = [member.proof for member in members if member.up]
+    found = [(kl, proof) for proof in proofs if proof and (kl := proof.measured_kl) is not None]
+    if not found or len(found) < len(proofs):
+        named = next((proof.identity for proof in proofs if proof is not None), None)
+        return Proven(artifact=named)
+    kl, worst = max(found, key=lambda pair: pair[0])
+    assert worst.verdict is not None
+    return Proven(kl, worst.verdict.measure.kl_low, worst.identity)
 
 
 class Pool:
@@ -111,23 +128,42 @@ class Pool:
                 return None
         return self._policy.pick(members, ask)
 
-    async def looked_into(self, tried: Collection[Member] = ()) -> bool:
+    async def checked(self, tried: Collection[Member] = ()) -> bool:
         """Waits for the check of doubtful members that need a proof; True if one is available now.
 
         They must still be in the incarnation that was proven. Members in `tried` are ignored.
         """
         doubtful = [m for m in self.members if m.doubtful and m.proof and m not in tried]
-        return bool(doubtful) and await one_is_well(doubtful, self.config.health.timeout_s)
+        checks = [asyncio.ensure_future(member.checked.wait()) for member in doubtful]
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.health.timeout_s):
+                    for check in asyncio.as_completed(checks):
+                        await check
+                        if any(member.available for member in doubtful):
+                            return True
+        finally:
+            for check in checks:
+                check.cancel()
+        return False
 
-    async def room(self, tried: Collection[Member]) -> bool:
+    async def has_capacity(self, tried: Collection[Member]) -> bool:
         """Waits for a free slot at a full member not in `tried`; returns whether there is one."""
-        wait_s = self.config.admission.max_wait_s
-        return await room(lambda: [m for m in self.members if m not in tried], self._moved, wait_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.admission.max_wait_s):
+                while True:
+                    standings = {m.standing for m in self.members if m not in tried}
+                    if any(m.available for m in self.members if m not in tried):
+                        return True
+                    if standings.isdisjoint(("full", "trial")):
+                        return False
+                    self._moved.clear()
+                    await self._moved.wait()
+        return False
 
     def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
         """Estimates the seconds until one of these, or of all, may be available: 0.1 to 60."""
-        health, now = self.config.health, self._clock()
-        waits = [wait_s(member, health, now) for member in of or self.members if not member.leaving]
+        waits = (self._wait_s(member) for member in of or self.members if not member.leaving)
         return min(waits, default=LONGEST_WAIT_S)
 
     @property
@@ -229,8 +265,15 @@ class Pool:
         await self._gone.discard(member)
 
     async def examined(self, members: Sequence[Member], exams: Exams) -> Provers:
-        """Proves the members that stay and whose exam changes; returns their provers for `swap`."""
-        return await examined(members, await self._provers(members, exams), self._watches.provers)
+        """Proves the members that stay and whose exam changes; returns their provers for `swap`.
+
+        So backends are proven under new settings before these apply, and none is out meanwhile.
+        """
+        provers, now = await self._provers(members, exams), self._watches.provers
+        changed = {m: new for m, new in provers.items() if _key(new) != _key(now.get(m))}
+        probed = (p.admit() for m, p in changed.items() if p and m.reachable and m.ready)
+        await asyncio.gather(*probed)
+        return changed
 
     def swap(
         self,
@@ -294,15 +337,61 @@ class Pool:
         self._moved.set()
 
     def _refresh(self) -> None:
-        spare_the_last(self.members)
+        self._spare_the_last()
         self._available = [member for member in self.members if member.available]
         opened = (m.breaker.until for m in self.members if m.breaker.reopens_by_itself)
         self._reopens_at = min(opened, default=math.inf)
         self._stale = False
-        self._proven = proven_by(self.members)
+        self._proven = _proven_by(self.members)
 
     async def _provers(self, members: Sequence[Member], exams: Exams) -> Provers:
-        return await make_provers(members, exams, self._clock, self._rng)
+        """Makes a prover for each member, or None. Raises ArtifactError for unusable records."""
+        found: dict[Member, Prover | None] = {}
+        for member in members:
+            exam = await exams.find(member.config)
+            prover = None
+            if exam is not None:
+                prover = Prover(member, exam, exams.config, clock=self._clock, rng=self._rng)
+            found[member] = prover
+        return found
+
+    def _wait_s(self, member: Member) -> float:
+        """Estimates the seconds until `member` may be available again: at least 0.1, at most 60."""
+        standing, proof, now = member.standing, member.proof, self._clock()
+        seconds = 0.0
+        if standing == "ejected":
+            seconds = member.breaker.until - now
+        elif standing in ("unreachable", "not_ready"):
+            # A backend that has been out for long will be out for about as long again (Lindy's
+            # law).
+            since = now if member.out_since is None else member.out_since
+            seconds = max(now - since, self.config.health.reconnect_s)
+        elif standing in ("unproven", "refused") and proof is not None:
+            until_probe_s = 0.0 if proof.asking else max(proof.next_at - now, 0.0)
+            seconds = until_probe_s + (proof.seconds or _PROOF_S)
+        elif standing in ("full", "trial") and member.mean_lease_s is not None:
+            seconds = member.mean_lease_s / max(member.in_flight, 1)
+        return min(max(seconds, 0.1), LONGEST_WAIT_S)
 
     def _may_eject(self, candidate: Member) -> bool:
-        return may_eject(candidate, self.members, self.config.ejection.max_fraction)
+        """Decides whether counted failures may eject `candidate`: they may be the requests' fault.
+
+        Another member must serve, and counted failures may eject at most `ejection.max_fraction` of
+        all members (but always one).
+        """
+        others = [m for m in self.members if m is not candidate and m.reachable and m.ready]
+        ejected = sum(member.breaker.counted for member in others)
+        allowed = math.floor(self.config.ejection.max_fraction * len(self.members) + 1e-9)
+        return ejected < max(1, allowed) and any(m.standing in ("in", "full") for m in others)
+
+    def _spare_the_last(self) -> None:
+        """Readmits members that counted failures ejected, once no other member serves any more."""
+        if any(member.standing in ("in", "full") or member.doubtful for member in self.members):
+            return
+        for member in self.members:
+            if member.breaker.counted and member.reachable and member.ready:
+                member.breaker.spare()
+
+
+def _key(prover: Prover | None) -> object:
+    return None if prover is None else prover.exam.key

@@ -10,7 +10,7 @@ from typing import Any
 
 from octet.errors import RequestError
 from serve.config import Tier
-from serve.config.tier_checks import is_measured
+from serve.config.checks import is_measured
 from serve.routing.pool import Pool
 
 __all__ = ["ModelTier", "tiers_of"]

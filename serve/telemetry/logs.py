@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
-from serve.config.telemetry import Logs
+from serve.config.gateway import Logs
 from serve.telemetry.observation import Observation, current
 
 __all__ = ["json_line", "log_access", "logging_to"]

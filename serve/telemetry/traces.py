@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 from octet.errors import ConfigError
-from serve.config.telemetry import Traces
+from serve.config.gateway import Traces
 from serve.telemetry.observation import Tracing
 
 __all__ = ["tracing_from"]

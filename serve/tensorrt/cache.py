@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octet.errors import BackendError
 from octet.model.spec import ModelSpec
-from serve.runner.cache import Slots, window
+from serve.runner.protocol import Slots, window
 from serve.tensorrt.gpu import Gpu, Memory, aligned
 from serve.tensorrt.kernels import Arguments, Kernels
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from octet.errors import BackendError
 from octet.model.spec import ModelSpec
-from serve.runner.cache import window
-from serve.runner.protocol import StepBatch
+from serve.runner.protocol import StepBatch, window
 from serve.tensorrt.cache import DeviceCache, Window
 from serve.tensorrt.gpu import Gpu, Memory, PinnedMemory, aligned
 from serve.tensorrt.interface import Dtypes, Limits, caches_named

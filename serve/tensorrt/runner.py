@@ -13,8 +13,7 @@ from octet.artifacts.manifest import PLAN_FILE, Manifest
 from octet.errors import BackendError, ConfigError
 from octet.hardware.tensorrt_log import logger
 from octet.model.spec import ModelSpec
-from serve.runner.cache import CacheDtype
-from serve.runner.protocol import RunnerLost, StepBatch
+from serve.runner.protocol import CacheDtype, RunnerLost, StepBatch
 from serve.tensorrt.cache import DeviceCache
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.interface import Dtypes, Limits

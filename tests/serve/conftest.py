@@ -23,7 +23,7 @@ from serve.run import DrainingServer, bind, serve_gateway
 
 if TYPE_CHECKING:
     from octet.artifacts.golden import GoldenSet
-    from serve.onnx.runner import OnnxRunner
+    from serve.runner.onnx import OnnxRunner
     from tests.fake_servers import FakeOpenAI
     from tests.serve.fake_gpu import FakeGpu
     from tests.shared import Shared
@@ -129,7 +129,6 @@ async def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "api.request.attempts",
         "api.request.exchange",
-        "api.request.failures",
         "telemetry.observation",
     ):
         monkeypatch.setattr(f"serve.{module}.time", clock)
@@ -205,7 +204,7 @@ def engines(engine_calibration: Path) -> Callable[[str], Path]:
 def references(engine_calibration: Path) -> "Callable[[str], OnnxRunner]":
     """ONNX Runtime's runner of the same calibration, with a given cache."""
     from export.onnx.write import export_onnx
-    from serve.onnx.runner import OnnxRunner
+    from serve.runner.onnx import OnnxRunner
 
     def reference(cache: str) -> OnnxRunner:
         path = engine_calibration.parent / f"{cache}-onnx"

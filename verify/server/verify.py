@@ -92,7 +92,7 @@ async def _ask(
 
     Prompts that failed are sent again with the next look.
     """
-    from serve.proof.result import Unprovable
+    from serve.proof.probe import Unprovable
 
     looks = exam.looks(asked.seed, backend.context_length)
     if not looks:

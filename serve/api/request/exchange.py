@@ -7,7 +7,7 @@ away, and cancels this one if it does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -16,22 +16,29 @@ from starlette.types import Receive, Scope, Send
 from octet.errors import BackendError, OctetError, RequestError
 from serve.access.keys import Principal
 from serve.admission.errors import shutting_down
-from serve.api.answer import JSON, Answer, close, ended_in, events_in, is_comment
-from serve.api.body import require_json
 from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
-from serve.api.operation import Call, Operation
+from serve.api.operation import (
+    JSON,
+    Answer,
+    Call,
+    Operation,
+    close,
+    ended_in,
+    events_in,
+    is_comment,
+)
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
-from serve.api.request.headers import provenance, requested_tier
-from serve.api.request.receiving import disconnected, read_body
 from serve.api.request.shadow import cast_shadow
-from serve.api.schemas import parse_body
-from serve.gateway.epoch import Entry
-from serve.gateway.state import Gateway
+from serve.api.schemas import parse_body, require_json
+from serve.gateway.state import Entry, Gateway
+from serve.members.member import Member
+from serve.routing.pool import Pool
+from serve.routing.tiers import ModelTier
 from serve.telemetry.observation import Observation
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "disconnected", "provenance", "read_body", "requested_tier"]
 
 _log = logging.getLogger(__name__)
 
@@ -277,3 +284,86 @@ def _choices(body: Any) -> int:
         return 1
     prompts = getattr(body, "prompt", None)
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+    """Returns the whole body. Raises RequestError (413) if it is larger than `limit` bytes.
+
+    A Content-Length above the limit is refused before anything is read. A chunked body, which has
+    none, is refused as soon as it exceeds the limit. Raises ClientDisconnect if the client goes
+    away meanwhile.
+    """
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    pieces: list[bytes] = []
+    received = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(piece := message.get("body", b""))
+        received += len(piece)
+        if received > limit:
+            raise _too_large(limit)
+        if not message.get("more_body"):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone, or has its whole answer. Call it after reading the body."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(limit: int) -> RequestError:
+    message = f"the body is larger than the limit of {limit} bytes"
+    return RequestError(message, status=413, code="request_too_large")
+
+
+TIER = b"x-octet-tier"
+_DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
+
+
+def requested_tier(
+    headers: Mapping[bytes, bytes], fields: Sequence[tuple[bytes, bytes]]
+) -> str | None:
+    """Returns the client's X-Octet-Tier, or None without one. `fields` are its headers as sent.
+
+    Raises RequestError (400) if the header is there twice.
+    """
+    value = headers.get(TIER)
+    if value is None:
+        return None
+    if len(fields) > len(headers) and sum(name == TIER for name, _ in fields) > 1:
+        raise RequestError(
+            "X-Octet-Tier is there twice: name one tier",
+            param="X-Octet-Tier",
+            code="invalid_tier",
+        )
+    return value.decode("latin-1")
+
+
+def provenance(
+    pool: Pool | None, tier: ModelTier | None, member: Member | None = None
+) -> dict[str, str]:
+    """Returns the tier, precision and artifact of an answer of `member` of `pool`, as headers.
+
+    The tier is there only if one was requested: that one or, where it allows less exact answers,
+    the most exact tier that the pool fits, if any. The artifact is the one that `member` itself has
+    proven, because other members of the pool may serve another. The divergence is the pool's upper
+    bound, in nats.
+    """
+    headers: dict[str, str] = {}
+    if pool is None:
+        return headers
+    if tier is not None and (kept := tier.kept_by(pool)) is not None:
+        headers["x-octet-tier"] = kept
+    if pool.precision is not None:
+        headers["x-octet-precision"] = pool.precision
+    proof = None if member is None else member.proof
+    if proof is not None and proof.state == "proven":
+        headers["x-octet-artifact"] = proof.identity[:_DIGITS]
+    if (kl := pool.proven.kl) is not None:
+        headers["x-octet-divergence"] = f"{kl:.4g}"
+    return headers

@@ -19,7 +19,7 @@ from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from serve.onnx.rewrite import round_in_float32, store_e2m1_as_e4m3
+from serve.runner.onnx_rewrite import round_in_float32, store_e2m1_as_e4m3
 from tests.export.conftest import make_calibration
 from tests.export.runner import OnnxModel, decode, prefill_and_decode, random_ids
 from tests.models import GENERIC, KNOWN, write_model

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from octet.errors import RequestError
-from serve.access.keys import Keys
-from serve.access.principal import ANONYMOUS
+from serve.access.keys import ANONYMOUS, Keys
 from serve.config import Access, KeyConfig
 from tests.serve.clock import Clock
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.errors import RequestError
-from serve.access.keys import Keys
-from serve.access.principal import ANONYMOUS, Principal
+from serve.access.keys import ANONYMOUS, Keys, Principal
 from serve.admission.admission import Admission, Ticket
 from serve.admission.memory import Memory
 from serve.config import KeyConfig, Limits, PoolConfig

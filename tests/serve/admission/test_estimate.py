@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve.admission.estimate import PER_ATTACHMENT, PER_MESSAGE, prompt_tokens
+from serve.admission.admission import PER_ATTACHMENT, PER_MESSAGE, prompt_tokens
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": 12}'}}
 CASES: dict[str, tuple[Any, int]] = {

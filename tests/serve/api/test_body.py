@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.errors import RequestError
-from serve.api.body import LARGE, MAX_DEPTH, decode, require_json
-from serve.api.schemas import CompletionRequest, parse_body
+from serve.api.schemas import LARGE, MAX_DEPTH, CompletionRequest, decode, parse_body, require_json
 from serve.api.strict_json import MAX_VALUES, loads, loads_large
 from serve.config import Limits
 

@@ -3,10 +3,8 @@
 import json
 from typing import Any
 
-from serve.api.chat import ChatDialect
-from serve.api.completions import CompletionDialect
-from serve.api.generate import open_generate, requests_of
 from serve.api.schemas import ChatRequest, CompletionRequest, validate
+from serve.api.text import Chats, Completions, open_generate, requests_of
 from serve.config import Limits
 from tests.fakes import fake_backend
 
@@ -20,7 +18,7 @@ async def choices(**fields: Any) -> list[dict[str, Any]]:
     await backend.start()
     try:
         requests = requests_of(body, body.prompt, "id")
-        answer = await open_generate(backend, CompletionDialect(), body, requests)
+        answer = await open_generate(backend, Completions(), body, requests)
         pieces = [answer.first]
         if answer.rest is not None:
             pieces += [piece async for piece in answer.rest]
@@ -78,6 +76,6 @@ async def _chat(backend: Any, body: dict[str, Any]) -> dict[str, Any]:
     checked = validate(ChatRequest, body | {"logprobs": True}, Limits())
     prompts = [backend.chat_prompt(body["messages"])]
     requests = requests_of(checked, prompts, "id")
-    answer = await open_generate(backend, ChatDialect(), checked, requests)
+    answer = await open_generate(backend, Chats(), checked, requests)
     choice: dict[str, Any] = json.loads(answer.first)["choices"][0]
     return choice

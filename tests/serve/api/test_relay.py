@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.errors import BackendError, RequestError, UnsupportedField
-from serve.api.answer import Answer
-from serve.api.operation import Call
+from serve.api.operation import Answer, Call
 from serve.api.relay import AnsweredFailure, open_relay
 from serve.backends.base import Relay
 

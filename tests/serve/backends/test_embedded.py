@@ -10,8 +10,7 @@ import pytest
 from octet.errors import BackendError, BackendUnavailable
 from serve.backends.embedded import EmbeddedBackend
 from serve.config import EmbeddedConfig
-from serve.engine.engine import Delivery, Engine
-from serve.engine.generation import LEAST_S, MOST_S, Generation, Pace
+from serve.engine.engine import LEAST_S, MOST_S, Delivery, Engine, Generation, Pace
 from serve.engine.request import Delta, Finished, GenerateRequest
 from tests.fakes import FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.clock import Clock

@@ -15,8 +15,7 @@ import pytest
 from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.request import Delta
-from serve.runner.cache import SlotCache
-from serve.runner.protocol import StepBatch
+from serve.runner.protocol import SlotCache, StepBatch
 from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
 from tests.serve.engine_requests import ask, collect, expected, running, text_of, until
 

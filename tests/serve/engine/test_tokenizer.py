@@ -12,8 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers
 
 from octet.errors import ArtifactError, RequestError
 from serve.engine.chat_template import ChatTemplate
-from serve.engine.detokenizer import StopChecker
-from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer import StopChecker, Tokenizer
 from tests.fakes import END, byte_tokenizer
 
 BYTES = byte_tokenizer()

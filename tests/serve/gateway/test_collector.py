@@ -9,7 +9,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
 from octet.errors import BackendError
-from serve.access.principal import ANONYMOUS
+from serve.access.keys import ANONYMOUS
 from serve.backends.base import LoadReport
 from serve.gateway.state import Gateway
 from serve.routing import Pool

@@ -18,8 +18,8 @@ from serve.access.keys import Keys
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import Access, GatewayConfig
 from serve.config.checks import load_config
-from serve.gateway.epoch import Epoch
 from serve.gateway.reload import reload_from
+from serve.gateway.state import Epoch
 from serve.gateway.status import status as status_of
 from serve.routing import Routes
 from tests.fake_servers import FakeOpenAI

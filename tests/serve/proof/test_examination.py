@@ -11,7 +11,7 @@ import pytest
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
-from serve.proof.result import Failure, FailureKind, Probed
+from serve.proof.probe import Failure, FailureKind, Probed
 from tests.serve.proof.exams import FakeExam
 from tests.serve.proof.scene import ADDRESS, Scene, play
 from tests.serve.routing.stand_ins import Server

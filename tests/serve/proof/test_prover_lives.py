@@ -163,7 +163,7 @@ def test_a_lost_request_has_its_backend_looked_at_and_nobody_is_sent_there_meanw
         lost.failed(BackendUnavailable("reset", kind="lost"))
         lost.release()
         assert not scene.serves() and other.unsettled
-        assert await scene.pool.looked_into() and scene.serves()
+        assert await scene.pool.checked() and scene.serves()
         assert not await other.outlived() and scene.asked == 1
         other.release()
 

@@ -9,7 +9,7 @@ import pytest
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
-from serve.proof.result import FailureKind, Probed, Unprovable
+from serve.proof.probe import FailureKind, Probed, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, verdict
 from tests.serve.proof.scene import ADDRESS, Scene, play
 from tests.serve.proof.test_examination import Failing

@@ -2,9 +2,7 @@
 
 import pytest
 
-from serve.config import Health
 from serve.members.proof_state import MemberProof, ProofState
-from serve.routing.ejection import wait_s
 from tests.serve.routing.stand_ins import Server, pool_of
 
 
@@ -28,7 +26,6 @@ def test_one_without_proof_is_asked_when_its_next_probe_has_ended(
     proof = member.proof = MemberProof("x", "a", clock)
     proof.state, proof.asking, proof.seconds = state, asking, 1.5
     proof.next_at = clock.now + due_in_s
-    assert wait_s(member, Health(), clock.now) == pytest.approx(wait)
     assert pool.retry_after_s() == pytest.approx(wait)
 
 

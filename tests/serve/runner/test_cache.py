@@ -6,7 +6,7 @@ import pytest
 from octet.errors import ConfigError
 from octet.model.spec import ModelSpec
 from octet.numerics.formats import E5M2, decode
-from serve.runner.cache import SlotCache, window
+from serve.runner.protocol import SlotCache, window
 from tests.fakes import fake_spec
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve.config.telemetry import Logs
+from serve.config.gateway import Logs
 from serve.telemetry import logs
 from serve.telemetry.logs import log_access, logging_to
 from serve.telemetry.metrics import Metrics

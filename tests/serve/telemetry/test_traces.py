@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from octet.errors import ConfigError
-from serve.config.telemetry import Traces
+from serve.config.gateway import Traces
 from serve.telemetry import spans as span_exporter
 from serve.telemetry.observation import Observation
 from serve.telemetry.traces import tracing_from
@@ -231,7 +231,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
     code = (
         "import sys\n"
         "import serve.http.observe\n"
-        "from serve.config.telemetry import Traces\n"
+        "from serve.config.gateway import Traces\n"
         "from serve.telemetry.traces import tracing_from\n"
         "assert tracing_from(Traces()) is None\n"
         "assert 'opentelemetry.sdk' not in sys.modules\n"

@@ -15,8 +15,8 @@ from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
 from serve.config import EmbeddedConfig
 from serve.engine.load import load_runner
-from serve.onnx.runner import OnnxRunner
 from serve.routing import make_backend
+from serve.runner.onnx import OnnxRunner
 from serve.settings import settings_of
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner

@@ -22,7 +22,7 @@ from octet.errors import BackendError, BackendUnavailable, ConfigError, Unsuppor
 from octet.hardware.tensorrt_log import logger
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.request import Delta, GenerateRequest
-from serve.onnx.runner import OnnxRunner
+from serve.runner.onnx import OnnxRunner
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.runner import TensorRTRunner
 from tests.serve.engines import install

@@ -16,8 +16,7 @@ from serve.engine.load import load_runner
 from serve.engine.prompts import teacher_forced
 from serve.engine.sampler import log_softmax
 from serve.engine.tokenizer import Tokenizer
-from serve.runner.cache import Slots
-from serve.runner.protocol import Runner
+from serve.runner.protocol import Runner, Slots
 from verify.evaluation.target import Answer, top_k
 
 __all__ = ["Export"]

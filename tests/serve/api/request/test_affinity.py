@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from serve.api.request.affinity import ask_for
 from serve.config import Routing
+from serve.routing.policies import ask_for
 
 PREFIX = Routing(policy="prefix", prefix_chars=12)
 SESSION = Routing(policy="session", session_header="X-Chat")

@@ -10,8 +10,8 @@ import pytest
 
 from octet.errors import BackendUnavailable, RequestError
 from serve.admission.memory import Memory
-from serve.api import answer
-from serve.api.request.receiving import read_body
+from serve.api import operation
+from serve.api.request.exchange import read_body
 from tests.serve.api.request.test_attempts import pools
 from tests.serve.in_process import in_process
 from tests.serve.test_streams import Erratic
@@ -100,7 +100,7 @@ async def test_a_backend_that_never_lets_go_of_a_stream_holds_nothing_back(
             finally:
                 await asyncio.Event().wait()
 
-    monkeypatch.setattr(answer, "CLOSE_S", 0.05)
+    monkeypatch.setattr(operation, "CLOSE_S", 0.05)
     async with in_process(("fake", [Clinging([chunk()])])) as served:
         gone = asyncio.Event()
         body = BODY | {"stream": True}

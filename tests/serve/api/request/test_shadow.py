@@ -9,7 +9,7 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.config import ModelConfig, Shadow
-from serve.gateway.epoch import Epoch
+from serve.gateway.state import Epoch
 from serve.gateway.status import readiness
 from serve.gateway.status import status as status_of
 from serve.routing import Routes

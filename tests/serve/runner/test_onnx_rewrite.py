@@ -14,7 +14,7 @@ from octet.numerics import formats, microscaling
 from octet.numerics.bits import bf16_to_float32
 from octet.numerics.formats import E2M1, E4M3, round_to
 from octet.recipe import Recipe
-from serve.onnx.rewrite import read_past_as_float16, round_in_float32
+from serve.runner.onnx_rewrite import read_past_as_float16, round_in_float32
 
 ALL_BF16 = bf16_to_float32(np.arange(1 << 16, dtype=np.uint16))
 

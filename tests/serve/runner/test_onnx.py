@@ -11,8 +11,8 @@ from octet.errors import ArtifactError, UnsupportedError
 from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.request import Delta, GenerateRequest
-from serve.onnx.runner import OnnxRunner
-from serve.runner.cache import SlotCache
+from serve.runner.onnx import OnnxRunner
+from serve.runner.protocol import SlotCache
 from tests.export.conftest import make_calibration
 from tests.serve.runner_steps import forward, prompt_of
 

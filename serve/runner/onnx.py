@@ -3,8 +3,8 @@
 export/onnx/decoder.py lists the graph's inputs and outputs. A step is fast because:
 
 - FP8 casts, which are slow in ONNX Runtime 1.31, and FP4, which it lacks, are replaced in memory
-  (serve/onnx/rewrite.py). The cache stays E5M2 codes: a window is read as FP16, of whose values the
-  codes are the top bytes. An E4M3 cache is read as it is.
+  (onnx_rewrite.py). The cache stays E5M2 codes: a window is read as FP16, of whose values the codes
+  are the top bytes. An E4M3 cache is read as it is.
 - All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
 - While the same requests keep decoding, the windows in these arrays need only their newest row.
 """
@@ -22,9 +22,8 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, BackendError, OctetError, UnsupportedError
 from octet.hardware.cores import usable_cores
 from octet.model.spec import ModelSpec
-from serve.onnx.rewrite import read_past_as_float16, round_in_float32, store_e2m1_as_e4m3
-from serve.runner.cache import CacheDtype, SlotCache, window
-from serve.runner.protocol import StepBatch
+from serve.runner.onnx_rewrite import read_past_as_float16, round_in_float32, store_e2m1_as_e4m3
+from serve.runner.protocol import CacheDtype, SlotCache, StepBatch, window
 
 __all__ = ["OnnxRunner"]
 

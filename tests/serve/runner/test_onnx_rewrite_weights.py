@@ -12,8 +12,8 @@ from export.onnx.graph import Graph
 from export.onnx.write import export_onnx
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError
-from serve.onnx.rewrite import round_in_float32, store_e2m1_as_e4m3
-from serve.onnx.runner import OnnxRunner
+from serve.runner.onnx import OnnxRunner
+from serve.runner.onnx_rewrite import round_in_float32, store_e2m1_as_e4m3
 from serve.runner.protocol import StepBatch
 from tests.export.runner import OnnxModel, random_ids
 from tests.references import Reference

@@ -1,4 +1,0 @@
-"""Runs ONNX exports with ONNX Runtime.
-
-Start with `runner.py`.
-"""

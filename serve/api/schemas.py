@@ -43,6 +43,7 @@ __all__ = [
 Prompt = str | tuple[int, ...]
 S = TypeVar("S", bound=BaseModel)
 _thread = ThreadPoolExecutor(1, "parse")  # not one per body: they would share one lock
+MAX_STOP = 16  # stop strings
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
 
 
@@ -159,10 +160,9 @@ class _Sampling(BaseModel):
 
     @field_validator("stop")
     @classmethod
-    def _few_stop_strings(cls, stop: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        limit = _limits(info).max_stop
-        if len(stop) > limit:
-            raise ValueError(f"at most {limit} stop strings are allowed, got {len(stop)}")
+    def _few_stop_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if len(stop) > MAX_STOP:
+            raise ValueError(f"at most {MAX_STOP} stop strings are allowed, got {len(stop)}")
         return stop
 
     @model_validator(mode="after")

@@ -66,7 +66,6 @@ class EmbeddedBackend:
             slots=config.slots,
             context=config.context,
             threads=config.threads,
-            max_waiting=config.max_waiting,
         )
 
     @property

@@ -94,7 +94,7 @@ class OpenAiHttpBackend:
     tokenizer: None = None
 
     def __init__(self, model: str, config: HttpConfig) -> None:
-        """`model` is the public name. Raises ConfigError if the key's variable is not set."""
+        """`model` is the public name."""
         self.name = f"{config.type} {config.url}"
         self.served_name = config.model or model
         self.models = (model,)

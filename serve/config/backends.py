@@ -18,7 +18,7 @@ from pydantic import (
 from octet.errors import ConfigError, nearest
 from serve.config.section import Count, Integer, Name, Seconds, Section, tag
 
-__all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig"]
+__all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig", "key_in"]
 
 
 def _of_a_header(key: str) -> str:
@@ -32,6 +32,18 @@ def _of_a_header(key: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise ValueError("holds a line end, a control character or one that is not ASCII")
     return key
+
+
+def key_in(variable: str | None) -> SecretStr | None:
+    """Returns the key in an environment variable. Raises ConfigError if it holds none."""
+    if variable is None:
+        return None
+    if variable not in os.environ:
+        raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
+    try:
+        return SecretStr(_of_a_header(os.environ[variable]))
+    except ValueError as error:
+        raise ConfigError(f"api_key_env: the environment variable {variable} {error}") from None
 
 
 def _secret(key: SecretStr) -> SecretStr:
@@ -53,7 +65,6 @@ class EmbeddedConfig(_Backend):
     # Tokens of prompt and answer together; default: the model's, or what an engine was built for.
     context: Count | None = None
     threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator; 0: one per usable core
-    max_waiting: Count = 1024  # requests
 
 
 class HttpConfig(_Backend):
@@ -68,7 +79,6 @@ class HttpConfig(_Backend):
     model: str | None = None  # its name on the server; default: the public name
     # For `Authorization`; write it as ${VARIABLE}.
     api_key: Annotated[SecretStr, AfterValidator(_secret)] | None = None
-    api_key_env: str | None = None  # or the name of the environment variable that holds it
     connect_timeout_s: Seconds = 2.0
 
     @field_validator("url")
@@ -85,26 +95,9 @@ class HttpConfig(_Backend):
             raise ValueError("must end before any '?' or '#': paths are added to it")
         return url.rstrip("/").removesuffix("/v1")
 
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_the_only_key(cls, variable: str | None, info: Any) -> str | None:
-        if variable is not None and info.data.get("api_key") is not None:
-            raise ValueError("give either api_key or api_key_env, not both")
-        return variable
-
     def key(self) -> str | None:
-        """Returns the key for `Authorization`. Raises ConfigError if its variable holds none."""
-        if self.api_key is not None:
-            return self.api_key.get_secret_value()
-        variable = self.api_key_env
-        if variable is None:
-            return None
-        if variable not in os.environ:
-            raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
-        try:
-            return _of_a_header(os.environ[variable])
-        except ValueError as error:
-            raise ConfigError(f"api_key_env: the environment variable {variable} {error}") from None
+        """Returns the key for `Authorization`."""
+        return None if self.api_key is None else self.api_key.get_secret_value()
 
 
 class TritonConfig(_Backend):

@@ -152,11 +152,9 @@ def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Itera
     for i, source in enumerate(pool.discover):
         if isinstance(source, DnsDiscovery):
             yield from _template((*loc, "discover", i, "backend"), source, models)
-    ejection, retries = pool.ejection, pool.retries
+    ejection = pool.ejection
     if ejection.duration_s > ejection.max_duration_s:
         yield (*loc, "ejection", "duration_s"), "is longer than max_duration_s"
-    if retries.backoff_s > retries.max_backoff_s:
-        yield (*loc, "retries", "backoff_s"), "is longer than max_backoff_s"
 
 
 def _template(loc: Loc, source: DnsDiscovery, models: Iterable[str]) -> Iterator[Problem]:

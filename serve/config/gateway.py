@@ -45,7 +45,6 @@ class Limits(Section):
     max_n: Count = 16  # choices of each prompt
     max_prompts: Count = 64
     max_choices: Count = 128  # prompts times n
-    max_stop: Count = 16  # stop strings
     max_logprobs: Annotated[Integer, Field(ge=0)] = 20  # alternatives at each position
     max_connections: Count = 4096
     max_memory_bytes: Count | None = None  # of this process; null: 80 % of what its cgroup may use

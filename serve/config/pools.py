@@ -40,8 +40,6 @@ class Routing(Section):
     )
     prefix_chars: Count = 1024  # `prefix`: this much of the prompt is hashed
     session_header: str = "x-session-id"  # `session`: else the body's prompt_cache_key or user
-    # `prefix` and `session`: a backend with more than this times the mean load is skipped.
-    load_factor: Annotated[Number, Field(gt=1)] = 1.25
 
 
 class Health(Section):
@@ -62,7 +60,6 @@ class Ejection(Section):
     failures: Count = 5  # in a row that open the breaker
     duration_s: Seconds = 5.0  # of the first ejection; each further one is longer by this much
     max_duration_s: Seconds = 60.0
-    trials: Count = 1  # requests at a time while half-open
     # At most this part of the pool is ejected for failures: of several backends at least one may
     # be, but never the last that serves. Unreachable backends are not counted.
     max_fraction: Fraction = 0.5
@@ -74,8 +71,6 @@ class Retries(Section):
     attempts: Count = 3  # of one request: the first one, and the retries in all pools
     budget: Fraction = 0.2  # of the pool's active requests may be retries
     min_concurrent: Annotated[Integer, Field(ge=0)] = 3  # retries that are always allowed
-    backoff_s: Seconds = 0.025  # before the second retry, doubled each time, with full jitter
-    max_backoff_s: Seconds = 0.25
 
 
 class Timeouts(Section):

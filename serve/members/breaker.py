@@ -7,8 +7,8 @@ stays closed for that maximum starts again from the first.
 open → half-open: the time has passed and, if health checks probe the backend (`probed`), a probe
 generated a token too. So no client's request is spent on a server that hangs.
 
-half-open → closed or open: a few requests at a time are let through; the first token or failure
-among them decides. Requests that began before the last change of state decide nothing.
+half-open → closed or open: one request at a time is let through; its first token or failure
+decides. Requests that began before the last change of state decide nothing.
 """
 
 import time
@@ -59,7 +59,7 @@ class Breaker:
     def admits(self) -> bool:
         """Returns whether one more request may begin."""
         state = self.state
-        return state == "closed" or (state == "half_open" and self._trials < self.config.trials)
+        return state == "closed" or (state == "half_open" and not self._trials)
 
     @property
     def reopens_by_itself(self) -> bool:

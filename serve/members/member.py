@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 #   ejected      its breaker is open
 #   unproven     its log-probabilities have not been checked yet, or not since it came back
 #   full         it has as many requests as it may have at once
-#   trial        its breaker is half-open: a few requests at a time
+#   trial        its breaker is half-open: one request at a time
 Standing: TypeAlias = Literal[
     "leaving", "unreachable", "not_ready", "refused", "ejected", "unproven", "full", "trial", "in"
 ]

@@ -25,6 +25,7 @@ class Ask:
 
 # In a smaller batch no request waits, so affinity is worth more than balance.
 _ALWAYS_ROOM = 4  # requests
+LOAD_FACTOR = 1.25
 _NOISE = 0.01  # smaller differences of reported pressure are ignored
 
 
@@ -101,13 +102,12 @@ class PowerOfTwo:
 class Affinity:
     """Sends the same key to the same member: consistent hashing with bounded loads.
 
-    Mirrokni, Thorup, Zadimoghaddam 2018: a member with more than `load_factor` times the mean load
+    Mirrokni, Thorup, Zadimoghaddam 2018: a member with more than `LOAD_FACTOR` times the mean load
     is skipped for the next on the ring, so that a popular key spreads as far as it must.
     """
 
-    def __init__(self, key: Callable[[Ask], bytes], load_factor: float) -> None:
+    def __init__(self, key: Callable[[Ask], bytes]) -> None:
         self._key = key
-        self._load_factor = load_factor
         self._ring: HashRing[Member] = HashRing(())
         self._keyless = LeastTokens()
 
@@ -126,7 +126,7 @@ class Affinity:
                 return member
             if bound < 0:
                 total = sum(each.outstanding_tokens for each in members)
-                bound = self._load_factor * total / len(members)
+                bound = LOAD_FACTOR * total / len(members)
             if member.outstanding_tokens <= bound:
                 return member
         raise AssertionError("the least loaded has no more than the mean")
@@ -191,8 +191,8 @@ def make_policy(
     if routing.policy == "power_of_two":
         return PowerOfTwo(fresh_s, clock, rng)
     if routing.policy == "prefix":
-        return Affinity(lambda ask: ask.prefix, routing.load_factor)
-    return Affinity(lambda ask: ask.session.encode(errors="surrogatepass"), routing.load_factor)
+        return Affinity(lambda ask: ask.prefix)
+    return Affinity(lambda ask: ask.session.encode(errors="surrogatepass"))
 
 
 def ask_for(

@@ -11,6 +11,8 @@ from serve.config import Retries
 
 __all__ = ["RetryBudget"]
 
+_BACKOFF_S, _MAX_BACKOFF_S = 0.025, 0.25  # limit before the second retry, and before any
+
 
 class RetryBudget:
     """Counts the retries under way in one pool."""
@@ -50,5 +52,5 @@ class RetryBudget:
         if retry <= 1:
             return 0.0
         # The exponent is bounded: a float overflows beyond 2**1023.
-        limit = self.config.backoff_s * 2.0 ** min(retry - 2, 64)
-        return self._rng.uniform(0.0, min(limit, self.config.max_backoff_s))
+        limit = _BACKOFF_S * 2.0 ** min(retry - 2, 64)
+        return self._rng.uniform(0.0, min(limit, _MAX_BACKOFF_S))

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -61,10 +60,7 @@ def test_every_problem_has_a_line_and_misspelled_keys_come_first(tmp_path: Path)
     ]
 
 
-def test_files_that_are_not_what_is_asked_for(
-    tmp_path: Path, engine_calibration: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("UNSET", raising=False)
+def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("- {type: vllm, ulr: 'http://h'}")
     (tmp_path / "unfit.yaml").write_text("- {type: embedded, path: nowhere}")
@@ -75,7 +71,7 @@ def test_files_that_are_not_what_is_asked_for(
             models:
               a: {{pool: [{{type: embedded, path: nowhere}}, {{type: embedded, path: empty}}]}}
               b: {{pool: {{backends: [{{type: triton, url: 'h:1', tokenizer: empty}}]}}}}
-              c: {{pool: [{{type: vllm, url: 'http://h', api_key_env: UNSET}}]}}
+              c: {{pool: [{{type: embedded, path: nowhere, slots: 2}}]}}
               d: {{pool: {{discover: [{{file: broken.yaml}}, {{file: unfit.yaml}}]}}}}
               e: {{pool: [{{type: embedded, path: {engine_calibration}}}]}}
             """,
@@ -85,7 +81,7 @@ def test_files_that_are_not_what_is_asked_for(
         ("models.a.pool.0: ", "nowhere: no such directory"),
         ("models.a.pool.1: ", "not an Octet artifact"),
         ("models.b.pool.backends.0: ", "tokenizer.json: not a usable tokenizer"),
-        ("models.c.pool.0: ", "the environment variable UNSET is not set"),
+        ("models.c.pool.0: ", "nowhere: no such directory"),
         ("models.d.pool.discover.0.file: ", "0.ulr: unknown key"),
         ("models.d.pool.discover.1.file: ", "nowhere: no such directory"),
         ("models.e.pool.0: ", "is a calibration, not a onnx"),

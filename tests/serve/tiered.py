@@ -11,7 +11,7 @@ from serve.config import GatewayConfig
 from serve.gateway.state import Gateway
 from serve.members.proof_state import MemberProof
 from serve.routing import Pool
-from serve.routing.members import Proven
+from serve.routing.pool import Proven
 from tests.serve.conftest import Served, serving_gateway
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.upstreams import Scripted, whole

@@ -74,11 +74,14 @@ async def _require_answer(url: str) -> None:
 async def _openai(asked: Asked) -> "Backend":
     """Starts a backend for an HTTP server; of type vllm for vLLM, which returns tokens by id."""
     from serve.config import HttpConfig
+    from serve.config.backends import key_in
     from serve.proof.engine_report import engine_report
+
+    key = key_in(asked.api_key_env)
 
     def config(kind: Literal["vllm", "openai"], model: str | None) -> HttpConfig:
         try:
-            return HttpConfig(type=kind, url=asked.url, model=model, api_key_env=asked.api_key_env)
+            return HttpConfig(type=kind, url=asked.url, model=model, api_key=key)
         except ValidationError as error:
             raise _refused(asked, error) from None
 

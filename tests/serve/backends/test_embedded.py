@@ -85,12 +85,10 @@ async def test_what_a_slow_reader_leaves_lying_is_bounded_by_its_limit() -> None
 
 
 async def test_the_configuration_arrives(tmp_path: Any) -> None:
-    config = EmbeddedConfig(
-        type="embedded", path=tmp_path, slots=3, context=64, threads=2, max_waiting=5
-    )
+    config = EmbeddedConfig(type="embedded", path=tmp_path, slots=3, context=64, threads=2)
     backend = EmbeddedBackend.from_config("public", config)
     assert backend.models == ("public",) and backend.context_length == 64
-    assert (backend._slots, backend._max_waiting) == (3, 5)
+    assert backend._slots == 3
     assert backend.tokenizer is None and await backend.load() is None
     with pytest.raises(BackendUnavailable):
         await backend.hold()

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from octet.errors import BackendError, BackendUnavailable, ConfigError, RequestError
+from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends import openai_http
 from serve.backends.openai_errors import from_event, retry_after
 from serve.backends.openai_http import OpenAiHttpBackend
@@ -99,13 +99,10 @@ async def test_the_headers_given_are_sent_and_the_key_but_no_cookie() -> None:
         assert vllm.headers[2]["traceparent"] == "00-3-4-01"
 
 
-async def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="VLLM_KEY is not set"):
-        relay_to("http://127.0.0.1:1", api_key_env="VLLM_KEY")
-    monkeypatch.setenv("VLLM_KEY", "secret")
+async def test_the_key_is_sent() -> None:
     async with (
         running(FakeOpenAI()) as vllm,
-        started(vllm.url, api_key_env="VLLM_KEY") as backend,
+        started(vllm.url, api_key="secret") as backend,
     ):
         await body_of(backend, "abc")
         assert vllm.headers[0]["authorization"] == "Bearer secret"

@@ -104,10 +104,6 @@ KEY = f"{{name: k, sha256: {DIGEST}}}"
             "models: {m: {pool: {discover: [{dns: h, port: 1, backend: {type: vllm, url: x}}]}}}",
             "models.m.pool.discover.0.backend.url: leave it out",
         ),
-        (
-            f"models: {{m: {{pool: {{backends: [{VLLM}], retries: {{backoff_s: 9}}}}}}}}",
-            "models.m.pool.retries.backoff_s: is longer than max_backoff_s",
-        ),
     ],
 )
 def test_the_whole_file_is_checked(tmp_path: Path, text: str, message: str) -> None:

@@ -15,6 +15,7 @@ from serve.config import (
     Traces,
     TritonConfig,
 )
+from serve.config.backends import key_in
 from serve.config.checks import load_config
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "gateway.md"
@@ -103,6 +104,10 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         (
             "models: {m: {pool: [{type: vlm, url: x}]}}",
             "unknown backend 'vlm'; did you mean 'vllm'",
+        ),
+        (
+            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key_env: KEY}]}}",
+            "models.m.pool.0.api_key_env: unknown key; did you mean 'api_key'?",
         ),
         ("models: {m: {pool: [{type: [], url: x}]}}", "models.m.pool.0: unknown backend '[]'"),
         ("models: {m: {pool: [{url: x}]}}", "models.m.pool.0: needs a type; known: embedded"),
@@ -244,12 +249,11 @@ def test_a_key_may_end_as_a_file_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setenv("UPSTREAM_KEY", SECRET + end)
-    for key in ("api_key: '${UPSTREAM_KEY}'", "api_key_env: UPSTREAM_KEY"):
-        config = load(
-            tmp_path, f"models: {{m: {{pool: [{{type: vllm, url: 'http://h', {key}}}]}}}}"
-        )
-        (loaded,) = config.all_pools["m"].backends
-        assert isinstance(loaded, HttpConfig) and loaded.key() == SECRET
+    backend = "{type: vllm, url: 'http://h', api_key: '${UPSTREAM_KEY}'}"
+    (loaded,) = load(tmp_path, f"models: {{m: {{pool: [{backend}]}}}}").all_pools["m"].backends
+    assert isinstance(loaded, HttpConfig) and loaded.key() == SECRET
+    key = key_in("UPSTREAM_KEY")
+    assert key is not None and key.get_secret_value() == SECRET
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "a\x7fb", "sm\xf8rrebr\xf8d", "", "\n", "a\n\n"])
@@ -257,7 +261,6 @@ def test_a_key_that_no_header_can_hold_is_refused(
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setenv("UPSTREAM_KEY", key)
-    config = HttpConfig(type="vllm", url="http://h", api_key_env="UPSTREAM_KEY")
     with pytest.raises(ConfigError, match="the environment variable UPSTREAM_KEY ") as error:
-        config.key()
+        key_in("UPSTREAM_KEY")
     assert "two" not in str(error.value)

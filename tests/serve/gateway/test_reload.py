@@ -187,7 +187,7 @@ async def test_an_end_right_after_a_reload_closes_everything(
         # The first of its backends can work; the other has no files.
         ("models: {m: {pool: [{type: vllm, url: 'URL'}, {type: embedded, path: none}]}}", "none"),
         ("models: {m: {pool: p}}\npools: {p: {backends: [{type: embedded, path: none}]}}", "none"),
-        ("models: {m: {pool: [{type: vllm, url: 'URL', api_key_env: NO_SUCH}]}}", "NO_SUCH"),
+        ("models: {m: {pool: [{type: vllm, url: 'URL', api_key: '${NO_SUCH}'}]}}", "NO_SUCH"),
     ],
 )
 async def test_nothing_changes_if_anything_is_wrong(

@@ -180,7 +180,7 @@ class Traffic(RuleBasedStateMachine):
         backends = servers(4)
         self.pool, self.clock = pool_of(
             backends,
-            ejection={"failures": 2, "duration_s": 3, "trials": 1},
+            ejection={"failures": 2, "duration_s": 3},
             routing={"policy": "least_tokens"},
         )
         for member in self.pool.members[:2]:

@@ -161,7 +161,7 @@ def test_two_gateways_agree_and_only_the_keys_of_the_missing_move() -> None:
 
 
 def test_a_popular_key_spreads_no_further_than_the_load_factor_makes_it() -> None:
-    it, _ = pool(8, "prefix", load_factor=1.25)
+    it, _ = pool(8, "prefix")
     popular = Ask(100, prefix=b"everybody's system prompt")
     for count in range(1, 801):
         chosen(it, popular).lease(100)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.serve.routing.simulation import conversations, simulate, uneven
+from serve.routing import policies
+from tests.serve.routing.simulation import Outcome, conversations, simulate, uneven
 
 
 @pytest.mark.parametrize("seed", [5, 6])
@@ -26,19 +27,24 @@ def test_only_the_servers_know_of_the_traffic_of_others(seed: int) -> None:
     assert theirs < ours / 4
 
 
-def test_prefix_affinity_finds_what_is_cached_within_its_bound() -> None:
+def test_prefix_affinity_finds_what_is_cached_within_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Hits rise with the load factor, and nobody is given more than that many means."""
     requests = conversations(3000, rate=30, prefixes=300)
+
+    def bounded_by(factor: float) -> Outcome:
+        monkeypatch.setattr(policies, "LOAD_FACTOR", factor)
+        return simulate("prefix", requests)
+
     spread = simulate("least_tokens", requests)
-    bounded = {
-        factor: simulate("prefix", requests, load_factor=factor) for factor in (1.1, 1.25, 2.0)
-    }
+    bounded = {factor: bounded_by(factor) for factor in (1.1, 1.25, 2.0)}
     hits = [outcome.hits / outcome.requests for outcome in (spread, *bounded.values())]
     assert hits == sorted(hits)
     assert hits[0] < 0.6 and hits[2] > 0.75 and hits[3] > 0.85
     for factor, outcome in bounded.items():
         assert outcome.most_of_mean <= factor
-    unbounded = simulate("prefix", requests, load_factor=1e9)
+    unbounded = bounded_by(1e9)
     assert unbounded.most_of_mean > 2.5  # what the bound is there for
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from octet.errors import BackendError, ConfigError, RequestError, UnsupportedError
-from serve.config.backends import HttpConfig
+from serve.config.backends import HttpConfig, key_in
 from verify.evaluation.target import Answer
 from verify.evaluation.targets.client import Client
 from verify.evaluation.targets.server_logprobs import READERS, AnotherTokenizer, NotReturned
@@ -35,7 +35,7 @@ class Server:
         parts = urlsplit(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         try:
-            config = HttpConfig(type="openai", url=self.url, api_key_env=api_key_env)
+            config = HttpConfig(type="openai", url=self.url, api_key=key_in(api_key_env))
         except ValueError as error:
             reason = str(error).splitlines()[-2].strip()
             raise ConfigError(f"{url}: not a server's URL ({reason})") from None

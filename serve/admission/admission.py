@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from octet.errors import RequestError
 from serve.access.keys import Principal
 from serve.access.rates import Charge
-from serve.admission.errors import Overloaded, overloaded
 from serve.admission.memory import Memory
-from serve.admission.token_gate import Gate
+from serve.admission.token_gate import Gate, Overloaded, overloaded
 from serve.config import Limits, PoolConfig
 
 __all__ = ["Admission", "Ticket", "prompt_tokens"]

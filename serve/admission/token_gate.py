@@ -11,15 +11,32 @@ import time
 from collections.abc import Callable
 
 from octet.errors import RequestError
-from serve.admission.errors import overloaded
 from serve.admission.fair_queue import FairQueue, Flow
 
-__all__ = ["DrainRate", "Gate"]
+__all__ = ["DrainRate", "Gate", "Overloaded", "overloaded"]
 
 KEPT = 0.8  # weight of the past in the mean stay, at each request that ends
 STAYS = 4  # mean stays that the rate averages over: requests of one batch end together
 SHORTEST_S = 5.0  # least time that the rate averages over
 LONGEST_WAIT_S = 600.0
+
+
+class Overloaded(RequestError):
+    """A 503 error; `reason` (queue_full, queue_too_long, queue_timeout, memory) is for metrics."""
+
+    reason = ""
+
+
+def overloaded(message: str, retry_after_s: float, *, reason: str) -> Overloaded:
+    error = Overloaded(
+        message,
+        status=503,
+        code="overloaded",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )
+    error.reason = reason
+    return error
 
 
 class DrainRate:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from octet.errors import BackendError, BackendUnavailable, BackendUnproven, OctetError, RequestError
 from serve.backends.openai_errors import Refusal
+from serve.telemetry.observation import CLIENT_CLOSED_REQUEST
 
 __all__ = [
     "code_of",
@@ -24,8 +25,6 @@ __all__ = [
     "sse_error",
     "status_of",
 ]
-
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from octet.errors import RequestError
 from serve.access.keys import Keys
 from serve.admission.admission import Admission
-from serve.admission.errors import shutting_down
 from serve.config import GatewayConfig
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
@@ -18,7 +18,7 @@ from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.traces import tracing_from
 
-__all__ = ["Entry", "Epoch", "Gateway", "all_of"]
+__all__ = ["Entry", "Epoch", "Gateway", "all_of", "shutting_down"]
 
 
 class Epoch:
@@ -213,3 +213,14 @@ async def _closed(pool: Pool) -> None:
         await asyncio.wait_for(pool.close(), CLOSE_TIMEOUT_S)
     except TimeoutError:
         _log.error("pool %s: not closed within %g s", pool.name, CLOSE_TIMEOUT_S)
+
+
+def shutting_down(retry_after_s: float = 1.0) -> RequestError:
+    """Returns the 503 error of a gateway that drains."""
+    return RequestError(
+        "the server is shutting down",
+        status=503,
+        code="draining",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )

@@ -23,9 +23,9 @@ from serve.api.tokens import Detokenize, Tokenize
 from serve.config import GatewayConfig
 from serve.gateway.state import Gateway
 from serve.http.admin import admin_router, probe_router
-from serve.http.observe import Observe
 from serve.http.openapi import document
 from serve.routing import Route
+from serve.telemetry.observation import Observe
 
 __all__ = ["OPERATIONS", "create_app"]
 

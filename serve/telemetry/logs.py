@@ -4,7 +4,6 @@ import json
 import logging
 import queue
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,12 +11,11 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
 from serve.config.gateway import Logs
-from serve.telemetry.observation import Observation, current
+from serve.telemetry.observation import current
 
-__all__ = ["json_line", "log_access", "logging_to"]
+__all__ = ["json_line", "logging_to"]
 
 MOST_WAITING = 10_000  # lines; further ones are dropped, and their number is logged
-_access = logging.getLogger("octet.access")
 
 
 @contextmanager
@@ -43,33 +41,6 @@ def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
         root.removeHandler(handler)
         root.setLevel(level)
         listener.stop()
-
-
-def log_access(method: str, path: str, observation: Observation) -> None:
-    """Logs one line for a request that has ended."""
-    tokens = observation.tokens
-    fields: dict[str, Any] = {
-        "method": method,
-        "path": path,
-        "status": observation.status,
-        "key": observation.key,
-        "model": observation.model,
-        "tier": observation.tier,
-        "pool": observation.pool,
-        "backend": observation.backend,
-        "precision": observation.precision,
-        "outcome": observation.outcome,
-        "retries": observation.retries or None,
-        "prompt_tokens": tokens and tokens[0],
-        "completion_tokens": tokens and tokens[1],
-        "estimated": True if tokens and not tokens[2] else None,
-        "queue_s": round(observation.queued_s, 6) or None,
-        "first_token_s": observation.first_s and round(observation.first_s, 6),
-        "duration_s": round(time.perf_counter() - observation.started, 6),
-        "prompt": observation.prompt,
-    }
-    fields = {name: value for name, value in fields.items() if value not in (None, "")}
-    _access.info("%s %s", method, path, extra={"fields": fields})
 
 
 class _Handler(QueueHandler):

@@ -23,10 +23,10 @@ from octet.errors import (
 )
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
-from serve.admission.errors import shutting_down
 from serve.api.operation import Answer, Call, Operation, close
 from serve.api.relay import AnsweredFailure
 from serve.api.request.deadlines import Deadlines
+from serve.gateway.state import shutting_down
 from serve.members.member import Lease, Member
 from serve.routing.policies import ask_for
 from serve.routing.pool import Pool

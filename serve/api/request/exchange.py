@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
 from serve.access.keys import Principal
-from serve.admission.errors import shutting_down
 from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
 from serve.api.operation import (
     JSON,
@@ -32,7 +31,7 @@ from serve.api.request.attempts import Attempts
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
-from serve.gateway.state import Entry, Gateway
+from serve.gateway.state import Entry, Gateway, shutting_down
 from serve.members.member import Member
 from serve.routing.pool import Pool
 from serve.routing.tiers import ModelTier

@@ -12,9 +12,9 @@ import pytest
 
 from serve.config.gateway import Logs
 from serve.telemetry import logs
-from serve.telemetry.logs import log_access, logging_to
+from serve.telemetry.logs import logging_to
 from serve.telemetry.metrics import Metrics
-from serve.telemetry.observation import Observation, current
+from serve.telemetry.observation import Observation, current, log_access
 
 _log = logging.getLogger("serve.test")
 

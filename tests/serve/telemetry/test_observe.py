@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from serve.http.observe import Observe
-from serve.telemetry.observation import Observation, current
+from serve.telemetry.observation import Observation, Observe, current
 from tests.serve.telemetry.conftest import Figures
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

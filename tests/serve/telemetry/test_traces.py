@@ -230,7 +230,7 @@ async def test_a_collector_that_is_away_costs_a_moment(
 def test_without_an_endpoint_nothing_is_imported() -> None:
     code = (
         "import sys\n"
-        "import serve.http.observe\n"
+        "import serve.telemetry.observation\n"
         "from serve.config.gateway import Traces\n"
         "from serve.telemetry.traces import tracing_from\n"
         "assert tracing_from(Traces()) is None\n"

@@ -35,7 +35,7 @@ from octet.proof.judge import judge
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from octet.recipe import PRESETS
-from serve.proof.plan import looks, order, simulated
+from serve.proof.plan import order, parts_of, simulated
 
 SEEDS = 100
 KINDS = ("at once", "in looks")  # octet verify URL; the gateway
@@ -191,7 +191,7 @@ def _in_looks(
     seed: int,
 ) -> Verdict:
     """As the gateway admits: until it is decided, or all has been asked."""
-    parts = list(looks(order(golden, seed, first=simulated(hypotheses))))
+    parts = list(parts_of(order(golden, seed, first=simulated(hypotheses))))
     asked: list[Response] = []
     for part in parts:
         asked += [responses[n] for n in part]

@@ -22,7 +22,7 @@ from octet.proof.declared import declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response
 from octet.recipe import PRESETS
-from serve.proof.plan import looks, order, simulated
+from serve.proof.plan import order, parts_of, simulated
 
 _RUBBISH = {900 + n: -0.01 - 5 * (n > 0) - n for n in range(20)}
 LONG = 256  # tokens
@@ -83,7 +83,7 @@ def _found(study: Study, draws: Sequence[int]) -> dict[int, Counter[str]]:
     for draw in draws:
         golden, hypotheses, responses = study.part(study.disjoint(draw))
         declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2")
-        parts = list(looks(order(golden, draw, first=simulated(hypotheses))))
+        parts = list(parts_of(order(golden, draw, first=simulated(hypotheses))))
         asked: list[Response] = []
         for part in parts:
             asked += [responses[n] for n in part]

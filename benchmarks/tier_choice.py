@@ -21,7 +21,7 @@ from serve.api.request.exchange import provenance, requested_tier
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import GatewayConfig, HttpConfig
 from serve.members.proof_state import MemberProof
-from serve.routing import Member, Pool, Route, Routes
+from serve.routing import Pool, Route, Routes
 
 ROUNDS, CALLS = 300, 1_000
 URL = "http://127.0.0.1:9"  # nobody is asked
@@ -39,21 +39,25 @@ def routed(count: int) -> tuple[Route, Route]:
     tiers = {"exact": {"max_kl": 0.001}, "standard": {"max_kl": 0.03}, "economy": {"max_kl": 0.1}}
     configs = [GatewayConfig.model_validate(settings | {"tiers": found}) for found in (tiers, {})]
     pools = {
-        name: Pool(name, config, [proven(name, 0.019 / (i + 1))])
+        name: proven(Pool.of(name, [backend()], config), 0.019 / (i + 1))
         for i, (name, config) in enumerate(configs[0].pools.items())
     }
     with_tiers, without = (Routes.from_config(config, pools).resolve("m") for config in configs)
     return with_tiers, without
 
 
-def proven(pool: str, kl: float) -> Member:
-    """A backend whose probe has measured `kl` nats."""
-    member = Member(f"{pool}-1", pool, OpenAiHttpBackend("m", HttpConfig(type="vllm", url=URL)))
+def backend() -> OpenAiHttpBackend:
+    return OpenAiHttpBackend("m", HttpConfig(type="vllm", url=URL))
+
+
+def proven(pool: Pool, kl: float) -> Pool:
+    """`pool`, whose backend's probe has measured `kl` nats."""
+    (member,) = pool.members
     member.proof = MemberProof("the benchmark", "0123456789abcdef" * 4, time.monotonic)
     figures = Measure(kl, 0.8 * kl, 1.2 * kl, kl, kl, 1.0, None, 64, 512)
     member.proof.state = "proven"
     member.proof.verdict = Verdict("as_expected", figures, None, None, None, (), (), "")
-    return member
+    return pool
 
 
 def best_us(call: Callable[[], Any]) -> float:

@@ -79,9 +79,9 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
         model = next(iter(config.models_of(name)), name)
         wrong: set[Loc] = set()
         for i, backend in enumerate(pool.backends):
-            if said := _wrong_with(backend, model):
+            if message := _wrong_with(backend, model):
                 wrong.add(("backends", i))
-                yield (*loc, "backends", i), said
+                yield (*loc, "backends", i), message
         yield from _unprovable(loc, pool, wrong)
         for i, source in enumerate(pool.discover):
             if isinstance(source, FileDiscovery) and source.file.exists():
@@ -91,8 +91,8 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
                     yield (*loc, "discover", i, "file"), str(error)
                     continue
                 for j, backend in enumerate(found):
-                    if said := _wrong_with(backend, model):
-                        yield (*loc, "discover", i, "file"), f"{source.file}: {j}: {said}"
+                    if message := _wrong_with(backend, model):
+                        yield (*loc, "discover", i, "file"), f"{source.file}: {j}: {message}"
 
 
 def _golden(pool: PoolConfig) -> dict[tuple[Path, bool], Loc]:
@@ -138,8 +138,8 @@ def _wrong_with(backend: BackendConfig, model: str) -> str | None:
                 Manifest.load(backend.path, "onnx", verify=False)
             for file in manifest.files:
                 if not (backend.path / file).is_file():
-                    said = f"{backend.path / file}: missing; its manifest lists it"
-                    return f"{said}; {manifest.remedy}"
+                    message = f"{backend.path / file}: missing; its manifest lists it"
+                    return f"{message}; {manifest.remedy}"
             Tokenizer.load(backend.path)
     except OctetError as error:
         return str(error)

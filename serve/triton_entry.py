@@ -23,7 +23,7 @@ from serve.engine.engine import Delivery, Engine, Generation
 from serve.engine.request import Event, Finished
 from serve.engine.tokenizer import Tokenizer
 from serve.runner.protocol import Runner
-from serve.triton_messages import Asked, outputs, read_request
+from serve.triton_messages import EntryRequest, outputs, read_request
 
 __all__ = ["TritonEntry"]
 
@@ -84,15 +84,15 @@ class TritonEntry:
         self._sender.join()
 
     def _start(self, request: Any, answer: "_Answer") -> None:
-        asked = read_request(request, self._pb_utils)
-        prompt = asked.request.prompt
+        received = read_request(request, self._pb_utils)
+        prompt = received.request.prompt
         tokenizer = self._loaded.tokenizer
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        generation = self._loaded.checked(asked.request, ids)
+        generation = self._loaded.checked(received.request, ids)
         prefix = ""
-        if asked.with_prompt:
+        if received.with_prompt:
             prefix = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        answer.begin(asked, len(ids), prefix)
+        answer.begin(received, len(ids), prefix)
         self._live[generation] = answer  # the engine may be faster than the next line
         try:
             self._loaded.engine.submit(generation)
@@ -166,11 +166,11 @@ class _Answer:
     def __init__(self, sender: Any, pb_utils: Any) -> None:
         self._sender = sender
         self._pb_utils = pb_utils
-        self._asked: Asked | None = None
+        self._received: EntryRequest | None = None
         self.events: list[Event] = []
 
-    def begin(self, asked: Asked, prompt_tokens: int, prefix: str) -> None:
-        self._asked = asked
+    def begin(self, received: EntryRequest, prompt_tokens: int, prefix: str) -> None:
+        self._received = received
         self._prompt_tokens = prompt_tokens
         self._prefix = prefix
 
@@ -180,12 +180,12 @@ class _Answer:
 
     def send(self) -> bool:
         """Sends `events`; if not streamed, only with the last. Returns whether the answer ended."""
-        assert self._asked is not None
+        assert self._received is not None
         ended = bool(self.events) and isinstance(self.events[-1], Finished)
-        if not ended and not self._asked.stream:
+        if not ended and not self._received.stream:
             return False
         pb_utils = self._pb_utils
-        tensors = outputs(self._asked, self._prompt_tokens, self.events, self._prefix)
+        tensors = outputs(self._received, self._prompt_tokens, self.events, self._prefix)
         self.events.clear()
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()]

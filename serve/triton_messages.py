@@ -37,7 +37,7 @@ from serve.engine.request import (
     TokenLogprob,
 )
 
-__all__ = ["Asked", "Tensors", "outputs", "read_request"]
+__all__ = ["EntryRequest", "Tensors", "outputs", "read_request"]
 
 # Name → array, for each tensor of a response.
 Tensors = dict[str, Any]
@@ -50,7 +50,7 @@ REPORTS = ("finish_reason", "logprobs", "num_input_tokens", "num_output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EntryRequest:
     """One request: what to generate, and in which form to return it."""
 
     request: GenerateRequest
@@ -59,7 +59,7 @@ class Asked:
     reports: frozenset[str]
 
 
-def read_request(request: Any, pb_utils: Any) -> Asked:
+def read_request(request: Any, pb_utils: Any) -> EntryRequest:
     """Reads a request of the Python backend. Raises RequestError naming the field at fault."""
 
     def value(name: str, default: Any = None) -> Any:
@@ -79,7 +79,7 @@ def read_request(request: Any, pb_utils: Any) -> Asked:
         raise RequestError("give 'text_input' or 'input_ids', not both", param="input_ids")
     encoded = value("sampling_parameters")
     sampling = _sampling(_text(encoded, "sampling_parameters") if encoded else _own(request))
-    return Asked(
+    return EntryRequest(
         request=_generate_request(
             request.request_id(), text if ids is None else ids.as_numpy().tolist(), sampling
         ),
@@ -89,22 +89,24 @@ def read_request(request: Any, pb_utils: Any) -> Asked:
     )
 
 
-def outputs(asked: Asked, prompt_tokens: int, events: Sequence[Event], prefix: str) -> Tensors:
+def outputs(
+    received: EntryRequest, prompt_tokens: int, events: Sequence[Event], prefix: str
+) -> Tensors:
     """Returns the tensors of one response with `events`; its text begins with `prefix`."""
     deltas = [event for event in events if isinstance(event, Delta)]
     end = next((event for event in events if isinstance(event, Finished)), None)
     tensors = {"text_output": _strings(prefix + "".join(delta.text for delta in deltas))}
-    if "finish_reason" in asked.reports:
+    if "finish_reason" in received.reports:
         tensors["finish_reason"] = _strings(end.reason if end else "None")
         if end is not None:
             tensors["stop_reason"] = _strings(json.dumps(end.stop_reason))
-    if "logprobs" in asked.reports:
+    if "logprobs" in received.reports:
         positions = [_position(p) for delta in deltas for p in delta.logprobs or ()]
-        with_logprobs = asked.request.logprobs is not None
+        with_logprobs = received.request.logprobs is not None
         tensors["logprobs"] = _strings(json.dumps(positions if with_logprobs else None))
-    if "num_input_tokens" in asked.reports:
+    if "num_input_tokens" in received.reports:
         tensors["num_input_tokens"] = np.array([prompt_tokens], np.uint32)
-    if "num_output_tokens" in asked.reports:
+    if "num_output_tokens" in received.reports:
         count = sum(len(delta.token_ids) for delta in deltas)
         tensors["num_output_tokens"] = np.array([count], np.uint32)
     return tensors
@@ -149,14 +151,9 @@ def _generate_request(
         model=body.model,
         prompt=body.prompt[0],
         max_tokens=body.max_tokens if "max_tokens" in known else COMPLETION_MAX_TOKENS,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
         seed=None if body.seed is None else body.seed % 2**64,
-        stop=body.stop,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=body.logprobs,
-        ignore_eos=bool(body.ignore_eos),
+        **body.sampling(),
     )
 
 

@@ -4,10 +4,25 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from octet.errors import UnsupportedError
-from octet.model.linear import Linear
+from pydantic import BaseModel, ConfigDict
 
-__all__ = ["find_linears", "generic_fields"]
+from octet.errors import UnsupportedError
+
+__all__ = ["Linear", "find_linears", "generic_fields"]
+
+
+class Linear(BaseModel):
+    """One projection of a decoder layer; weight `[out_features, in_features]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str  # full module name, such as model.layers.0.self_attn.q_proj
+    out_features: int
+    in_features: int
+    # Linears with the same `input` read the same tensor, and are fused by the kernels that serve
+    # them: q/k/v, and gate/up. It is named after the first of them: `<first linear>.input`.
+    input: str
+
 
 _IN_LAYER = re.compile(r"(?P<prefix>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<module>.+)\.weight")
 

@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from octet.errors import UnsupportedError
 from octet.model.architectures import ARCHITECTURES, fields_of
-from octet.model.generic import generic_fields
-from octet.model.linear import Linear
+from octet.model.generic import Linear, generic_fields
 
 __all__ = ["ARCHITECTURES", "Linear", "ModelSpec", "RopeScaling"]
 

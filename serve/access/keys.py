@@ -1,32 +1,22 @@
-"""API keys: only their SHA-256 is stored, and all of it is compared in constant time."""
+"""API keys, and what the sender of a request may do.
+
+Only the SHA-256 of a key is stored, and all of it is compared in constant time.
+"""
 
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from octet.errors import RequestError
 from serve.access.rates import Charge, Rates
 from serve.access.usage import Usage
 from serve.config import Access, KeyConfig
+from serve.routing.route import Route
 
 __all__ = ["ANONYMOUS", "Keys", "Principal"]
 
 _NO_HEADERS: dict[str, str] = {}
-
-
-class Named(Protocol):
-    """The part of a route that access control needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def aliases(self) -> Sequence[str]: ...
-
-    @property
-    def tier_aliases(self) -> Mapping[str, str]: ...
 
 
 class Principal:
@@ -50,14 +40,14 @@ class Principal:
         self._rates = rates if config and _is_limited(config) else None
         self._usage = usage
 
-    def may_use(self, route: Named) -> bool:
+    def may_use(self, route: Route) -> bool:
         """Decides whether this key may use the model, under any of its names."""
         if self.config is None or self.config.models is None:
             return True
         allowed = self.config.models
         return any(name in allowed for name in (route.name, *route.aliases, *route.tier_aliases))
 
-    def may_use_tier(self, route: Named, tier: str | None) -> bool:
+    def may_use_tier(self, route: Route, tier: str | None) -> bool:
         """Decides whether this key may use the model in `tier`; None stands for any of its pools.
 
         The right to a tier's alias is the right to that tier alone.
@@ -69,7 +59,7 @@ class Principal:
             return True
         return any(alias in allowed for alias, of in route.tier_aliases.items() if of == tier)
 
-    def require_model(self, route: Named, tier: str | None = None) -> None:
+    def require_model(self, route: Route, tier: str | None = None) -> None:
         """Raises RequestError (403) if this key may not use the model in this tier."""
         if self.may_use_tier(route, tier):
             return

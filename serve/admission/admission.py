@@ -1,36 +1,29 @@
-"""Decides whether a request may begin: by its key's limits, its pool's token budget, and memory."""
+"""Decides whether a request may begin: by its key's limits, its pool's token budget, and memory.
+
+`prompt_tokens` estimates how many tokens a prompt has, before any tokenizer has seen it. English
+has about four characters per token, other scripts about four bytes of UTF-8 (a Chinese character
+has three). Token ids are counted.
+"""
 
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from octet.errors import RequestError
 from serve.access.keys import Principal
 from serve.access.rates import Charge
 from serve.admission.memory import Memory
 from serve.admission.token_gate import Gate, Overloaded, overloaded
-from serve.config import Limits, PoolConfig
+from serve.config import Limits
+from serve.routing.pool import Pool
 
 __all__ = ["Admission", "Ticket", "prompt_tokens"]
 
 # Default limit of a pool, in KV-cache capacities: a batch that fills the cache, and the next one.
 CAPACITIES = 2
 LIMIT_EVERY_S = 1.0  # how often the capacity of a pool's KV caches is read
-
-
-class Budgeted(Protocol):
-    """The part of a pool that admission needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> PoolConfig: ...
-
-    @property
-    def capacity_tokens(self) -> int | None: ...
 
 
 class Admission:
@@ -51,7 +44,7 @@ class Admission:
         self.memory = memory or Memory(limits.max_memory_bytes, clock=clock)
         self._clock = clock
         self._chance = chance
-        self._asked: dict[str, float] = {}  # when each pool's limit was last read
+        self._read_at: dict[str, float] = {}  # when each pool's limit was last read
 
     def reload(self, limits: Limits) -> None:
         """Applies new limits; those of pools and keys come with each request.
@@ -66,7 +59,7 @@ class Admission:
         for name in [
             name for name, gate in self.gates.items() if not (gate.requests or gate.queue)
         ]:
-            del self.gates[name], self._asked[name]
+            del self.gates[name], self._read_at[name]
 
     def require_memory(self) -> None:
         """Raises RequestError (503) if memory is short. Also called before a body is read.
@@ -85,7 +78,7 @@ class Admission:
 
     async def admit(
         self,
-        pool: Budgeted,
+        pool: Pool,
         principal: Principal,
         *,
         tokens: int,
@@ -122,7 +115,7 @@ class Admission:
             raise
         return ticket
 
-    async def _enter(self, ticket: "Ticket", pool: Budgeted, deadline: float | None) -> None:
+    async def _enter(self, ticket: "Ticket", pool: Pool, deadline: float | None) -> None:
         gate = self._gate(pool)
         principal = ticket.principal
         flow = gate.queue.flow(principal.name, principal.priority, principal.weight)
@@ -145,14 +138,14 @@ class Admission:
             ticket.queued_s += now - since
         ticket.enter(gate, now)
 
-    def _gate(self, pool: Budgeted) -> Gate:
+    def _gate(self, pool: Pool) -> Gate:
         gate = self.gates.get(pool.name)
         if gate is None:
             gate = self.gates[pool.name] = Gate(pool.name, self._clock, self._chance)
-            self._asked[pool.name] = -LIMIT_EVERY_S
+            self._read_at[pool.name] = -LIMIT_EVERY_S
         now = self._clock()
-        if now - self._asked[pool.name] >= LIMIT_EVERY_S:
-            self._asked[pool.name] = now
+        if now - self._read_at[pool.name] >= LIMIT_EVERY_S:
+            self._read_at[pool.name] = now
             capacity = pool.capacity_tokens
             gate.set_limit(
                 pool.config.admission.max_tokens or (capacity and CAPACITIES * capacity) or None
@@ -198,7 +191,7 @@ class Ticket:
         self._gate = gate
         self._since = now
 
-    async def move_to(self, pool: Budgeted, *, deadline: float | None) -> None:
+    async def move_to(self, pool: Pool, *, deadline: float | None) -> None:
         """Moves from its pool's budget to that of another pool: a fallback.
 
         Raises RequestError as `admit` does; the ticket must be released all the same.
@@ -215,10 +208,6 @@ class Ticket:
         """
         if self._charge is not None:
             self._charge.settle(prompt_tokens + completion_tokens)
-
-    def headers(self) -> dict[str, str]:
-        """Returns OpenAI's `x-ratelimit-*` for the answer; empty for a key without limits."""
-        return self.principal.headers()
 
     def release(self) -> None:
         """Gives everything back, however the request ended. Idempotent."""

@@ -14,23 +14,27 @@ for others.
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from typing import Generic, Protocol, TypeVar
 
 __all__ = ["FairQueue", "Flow"]
 
 
-class Queued(Protocol):
-    weight: float
-    bound: int  # for `Longest`: the number of waiting requests in its entry; 0: it has no entry
+class Flow:
+    """The requests of one key at one priority; times are virtual, in tokens / weight."""
 
-    @property
-    def waiting(self) -> "OrderedDict[object, int]": ...
+    __slots__ = ("bound", "finish", "key", "level", "listed", "start", "waiting", "weight")
+
+    def __init__(self, key: str, level: "_Level") -> None:
+        self.key = key
+        self.level = level
+        self.weight = 1.0
+        self.start = 0.0  # of its first waiting request
+        self.finish = 0.0  # of the request that went last
+        self.waiting: OrderedDict[object, int] = OrderedDict()  # oldest first, with their tokens
+        self.listed = False  # in the level's heap; an empty flow may stay there until it is on top
+        self.bound = 0  # for `Longest`: waiting requests in its entry; 0: it has none
 
 
-F = TypeVar("F", bound=Queued)
-
-
-class Longest(Generic[F]):
+class Longest:
     """A heap with one valid entry per flow: an upper bound on its number of waiting requests.
 
     A growing flow gets a new entry each time its length doubles, and the top is made exact when it
@@ -39,11 +43,11 @@ class Longest(Generic[F]):
 
     def __init__(self) -> None:
         # (-length / weight, order of entry, length, flow)
-        self._heap: list[tuple[float, int, int, F]] = []
+        self._heap: list[tuple[float, int, int, Flow]] = []
         self._entries = 0
         self._flows = 0  # that have a valid entry
 
-    def grew(self, flow: F) -> None:
+    def grew(self, flow: Flow) -> None:
         """Records that a request was added to `flow`."""
         length = len(flow.waiting)
         if length > flow.bound:
@@ -54,7 +58,7 @@ class Longest(Generic[F]):
                 self._heap = [entry for entry in self._heap if entry[2] == entry[3].bound]
                 heapq.heapify(self._heap)
 
-    def first(self) -> F | None:
+    def first(self) -> Flow | None:
         """Returns the longest flow for its weight; None if nothing waits."""
         heap = self._heap
         while heap:
@@ -72,25 +76,9 @@ class Longest(Generic[F]):
                 self._flows -= 1
         return None
 
-    def _entry(self, flow: F) -> tuple[float, int, int, F]:
+    def _entry(self, flow: Flow) -> tuple[float, int, int, Flow]:
         self._entries += 1
         return -flow.bound / flow.weight, self._entries, flow.bound, flow
-
-
-class Flow:
-    """The requests of one key at one priority; times are virtual, in tokens / weight."""
-
-    __slots__ = ("bound", "finish", "key", "level", "listed", "start", "waiting", "weight")
-
-    def __init__(self, key: str, level: "_Level") -> None:
-        self.key = key
-        self.level = level
-        self.weight = 1.0
-        self.start = 0.0  # of its first waiting request
-        self.finish = 0.0  # of the request that went last
-        self.waiting: OrderedDict[object, int] = OrderedDict()  # oldest first, with their tokens
-        self.listed = False  # in the level's heap; an empty flow may stay there until it is on top
-        self.bound = 0  # for `Longest`
 
 
 class _Level:
@@ -106,7 +94,7 @@ class _Level:
         self.flows: dict[str, Flow] = {}
         # (start, order of entry, flow); a start may be too early, and is corrected on top.
         self.heap: list[tuple[float, int, Flow]] = []
-        self.longest: Longest[Flow] = Longest()
+        self.longest = Longest()
 
     def earliest(self) -> Flow:
         """Returns the flow whose first request starts first; corrects the top of the heap."""

@@ -145,7 +145,7 @@ class Gate:
     def set_limit(self, limit: int | None) -> None:
         if limit != self.limit:
             self.limit = limit
-            self._let_in()
+            self._admit_waiting()
 
     def try_enter(self, flow: Flow, tokens: int) -> bool:
         """Admits a request at once, if none waits and there is capacity."""
@@ -185,7 +185,7 @@ class Gate:
         self.tokens -= tokens
         self.requests -= 1
         if self.queue:
-            self._let_in()
+            self._admit_waiting()
 
     def retry_after_s(self, tokens: int, priority: int = 0, max_wait_s: float = math.inf) -> float:
         """Returns the seconds until a request of `tokens` finds capacity behind the current queue.
@@ -194,8 +194,8 @@ class Gate:
         queue.
         """
         before = self.queue.tokens_before(priority) + tokens
-        room = self.limit - self.tokens if self.limit is not None else 0
-        wait_s = self.drain.wait_s(max(before - room, 1), self.tokens, self._clock())
+        free = self.limit - self.tokens if self.limit is not None else 0
+        wait_s = self.drain.wait_s(max(before - free, 1), self.tokens, self._clock())
         return max(1.0, min(wait_s, max_wait_s)) * (1.0 + SPREAD * self._chance())
 
     def _require_hope(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
@@ -208,10 +208,10 @@ class Gate:
         assert self.limit is not None
         within = DOUBT * max_wait_s * self.limit  # token seconds
         stay_s = self.drain.stay_s
-        room = self.limit - self.tokens - min(tokens, self.limit)  # a larger one goes alone
-        if (self.queue.tokens - room) * stay_s <= within:
+        free = self.limit - self.tokens - min(tokens, self.limit)  # a larger one goes alone
+        if (self.queue.tokens - free) * stay_s <= within:
             return
-        if (self.queue.tokens_ahead(flow) - room) * stay_s > within:
+        if (self.queue.tokens_ahead(flow) - free) * stay_s > within:
             raise overloaded(
                 f"'{self.pool}' will have no room within {max_wait_s:g} s",
                 self.retry_after_s(tokens, flow.level.priority, max_wait_s),
@@ -228,7 +228,7 @@ class Gate:
         if not self.queue:
             self.drain.queued(self.tokens, self._clock())
         self.queue.push(flow, waiter, tokens)
-        self._let_in()  # a higher priority that fits may go before those that wait
+        self._admit_waiting()  # a higher priority that fits may go before those that wait
         return waiter
 
     def _make_place(self, flow: Flow, tokens: int, max_queue: int, max_wait_s: float) -> None:
@@ -248,7 +248,7 @@ class Gate:
             reason="queue_full",
         )
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admits the requests whose turn it is, as long as they fit."""
         while (found := self.queue.first()) is not None:
             flow, waiter, tokens = found
@@ -292,4 +292,4 @@ class Gate:
             self.requests -= 1
         elif waiter in waiter.flow.waiting:
             self.queue.remove(waiter.flow, waiter)
-        self._let_in()  # the removed request may have been the one that did not fit
+        self._admit_waiting()  # the removed request may have been the one that did not fit

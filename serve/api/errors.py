@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +21,6 @@ __all__ = [
     "code_of",
     "error_bytes",
     "error_headers",
-    "error_response",
     "install",
     "sse_error",
     "status_of",
@@ -88,21 +88,20 @@ def sse_error(error: Exception) -> bytes:
     return b"data: " + error_bytes(error) + b"\n\n"
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    return Response(error_bytes(error), status_of(error), error_headers(error) | (headers or {}))
-
-
 def install(app: FastAPI) -> None:
     """Turns every failure of `app` into an error object, including unknown paths and defects."""
 
-    async def ours(request: Request, error: Exception) -> Response:
-        _count(request, error)
-        return error_response(error)
+    async def ours(
+        request: Request, error: Exception, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        observation = request.scope.get("octet")  # none on the administration port
+        if observation is not None:
+            observation.refused(code_of(error))
+        headers = error_headers(error) | dict(headers or {})
+        return Response(error_bytes(error), status_of(error), headers)
 
     async def http(request: Request, error: Any) -> Response:
-        refusal = _from_http(request, error)
-        _count(request, refusal)
-        return error_response(refusal, dict(error.headers or {}))
+        return await ours(request, _from_http(request, error), error.headers)
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -117,12 +116,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, ours)
-
-
-def _count(request: Request, error: Exception) -> None:
-    observation = request.scope.get("octet")  # none on the administration port
-    if observation is not None:
-        observation.refused(code_of(error))
 
 
 def _from_http(request: Request, error: HTTPException) -> RequestError:

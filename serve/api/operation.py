@@ -1,6 +1,9 @@
-"""The interface of an operation, which answers one POST path.
+"""The interface of an operation, which answers one POST path: a `Call` in, an `Answer` out.
 
-A `Call` is one checked request, as the operation and the backends need it.
+An `Answer` is opened, and its first event read, before anything is sent to the client. A backend
+that cannot be reached, or dies before its first token, therefore costs the client only time.
+`events_in` and its neighbours count events in a piece of a stream without parsing it. A piece
+holds one event or many.
 """
 
 import asyncio

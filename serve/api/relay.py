@@ -170,8 +170,8 @@ async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
         except ValueError:
             raise BackendError(f"{name}: answered with no JSON", kind="garbled") from None
         if isinstance(content, dict):
-            if (said := error_of(content)) is not None:
-                raise from_event(name, said)
+            if (error := error_of(content)) is not None:
+                raise from_event(name, error)
             read_usage(content, tally)
     else:
         ends = body[:1] + body.rstrip()[-1:]

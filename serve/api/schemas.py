@@ -1,8 +1,10 @@
 """The bodies of completion and chat requests, checked before any backend sees them.
 
+A body is one JSON object in UTF-8, without repeated keys, and bounded in every way. It is forwarded
+to a backend byte for byte, so anything that two decoders might read differently is refused.
+
 Fields outside the schema stay in `model_extra`, for the backend to accept or refuse
-(unsupported.py).
-Types are strict: `"max_tokens": "5"` and `"n": true` are errors.
+(unsupported.py). Types are strict: `"max_tokens": "5"` and `"n": true` are errors.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -56,6 +59,8 @@ def _strings(value: Any) -> Any:
         raise ValueError("should be a string or a list of strings")
     if "" in items:
         raise ValueError("a stop string cannot be empty")
+    if len(items) > MAX_STOP:
+        raise ValueError(f"at most {MAX_STOP} stop strings are allowed, got {len(items)}")
     return tuple(items)
 
 
@@ -95,6 +100,23 @@ def _messages(value: Any) -> Any:
     return tuple(value)
 
 
+def _limits(info: ValidationInfo) -> Limits:
+    assert isinstance(info.context, Limits)
+    return info.context
+
+
+def _limited(name: str) -> AfterValidator:
+    """Makes the check of a number by the limit `name`."""
+
+    def check(value: int, info: ValidationInfo) -> int:
+        limit = getattr(_limits(info), name)
+        if value > limit:
+            raise ValueError(f"should be at most {limit}, got {value}")
+        return value
+
+    return AfterValidator(check)
+
+
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string", "minLength": 1}
 PROMPT_SCHEMA: dict[str, Any] = {
@@ -121,6 +143,7 @@ MaybeMessages = Annotated[
     BeforeValidator(lambda value: None if value is None else _messages(value)),
     WithJsonSchema(_MAYBE_MESSAGES),
 ]
+Logprobs = Annotated[int, Field(ge=0), _limited("max_logprobs")]
 Limit = Annotated[int, Field(gt=0, lt=2**31)]
 StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=4096)]
 
@@ -141,7 +164,7 @@ class _Sampling(BaseModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
-    n: Annotated[int, Field(gt=0)] | None = None
+    n: Annotated[int, Field(gt=0), _limited("max_n")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_strings), WithJsonSchema(_STOP)] = ()
     stop_token_ids: StopTokens | None = None
@@ -150,26 +173,22 @@ class _Sampling(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @field_validator("n")
-    @classmethod
-    def _n_within_limit(cls, n: int | None, info: ValidationInfo) -> int | None:
-        limit = _limits(info).max_n
-        if n is not None and n > limit:
-            raise ValueError(f"should be at most {limit}, got {n}")
-        return n
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stop_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if len(stop) > MAX_STOP:
-            raise ValueError(f"at most {MAX_STOP} stop strings are allowed, got {len(stop)}")
-        return stop
-
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: allowed only with stream: true")
         return self
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns the fields of a `GenerateRequest` that all choices share."""
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(self.top_k or 0, 0),
+            "stop": self.stop,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+        }
 
     @property
     def include_usage(self) -> bool:
@@ -181,7 +200,7 @@ class CompletionRequest(_Sampling):
 
     prompt: Annotated[Any, BeforeValidator(prompts_of), WithJsonSchema(PROMPT_SCHEMA)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Logprobs | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -191,16 +210,13 @@ class CompletionRequest(_Sampling):
             raise ValueError(f"at most {limit} prompts are allowed, got {len(prompts)}")
         return prompts
 
-    @field_validator("logprobs")
-    @classmethod
-    def _few_logprobs(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
-        return _within(logprobs, _limits(info).max_logprobs)
-
     @model_validator(mode="after")
     def _few_choices(self, info: ValidationInfo) -> Self:
-        limit, asked = _limits(info).max_choices, len(self.prompt) * (self.n or 1)
-        if asked > limit:
-            raise ValueError(f"n: {asked} choices (prompts times n) are over the limit of {limit}")
+        limit, choices = _limits(info).max_choices, len(self.prompt) * (self.n or 1)
+        if choices > limit:
+            raise ValueError(
+                f"n: {choices} choices (prompts times n) are over the limit of {limit}"
+            )
         return self
 
     @property
@@ -218,12 +234,7 @@ class ChatRequest(_Sampling):
     messages: Messages
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _few_logprobs(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
-        return _within(logprobs, _limits(info).max_logprobs)
+    top_logprobs: Logprobs | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -241,17 +252,6 @@ class ChatRequest(_Sampling):
     @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def _limits(info: ValidationInfo) -> Limits:
-    assert isinstance(info.context, Limits)
-    return info.context
-
-
-def _within(value: int | None, limit: int) -> int | None:
-    if value is not None and value > limit:
-        raise ValueError(f"should be at most {limit}, got {value}")
-    return value
 
 
 def parse(schema: type[S], body: bytes, limits: Limits) -> tuple[S, dict[str, Any]]:

@@ -33,6 +33,7 @@ from serve.engine.request import (
     PositionLogprobs,
     TokenLogprob,
 )
+from serve.engine.tokenizer import beside
 
 __all__ = [
     "Chats",
@@ -43,7 +44,6 @@ __all__ = [
     "requests_of",
 ]
 
-LONG_TEXT = 20_000  # characters; more take milliseconds to tokenize, so on a thread
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's stand-in for a probability of zero
 PENDING_EVENTS = 64  # per answer; beyond it, the choices wait for a slow client
 Prompts: TypeAlias = Sequence[str | tuple[int, ...]]
@@ -159,9 +159,8 @@ class Chats(TextOperation):
 
     async def prompts(self, body: ChatRequest, backend: Backend) -> Prompts:
         messages = plain_messages(body.messages, backend.name)
-        if sum(len(message["content"]) for message in messages) < LONG_TEXT:
-            return [backend.chat_prompt(messages)]
-        return [await asyncio.to_thread(backend.chat_prompt, messages)]
+        size = sum(len(message["content"]) for message in messages)
+        return [await beside(backend.chat_prompt, messages, size=size)]
 
     def choice(
         self, index: int, text: str, positions: Sequence[PositionLogprobs] | None, end: Finished
@@ -192,23 +191,18 @@ def requests_of(
     headers: Mapping[str, str] | None = None,
 ) -> list[GenerateRequest]:
     """Builds one request per choice, prompt by prompt; each carries `headers`."""
-    n = body.n or 1
+    n, sampling = body.n or 1, body.sampling()
     return [
         GenerateRequest(
             request_id=f"{request_id}-{index}",
             model=body.model,
             prompt=prompts[index // n],
             max_tokens=body.answer_limit,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(body.top_k or 0, 0),
             seed=None if body.seed is None else (body.seed + index % n) % 2**64,
-            stop=body.stop,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=body.alternatives,
             echo=bool(getattr(body, "echo", None)),
-            ignore_eos=bool(body.ignore_eos),
             headers=headers or {},
+            **sampling,
         )
         for index in range(len(prompts) * n)
     ]

@@ -4,7 +4,6 @@ A relaying backend answers them itself. For any other backend, this process uses
 it has for it.
 """
 
-import asyncio
 import json
 from typing import Annotated, Any, Self
 
@@ -17,13 +16,12 @@ from serve.api.schemas import MaybeMessages
 from serve.api.text import plain_messages
 from serve.api.unsupported import refuse_unsupported
 from serve.backends.base import Backend, RelayingBackend
-from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer import Tokenizer, beside
 
 __all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]
 
 MAX_CHARACTERS = 2**20  # of one text; tokenizing takes 0.2 KB of memory per token
 MAX_TOKENS = 2**20
-INLINE = 20_000  # characters or tokens; more take milliseconds, so on a thread
 
 
 class TokenizeRequest(BaseModel):
@@ -69,7 +67,7 @@ class Tokenize:
         body: TokenizeRequest = call.body
         dialect = "completion" if body.messages is None else "chat"
         refuse_unsupported(body.model_extra or {}, type(body).model_fields, dialect, backend.name)
-        ids = await _beside(_encode, tokenizer, body, backend.name, size=_characters(body))
+        ids = await beside(_encode, tokenizer, body, backend.name, size=_characters(body))
         names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
         return _answer(
             {
@@ -100,7 +98,7 @@ class Detokenize:
         refuse_unsupported(
             body.model_extra or {}, type(body).model_fields, "completion", backend.name
         )
-        text = await _beside(_decode, tokenizer, body.tokens, size=len(body.tokens))
+        text = await beside(_decode, tokenizer, body.tokens, size=len(body.tokens))
         return _answer({"prompt": text})
 
 
@@ -149,13 +147,6 @@ def _characters(body: TokenizeRequest) -> int:
             code="request_too_large",
         )
     return count
-
-
-async def _beside(function: Any, *arguments: Any, size: int) -> Any:
-    """Calls `function`, on a thread if it takes long."""
-    if size < INLINE:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 def _answer(content: dict[str, Any]) -> Answer:

@@ -1,6 +1,7 @@
 """Defines the interface between the gateway and a backend."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ __all__ = [
     "LoadReport",
     "Relay",
     "RelayingBackend",
+    "generate_one_token",
     "sooner_or_later",
 ]
 
@@ -42,7 +44,7 @@ class Incarnation:
     counts: tuple[int, ...] = ()  # counters that only grow within an incarnation
 
     @property
-    def tells(self) -> bool:
+    def shows_restarts(self) -> bool:
         """Decides whether a restart with the same settings can be detected."""
         return self.started is not None or bool(self.counts)
 
@@ -51,6 +53,16 @@ class Incarnation:
         same = (self.settings, self.started) == (before.settings, before.started)
         fewer = any(now < then for now, then in zip(self.counts, before.counts, strict=False))
         return same and len(self.counts) == len(before.counts) and not fewer
+
+
+async def generate_one_token(backend: "Backend", model: str) -> None:
+    """Sends a probe as a request for one token. Raises what the backend raises."""
+    request = GenerateRequest(
+        request_id="probe", model=model, prompt=PROBE, max_tokens=1, temperature=0.0
+    )
+    async with aclosing(backend.generate(request)) as events:
+        async for _ in events:
+            pass
 
 
 def sooner_or_later(error: BackendError, *, started: bool) -> BackendError:

@@ -2,27 +2,26 @@
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model.spec import ModelSpec
-from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
+from serve.backends.base import Incarnation, LoadReport, generate_one_token, sooner_or_later
 from serve.config import EmbeddedConfig
 from serve.engine.engine import Delivery, Engine, EngineStats, Generation
 from serve.engine.load import load_runner
 from serve.engine.request import Event, Finished, GenerateRequest
-from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer import Tokenizer, beside
 from serve.runner.protocol import Runner
 
 __all__ = ["EmbeddedBackend", "Loaded", "load_export"]
 
-# Tokenizing a prompt of so many characters takes about 10 ms, so it is done outside the event loop.
-_LONG_TEXT = 20_000
+
+# From the engine to the iterator of one request; the error is what ended the request.
+_Stream: TypeAlias = "asyncio.Queue[Event | BackendError]"
 
 
 class EmbeddedBackend:
@@ -123,12 +122,7 @@ class EmbeddedBackend:
         return LoadReport(stats.running, stats.waiting, stats.cached_tokens / capacity, capacity)
 
     async def probe(self) -> None:
-        request = GenerateRequest(
-            request_id="probe", model=self._model, prompt=PROBE, max_tokens=1, temperature=0.0
-        )
-        async with aclosing(self.generate(request)) as events:
-            async for _ in events:
-                pass
+        await generate_one_token(self, self._model)
 
     async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
         if not await self.ready():
@@ -147,12 +141,15 @@ class EmbeddedBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         started = self._require_started()
         generation = await started.generation(request)
-        stream = self._streams[generation] = _Stream()
+        stream: _Stream = asyncio.Queue()
+        self._streams[generation] = stream
         begun = False
         try:
             started.engine.submit(generation)
             while True:
                 event = await stream.get()
+                if isinstance(event, BackendError):
+                    raise event
                 begun = True
                 yield event
                 if isinstance(event, Finished):
@@ -173,7 +170,8 @@ class EmbeddedBackend:
         for generation, outcome in deliveries:
             stream = self._streams.get(generation)  # None: cancelled meanwhile
             if stream is not None:
-                stream.put(outcome)
+                for event in [outcome] if isinstance(outcome, BackendError) else outcome:
+                    stream.put_nowait(event)
 
 
 @dataclass(frozen=True)
@@ -249,34 +247,7 @@ class Loaded:
         if not isinstance(prompt, str):
             return prompt
         self.require_fitting(len(prompt), "prompt")
-        if len(prompt) < _LONG_TEXT:
-            return self.tokenizer.encode(prompt)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
-
-
-class _Stream:
-    """Queue of events from the engine to one iterator; used only in the event loop."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event | BackendError] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, outcome: list[Event] | BackendError) -> None:
-        if isinstance(outcome, BackendError):
-            self._events.append(outcome)
-        else:
-            self._events.extend(outcome)
-        self._arrived.set()
-
-    async def get(self) -> Event:
-        """Waits for the next event. Raises the BackendError that ended the request."""
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        event = self._events.popleft()
-        if isinstance(event, BackendError):
-            raise event
-        return event
+        return await beside(self.tokenizer.encode, prompt, size=len(prompt))
 
 
 def load_export(path: Path, threads: int = 0, device: int = 0) -> tuple[Runner, Tokenizer]:

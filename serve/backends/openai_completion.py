@@ -28,7 +28,7 @@ def completion_body(request: GenerateRequest, model: str, limit: int | None) -> 
 
     `limit` replaces a `max_tokens` of None: without one, an answer ends after 16 tokens.
     """
-    body: dict[str, Any] = {
+    return {
         "model": model,
         "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
         "temperature": request.temperature,
@@ -37,17 +37,10 @@ def completion_body(request: GenerateRequest, model: str, limit: int | None) -> 
         "stream_options": {"include_usage": True},
         "max_tokens": limit if request.max_tokens is None else request.max_tokens,
         **request.extra,
+        **({"top_k": request.top_k} if request.top_k else {}),
+        **({"echo": True} if request.echo else {}),
+        **request.optional,
     }
-    optional = {
-        "top_k": request.top_k or None,
-        "seed": request.seed,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "logprobs": request.logprobs,
-        "echo": request.echo or None,
-        "ignore_eos": request.ignore_eos or None,
-    }
-    return body | {name: value for name, value in optional.items() if value is not None}
 
 
 async def completion_events(

@@ -48,7 +48,7 @@ def failure(
     Other 4xx, and 501, are the client's mistake: a RequestError with the server's status, field and
     code.
     """
-    message, param, code = _said(body)
+    message, param, code = _parsed(body)
     kind = kind_of(status, body)
     if kind is None:
         message = message or f"the backend answered {status}"
@@ -64,7 +64,7 @@ def failure(
 
 def kind_of(status: int, body: bytes) -> FailureKind | None:
     """Returns the kind of failure that a non-200 response shows; None if it is the client's."""
-    if status >= 500 and is_dead(_said(body)[0]):
+    if status >= 500 and is_dead(_parsed(body)[0]):
         return "dead"
     if status in (429, 503):
         return "overloaded"
@@ -78,7 +78,7 @@ def kind_of(status: int, body: bytes) -> FailureKind | None:
 def from_event(name: str, error: Any) -> BackendError | RequestError:
     """Returns the error for a stream event that has an `error` member."""
     body = json.dumps({"error": error}).encode()
-    message, param, code = _said(body)
+    message, param, code = _parsed(body)
     line = f"{name}: {message or 'failed while answering'}"
     status = error.get("code") if isinstance(error, dict) else None
     # Check the status before the message, which may quote the client.
@@ -103,8 +103,8 @@ def no_answer(name: str, error: Exception) -> BackendUnavailable:
         kind = "garbled"
     elif isinstance(error, aiohttp.InvalidURL | aiohttp.ClientSSLError):
         kind = "refused"
-    said = {"refused": "cannot be reached", "garbled": "answered with something that is not HTTP"}
-    line = f"{name}: {said.get(kind, 'closed the connection')} ({_reason(error)})"
+    words = {"refused": "cannot be reached", "garbled": "answered with something that is not HTTP"}
+    line = f"{name}: {words.get(kind, 'closed the connection')} ({_reason(error)})"
     return BackendUnavailable(line, kind=kind)
 
 
@@ -128,7 +128,7 @@ def _until(date: str) -> float:
     return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
 
 
-def _said(body: bytes) -> tuple[str, str | None, str | None]:
+def _parsed(body: bytes) -> tuple[str, str | None, str | None]:
     """Returns message, field and code of an error object, in any server's format."""
     try:
         data = json.loads(body)

@@ -26,7 +26,7 @@ from serve.backends.prometheus import load_of, samples
 from serve.config import HttpConfig
 from serve.engine.request import Event, GenerateRequest
 
-__all__ = ["LOAD_SOURCES", "OpenAiHttpBackend", "context_length", "incarnation"]
+__all__ = ["LOAD_SOURCES", "OpenAiHttpBackend", "card_of", "context_length", "incarnation"]
 
 _STARTED = "process_start_time_seconds"  # of every Prometheus client library
 _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -48,14 +48,18 @@ LOAD_SOURCES: tuple[Source, ...] = (
 )
 
 
-def context_length(body: bytes, served_name: str) -> int | None:
-    """Reads `max_model_len` of the model, as vLLM and SGLang list it; None if it is missing."""
+def card_of(models: bytes, served_name: str) -> dict[str, Any] | None:
+    """Reads the model's entry in /v1/models; {} if it has none, None for no list of models."""
     try:
-        models = json.loads(body)["data"]
-        lengths = {model["id"]: model.get("max_model_len") for model in models}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        cards = {card["id"]: dict(card) for card in json.loads(models)["data"]}
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    length = lengths.get(served_name)
+    return cards.get(served_name, {})
+
+
+def context_length(card: Mapping[str, Any]) -> int | None:
+    """Reads `max_model_len`, as vLLM and SGLang list it; None if it is missing."""
+    length = card.get("max_model_len")
     return length if isinstance(length, int) else None
 
 
@@ -66,12 +70,10 @@ def incarnation(models: bytes, metrics: bytes, served_name: str) -> Incarnation 
     context that it was started with. Its counters serve where several processes answer, because
     their page has no start time.
     """
-    try:
-        cards = {card["id"]: card for card in json.loads(models)["data"]}
-        card = cards.get(served_name, {})
-        settings = tuple(f"{key}={card.get(key)}" for key in ("root", "max_model_len"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    card = card_of(models, served_name)
+    if card is None:
         return None
+    settings = tuple(f"{key}={card.get(key)}" for key in ("root", "max_model_len"))
     found = samples(metrics, (_STARTED, *_GROWING))
     started = max((value for _, value in found.get(_STARTED, ())), default=None)
     counts = (round(sum(v for _, v in found[name])) for name in _GROWING if name in found)
@@ -141,7 +143,7 @@ class OpenAiHttpBackend:
         if self.context_length is None:
             if self._config.type == "vllm":
                 _, body = await self.get("/v1/models")
-            self.context_length = context_length(body, self.served_name)
+            self.context_length = context_length(card_of(body, self.served_name) or {})
         return True
 
     async def load(self) -> LoadReport | None:

@@ -60,23 +60,23 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
     """Returns the error for a call that ended with `details`."""
-    said = " ".join(details.split())
+    message = " ".join(details.split())
     # Refusals first: they may quote the request, which may contain anything.
-    if (refusal := _own_refusal(details) or _known_refusal(said)) is not None:
+    if (refusal := _own_refusal(details) or _known_refusal(message)) is not None:
         return refusal
     if code is not None:  # an error of gRPC itself
-        said = _ADDRESS.sub("", said)
-    return BackendError(f"{name}: {said}", kind=_kind(code, said) or "failed")
+        message = _ADDRESS.sub("", message)
+    return BackendError(f"{name}: {message}", kind=_kind(code, message) or "failed")
 
 
-def _kind(code: grpc.StatusCode | None, said: str) -> FailureKind | None:
-    if is_dead(said):
+def _kind(code: grpc.StatusCode | None, message: str) -> FailureKind | None:
+    if is_dead(message):
         return "dead"
     for kind, sign in _KINDS:
-        if sign.search(said):
+        if sign.search(message):
             return kind
     if code == grpc.StatusCode.UNAVAILABLE:  # the connection broke, or could not be made
-        unmade = ("onnect" in said and "reset" not in said) or "resol" in said
+        unmade = ("onnect" in message and "reset" not in message) or "resol" in message
         return "refused" if unmade else "lost"
     return _STATUS.get(code) if code is not None else None
 
@@ -90,10 +90,10 @@ def _own_refusal(details: str) -> RequestError | None:
         return None
 
 
-def _known_refusal(said: str) -> RequestError | None:
+def _known_refusal(message: str) -> RequestError | None:
     for sign, param, code in _CLIENT:
-        if sign.search(said):
+        if sign.search(message):
             return RequestError(
-                said.removeprefix("Error generating stream: "), param=param, code=code
+                message.removeprefix("Error generating stream: "), param=param, code=code
             )
     return None

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import aiohttp
 import grpc
@@ -26,79 +26,22 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, NeedsTokenizer, RequestError
-from serve.backends.base import PROBE, Incarnation, LoadReport, sooner_or_later
+from serve.backends.base import Incarnation, LoadReport, generate_one_token, sooner_or_later
 from serve.backends.connection import hold_open
 from serve.backends.prometheus import load_of, samples
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_prompt import end_tokens, unsupported
-from serve.backends.triton_tensors import Inputs, Outputs, Signature, read_outputs
+from serve.backends.triton_tensors import Inputs, Signature, read_outputs
 from serve.backends.triton_trtllm import IdsDialect, TextDialect
 from serve.backends.triton_vllm import VllmDialect
 from serve.config import TritonConfig
-from serve.engine.request import Delta, Event, GenerateRequest
+from serve.engine.request import Event, GenerateRequest
 from serve.engine.tokenizer import Tokenizer
 
-__all__ = ["TritonBackend", "described", "incarnation", "load_report"]
+__all__ = ["TritonBackend"]
 
 _kind = model_config_pb2.ModelInstanceGroup.Kind.Name
 _PENDING = "nv_inference_pending_request_count"
-
-
-async def load_report(metrics_url: str, model: str, timeout_s: float) -> LoadReport | None:
-    """Reads the load from Triton's metrics page, which is served over HTTP."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(metrics_url, allow_redirects=False) as response,
-        ):
-            page = await response.read() if response.status == 200 else b""
-    except (aiohttp.ClientError, OSError):
-        return None
-    pending = samples(page, (_PENDING,)).get(_PENDING, ())
-    mine = [value for labels, value in pending if labels.get("model") == model]
-    return load_of(page) or (LoadReport(0, round(sum(mine)), None, None) if mine else None)
-
-
-async def described(stub: Any, model: str, timeout_s: float) -> dict[str, Any] | None:
-    """Returns Triton's version and the model's configuration; None if it does not answer."""
-    try:
-        server = await stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=timeout_s)
-        answer = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)
-    except grpc.aio.AioRpcError:
-        return None
-    config = answer.config
-    return {
-        "version": server.version,
-        "backend": config.backend or config.platform,
-        "kinds": [_kind(group.kind) for group in config.instance_group],
-        "parameters": {name: value.string_value for name, value in config.parameters.items()},
-    }
-
-
-async def incarnation(stub: Any, model: str, timeout_s: float) -> Incarnation | None:
-    """Reads the incarnation from the model's configuration, versions and statistics.
-
-    A reload resets the model's statistics to zero (2.51: those of ModelStatistics;
-    `nv_inference_count` goes on). Nothing else indicates it: the connections stay, and the model is
-    READY before and after. Triton reloads only if a file of the model has changed.
-    """
-    try:
-        config = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=timeout_s)
-        answer = await stub.ModelStatistics(
-            pb.ModelStatisticsRequest(name=model), timeout=timeout_s
-        )
-    except grpc.aio.AioRpcError:
-        return None
-    digest = hashlib.sha256(config.config.SerializeToString(deterministic=True)).hexdigest()
-    versions = sorted(answer.model_stats, key=lambda one: str(one.version))
-    counts = [
-        count
-        for one in versions
-        for count in (one.last_inference, one.execution_count, one.inference_stats.success.count)
-    ]
-    settings = (digest, *(str(one.version) for one in versions))
-    return Incarnation(settings, counts=tuple(counts))
 
 
 READY_TIMEOUT_S = 5.0  # longer than a health check waits: it distinguishes "no" from "no answer"
@@ -113,25 +56,7 @@ _OPTIONS = [
 ]
 
 
-class Answer(Protocol):
-    """Reads the responses to one request."""
-
-    @property
-    def ended(self) -> bool:
-        """True once the answer is complete, though the model may go on."""
-
-    def read(self, outputs: Outputs) -> Delta | None: ...
-
-    def finish(self) -> list[Event]:
-        """Returns the last events. Raises BackendError for an answer that lacks its end."""
-
-
-class Dialect(Protocol):
-    """The interface of one kind of model: writes its inputs, reads its responses."""
-
-    def write(self, request: GenerateRequest, inputs: Inputs) -> None: ...
-
-    def answer(self, request: GenerateRequest) -> Answer: ...
+Dialect: TypeAlias = VllmDialect | TextDialect | IdsDialect
 
 
 class TritonBackend:
@@ -175,29 +100,72 @@ class TritonBackend:
 
     async def load(self) -> LoadReport | None:
         """Reads the load from Triton's metrics page over HTTP; None without `metrics_url`."""
-        if self._config.metrics_url is None:
+        url, timeout = self._config.metrics_url, aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
+        if url is None:
             return None
-        return await load_report(self._config.metrics_url, self._model, READY_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(url, allow_redirects=False) as response,
+            ):
+                page = await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, OSError):
+            return None
+        pending = samples(page, (_PENDING,)).get(_PENDING, ())
+        mine = [value for labels, value in pending if labels.get("model") == self._model]
+        return load_of(page) or (LoadReport(0, round(sum(mine)), None, None) if mine else None)
 
     async def incarnation(self) -> Incarnation | None:
+        """Reads the incarnation from the model's configuration, versions and statistics.
+
+        A reload resets the model's statistics to zero (2.51: those of ModelStatistics;
+        `nv_inference_count` goes on). Nothing else indicates it: the connections stay, and the
+        model is READY before and after. Triton reloads only if a file of the model has changed.
+        """
         if self._channel is None:
             return None
-        return await incarnation(self._stub, self._model, READY_TIMEOUT_S)
+        stub, name, timeout = self._stub, self._model, READY_TIMEOUT_S
+        try:
+            config = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=timeout)
+            request = pb.ModelStatisticsRequest(name=name)
+            answer = await stub.ModelStatistics(request, timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return None
+        digest = hashlib.sha256(config.config.SerializeToString(deterministic=True)).hexdigest()
+        versions = sorted(answer.model_stats, key=lambda one: str(one.version))
+        counts = [
+            count
+            for one in versions
+            for count in (
+                one.last_inference,
+                one.execution_count,
+                one.inference_stats.success.count,
+            )
+        ]
+        settings = (digest, *(str(one.version) for one in versions))
+        return Incarnation(settings, counts=tuple(counts))
 
     async def described(self) -> dict[str, Any] | None:
         """Returns Triton's version and the model's configuration; None if it does not answer."""
         if self._channel is None:
             return None
-        return await described(self._stub, self._model, READY_TIMEOUT_S)
+        stub, timeout = self._stub, READY_TIMEOUT_S
+        try:
+            server = await stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=timeout)
+            request = pb.ModelConfigRequest(name=self._model)
+            config = (await stub.ModelConfig(request, timeout=timeout)).config
+        except grpc.aio.AioRpcError:
+            return None
+        return {
+            "version": server.version,
+            "backend": config.backend or config.platform,
+            "kinds": [_kind(group.kind) for group in config.instance_group],
+            "parameters": {name: value.string_value for name, value in config.parameters.items()},
+        }
 
     async def probe(self) -> None:
-        request = GenerateRequest(
-            request_id="probe", model=self._model, prompt=PROBE, max_tokens=1, temperature=0.0
-        )
         try:
-            async with aclosing(self.generate(request)) as events:
-                async for _ in events:
-                    pass
+            await generate_one_token(self, self._model)
         except RequestError as error:  # the request is ours, so this is no client's mistake
             raise BackendUnavailable(
                 f"{self.name}: refuses to generate a token: {error}", kind="failed"
@@ -322,8 +290,8 @@ class TritonBackend:
         if "sampling_parameters" in inputs:
             return VllmDialect(self.name, signature, self.tokenizer)
         if {"text_input", "max_tokens"} <= inputs.keys():
-            told = config.parameters["accumulate_tokens"].string_value.lower()
-            cumulative = told in ("true", "yes", "1", "t")
+            setting = config.parameters["accumulate_tokens"].string_value.lower()
+            cumulative = setting in ("true", "yes", "1", "t")
             return TextDialect(
                 self.name, signature, self.tokenizer, cumulative=cumulative, stream=stream
             )

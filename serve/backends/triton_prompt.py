@@ -66,8 +66,8 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _unspelled(said: str) -> NeedsTokenizer:
-    message = f"{said}: give the backend a tokenizer"
+def _unspelled(message: str) -> NeedsTokenizer:
+    message = f"{message}: give the backend a tokenizer"
     return NeedsTokenizer(message, param="prompt", code="unsupported_field")
 
 

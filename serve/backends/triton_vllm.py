@@ -48,7 +48,14 @@ class VllmDialect:
             inputs.add("text_input", prompt_text(self._name, self._tokenizer, prompt))
         # vLLM's backend drops a null and falls back to 16 tokens; ours takes it as no limit.
         limit = request.max_tokens or (None if self._takes_ids else NO_LIMIT)
-        inputs.add("sampling_parameters", json.dumps({"max_tokens": limit} | _sampling(request)))
+        sampling = {
+            "max_tokens": limit,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            **request.optional,
+        }
+        inputs.add("sampling_parameters", json.dumps(sampling))
         flags = ["stream", "exclude_input_in_output", *(f"return_{report}" for report in _REPORTS)]
         if request.logprobs is not None:
             if not self._returns_logprobs:
@@ -96,9 +103,9 @@ class VllmAnswer:
         if self._reason == "abort":  # vLLM ends all its requests like this when it is stopped
             raise BackendError(f"{self._name}: aborted the request", kind="lost")
         if self._reason not in _REASONS:
-            said = f"with '{self._reason}'" if self._reason else "without a finish_reason"
+            message = f"with '{self._reason}'" if self._reason else "without a finish_reason"
             raise BackendError(
-                f"{self._name}: the answer ended {said}",
+                f"{self._name}: the answer ended {message}",
                 kind="failed" if self._reason else "garbled",
             )
         usage = Usage(self._read, self._written)
@@ -128,20 +135,3 @@ def _bytes_of(entry: Mapping[str, Any]) -> bytes:
     if "bytes" in entry:
         return bytes(list(entry["bytes"]))  # bytes(n) of a number would make n zeros
     return str(entry.get("decoded_token") or "").encode()
-
-
-def _sampling(request: GenerateRequest) -> dict[str, Any]:
-    """Returns vLLM's SamplingParams without max_tokens; omits optional ones at their default."""
-    parameters: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-    }
-    optional = {
-        "seed": request.seed,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "logprobs": request.logprobs,
-        "ignore_eos": request.ignore_eos or None,
-    }
-    return parameters | {name: value for name, value in optional.items() if value is not None}

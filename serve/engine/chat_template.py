@@ -45,40 +45,19 @@ class ChatTemplate:
         return cls(template_of(directory), tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the prompt, ending where the assistant begins.
+        """Returns the prompt of messages with text contents, ending where the assistant begins.
 
         Raises RequestError if the template refuses the messages.
         """
-        flat = [{**message, "content": _text(message)} for message in messages]
         try:
             return self._template.render(
-                messages=flat, add_generation_prompt=True, **self._variables
+                messages=messages, add_generation_prompt=True, **self._variables
             )
         # A template is a program: messages it does not expect can raise any of these.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """Returns the content as one string; OpenAI also allows a list of parts."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        return "".join(part["text"] for part in content)
-    raise RequestError(
-        "message content must be text: this model reads nothing else", param="messages"
-    )
-
-
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
 
 
 def _refuse(message: str) -> None:

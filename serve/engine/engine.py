@@ -2,13 +2,16 @@
 
 Each iteration of the loop
   1. drops cancelled requests and gives free slots to waiting ones, first come first served;
-  2. prefills at most `chunk` prompt tokens, so that a long prompt delays the running answers by at
+  2. prefills at most `CHUNK` prompt tokens, so that a long prompt delays the running answers by at
      most one chunk per iteration;
   3. decodes one token for every request whose prefill is done, all in one batch.
 
 Each prompt is prefilled by itself, in chunks whose borders depend only on its own length, and a
 runner's rows are independent of each other. So an answer is the same, bit for bit, whichever other
 requests run at the same time.
+
+A `Generation` is one running request: its prompt, its output so far, and when it ends. `Pace`
+measures how fast the engine finishes requests; `Retry-After` is computed from it.
 """
 
 import logging
@@ -57,10 +60,10 @@ class Generation:
         eos_token_ids: Sequence[int],
     ) -> None:
         assert 0 < len(prompt) < context
-        room = context - len(prompt)
+        free = context - len(prompt)
         self.request = request
         self.prompt = np.array(prompt, np.int64)
-        self.limit = min(request.max_tokens or room, room)
+        self.limit = min(request.max_tokens or free, free)
         self.sampling = Sampling.of(request)
         self.cancelled = False
         self.finished = False
@@ -240,7 +243,6 @@ class Engine:
         *,
         slots: int | None = None,
         context: int | None = None,
-        chunk: int = CHUNK,
         max_waiting: int = 1024,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -255,8 +257,7 @@ class Engine:
         self._runner = runner
         self._deliver = deliver
         self._on_stop = on_stop
-        self._chunk = chunk
-        self._scored_chunk = max(1, min(chunk, _SCORED_LOGITS // runner.spec.vocab_size))
+        self._scored_chunk = max(1, min(CHUNK, _SCORED_LOGITS // runner.spec.vocab_size))
         self._max_waiting = max_waiting
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
@@ -371,7 +372,7 @@ class Engine:
                 self._reading.append(generation)
 
     def _read_prompts(self) -> None:
-        budget = self._chunk
+        budget = CHUNK
         while self._reading and budget > 0:
             generation = self._reading[0]
             before = generation.read
@@ -389,7 +390,7 @@ class Engine:
 
     def _read_chunk(self, generation: Generation) -> list[Event]:
         """Prefills one chunk; returns events only after the last chunk, with the first token."""
-        size = self._scored_chunk if generation.scores_prompt else self._chunk
+        size = self._scored_chunk if generation.scores_prompt else CHUNK
         tokens = generation.prompt[generation.read : generation.read + size]
         scored = np.arange(len(tokens)) if generation.scores_prompt else [len(tokens) - 1]
         step = StepBatch(tokens[None], [generation.slot], np.array([scored], np.int64))

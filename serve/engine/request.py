@@ -41,6 +41,18 @@ class GenerateRequest:
     # Headers for the server, names in lower case: the request's id and its trace context.
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def optional(self) -> dict[str, Any]:
+        """The optional fields that are set, under the names of OpenAI and vLLM."""
+        fields = {
+            "seed": self.seed,
+            "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "logprobs": self.logprobs,
+            "ignore_eos": self.ignore_eos or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -1,43 +1,45 @@
-"""Text to token ids and back: whole, token by token, and as the prompt of a conversation."""
+"""Text to token ids and back: whole, token by token, and as the prompt of a conversation.
 
+A detokenizer holds back half characters, `StopChecker` what may become a stop string.
+"""
+
+import asyncio
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias, TypeVar
 
 import tokenizers
 
 from octet.errors import ArtifactError
 from serve.engine.chat_template import ChatTemplate
 
-__all__ = ["BytesDetokenizer", "Detokenizer", "PrefixDetokenizer", "StopChecker", "Tokenizer"]
+__all__ = ["Detokenizer", "StopChecker", "Tokenizer", "beside"]
 
-
-class Detokenizer(Protocol):
-    """Turns tokens into pieces of text, which joined are the text of all tokens."""
-
-    def push(self, token: int) -> str:
-        """Returns the text that `token` completes; holds back bytes of half a character."""
-
-    def flush(self) -> str:
-        """Returns the rest at the end; half a character becomes U+FFFD."""
+T = TypeVar("T")
+LONG = 20_000  # characters or tokens; more take some 10 ms, so on a thread
 
 
 class BytesDetokenizer:
-    """For byte-level tokenizers, whose text is the concatenation of their tokens' bytes."""
+    """Turns tokens into pieces of text, for byte-level tokenizers.
+
+    The joined pieces are the text of all tokens: the concatenation of their bytes.
+    """
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """Returns the text that `token` completes; holds back bytes of half a character."""
         if token >= len(self._table):  # the model's vocabulary may be padded beyond the tokenizer's
             return ""
         return self._decoder.decode(self._table[token])
 
     def flush(self) -> str:
+        """Returns the rest at the end; half a character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -72,6 +74,9 @@ class PrefixDetokenizer:
 
     def flush(self) -> str:
         return self._decode(self._tail)[len(self._known) :]
+
+
+Detokenizer: TypeAlias = BytesDetokenizer | PrefixDetokenizer
 
 
 class StopChecker:
@@ -208,6 +213,13 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         decoder = json.loads(self.inner.to_str()).get("decoder") or {}
         return bool(decoder.get("type") == "ByteLevel")
+
+
+async def beside(function: Callable[..., T], *arguments: Any, size: int) -> T:
+    """Calls `function`; on a thread beside the event loop if it takes long."""
+    if size < LONG:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

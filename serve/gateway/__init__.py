@@ -1,4 +1,4 @@
-"""Holds the state of the gateway that lives across reloads.
+"""Holds the state of the gateway that outlasts reloads.
 
 Start with `state.py`.
 """

@@ -96,7 +96,7 @@ class Discovery:
                 self._say("")
             except OctetError as error:
                 self._say(str(error))
-            except Exception as error:  # a defect of ours is no reason to stop looking
+            except Exception as error:  # a defect of ours is no reason to stop
                 _log.exception("pool %s: %s", self.pool.name, self.origin)
                 self.problem = repr(error)
             self._first.set()
@@ -105,9 +105,9 @@ class Discovery:
     def _say(self, problem: str) -> None:
         """Logs each problem once, and its end."""
         if problem and problem != self.problem:
-            _log.warning("pool %s: %s; its backends stay", self.pool.name, problem)
+            _log.warning("pool %s: %s; keeping its backends", self.pool.name, problem)
         elif self.problem and not problem:
-            _log.info("pool %s: %s is well again", self.pool.name, self.origin)
+            _log.info("pool %s: %s works again", self.pool.name, self.origin)
         self.problem = problem
 
     async def _round(self) -> None:
@@ -136,7 +136,7 @@ class Discovery:
             if come or gone:
                 self.pool.swap(self.pool.config, staying + come)
                 _log.info(
-                    "pool %s: %s: %d came, %d went, %d stay",
+                    "pool %s: %s: %d added, %d removed, %d kept",
                     *(self.pool.name, self.origin, len(come), len(gone), len(own) - len(gone)),
                 )
         if problem is not None:

@@ -1,4 +1,8 @@
-"""The gateway's state: the configuration in use, the pools, the metrics, and its readiness."""
+"""The gateway's state: the configuration in use, the pools, the metrics, and its readiness.
+
+An `Epoch` is the time between two reloads: each request is served by the configuration that it
+arrived under.
+"""
 
 import asyncio
 import logging
@@ -147,7 +151,7 @@ class Gateway:
             raise shutting_down(max(1.0, self._drain_until - time.monotonic()))
 
     def drain(self, timeout_s: float) -> None:
-        """Stops accepting requests; refused clients are told to retry after `timeout_s`."""
+        """Stops accepting requests; refused clients get a `Retry-After` of `timeout_s`."""
         self.draining = True
         self._drain_until = time.monotonic() + timeout_s
         for task in self.background:

@@ -61,6 +61,9 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
 def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
     """Reports one member. Its address and its own error text are for administrators only."""
     now = time.monotonic()
+    proof: dict[str, Any] = {"state": "none"}  # none is required
+    if member.proof is not None:
+        proof = member.proof.as_json(member.served_tokens)
     entry: dict[str, Any] = {
         "name": member.name,
         "origin": member.origin,
@@ -70,7 +73,7 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         "in_flight": member.in_flight,
         "outstanding_tokens": member.outstanding_tokens,
         "load": _load(member),
-        "proof": proof(member),
+        "proof": proof,
         "last_success_s_ago": _ago(member.last_success, now),
         "out_for_s": None if member.out_since is None else round(now - member.out_since, 1),
     }
@@ -80,13 +83,6 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         entry["last_error_s_ago"] = _ago(member.last_error_at, now)
         entry["recovered"] = member.recovered if member.last_error else None
     return entry
-
-
-def proof(member: Member) -> dict[str, Any]:
-    """Reports the measured and the expected divergence; `state` "none": no proof is required."""
-    if member.proof is None:
-        return {"state": "none"}
-    return member.proof.as_json(member.served_tokens)
 
 
 def _load(member: Member) -> dict[str, Any] | None:

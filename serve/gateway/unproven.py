@@ -9,7 +9,7 @@ from serve.gateway.state import Gateway
 from serve.proof.exam import directory_of
 from serve.routing import Pool
 
-__all__ = ["asked", "keep_warning", "unproven"]
+__all__ = ["keep_warning", "proving", "unproven"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
     return found
 
 
-def asked(pools: Iterable[Pool]) -> list[str]:
+def proving(pools: Iterable[Pool]) -> list[str]:
     """Returns lines on the backends that are being proven: which of a pool, and against what."""
     found = []
     for pool in pools:

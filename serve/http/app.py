@@ -112,12 +112,12 @@ def _pages(gateway: Gateway, endpoints: dict[str, _Endpoint]) -> FastAPI:
 
 
 def _status_routes(app: FastAPI, gateway: Gateway) -> None:
-    async def asking(request: Request) -> Principal:
+    async def authenticated(request: Request) -> Principal:
         sent = request.headers.get("authorization")
         return gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
 
     @app.get("/v1/models")
-    async def models(principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
+    async def models(principal: Annotated[Principal, Depends(authenticated)]) -> JSONResponse:
         """The models that the key may ask for."""
         data = [
             _model(gateway, name, route)
@@ -128,7 +128,9 @@ def _status_routes(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str, principal: Annotated[Principal, Depends(asking)]) -> JSONResponse:
+    async def model(
+        name: str, principal: Annotated[Principal, Depends(authenticated)]
+    ) -> JSONResponse:
         """One model; 404 if it is not served, 403 if it is not for this key."""
         route = gateway.routes.resolve(name, principal.may_use)
         principal.require_model(route, route.tier_of(name))

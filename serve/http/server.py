@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ import uvicorn
 
 from serve.config import Logs
 from serve.gateway.state import Gateway
-from serve.gateway.unproven import asked, unproven
+from serve.gateway.unproven import proving, unproven
 from serve.http.admin import create_admin_app
 from serve.http.app import create_app
 from serve.http.protocol import guarded_protocol
@@ -45,11 +45,16 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         assert sockets
         names = ", ".join(self.gateway.routes.names)
-        for line in [*_not_serving(self.gateway), *_not_proving(self.gateway)]:
-            say(line, self.gateway.config.logs, logging.WARNING)
-        for line in asked(self.gateway.pools.values()):
-            say(line, self.gateway.config.logs)
-        say(f"serving {names} on {_url(sockets[0])}", self.gateway.config.logs)
+        logs, pools = self.gateway.config.logs, self.gateway.pools
+        for pool in pools.values():
+            if not (pool.ready or proving([pool])):  # the log has the reason
+                line = f"none of its {len(pool.members)} backends serves yet"
+                say(f"warning: pool {pool.name}: {line}", logs, logging.WARNING)
+        for line in unproven({name: pool.config for name, pool in pools.items()}):
+            say(f"warning: {line}", logs, logging.WARNING)
+        for line in proving(pools.values()):
+            say(line, logs)
+        say(f"serving {names} on {_url(sockets[0])}", logs)
         if self._on_started is not None:
             self._on_started(self)
 
@@ -139,21 +144,6 @@ def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_BYTES_S,
     )
-
-
-def _not_serving(gateway: Gateway) -> Sequence[str]:
-    """Returns a line for each pool without a working backend; the log has the reason."""
-    return [
-        f"warning: pool {pool.name}: none of its {len(pool.members)} backends serves yet"
-        for pool in gateway.pools.values()
-        if not (pool.ready or asked([pool]))
-    ]
-
-
-def _not_proving(gateway: Gateway) -> Sequence[str]:
-    """Returns a line for each pool that serves without proof."""
-    pools = {name: pool.config for name, pool in gateway.pools.items()}
-    return [f"warning: {line}" for line in unproven(pools)]
 
 
 def _url(listener: socket.socket) -> str:

@@ -82,7 +82,7 @@ class Member:
         self.checked.set()
 
         self.proof: MemberProof | None = None  # None: no proof is required
-        self.generation = 0  # counts its incarnations, and the proofs that were withdrawn
+        self.incarnation = 0  # counts its incarnations, and the proofs that were withdrawn
         self.served_tokens = 0  # clients' prompts and answers, as counted or estimated
 
         self.waiting: set[Lease] = set()  # requests without a token
@@ -201,9 +201,9 @@ class Member:
 
     def forget(self, reason: str) -> None:
         """Discards the proof: another incarnation may answer from now on."""
-        self.generation += 1  # also without a proof: one may be in preparation
+        self.incarnation += 1  # also without a proof: one may be in preparation
         if self.proof is not None:
-            self.proof.forget(f"not asked yet: {reason}")
+            self.proof.forget(f"not probed yet: {reason}")
             self.changed()
 
     def nameless(self, text: str) -> str:
@@ -273,7 +273,7 @@ class Lease:
     """One request at one member. The first outcome counts; without one, the client went away."""
 
     __slots__ = (
-        *("_again", "_began", "_clock", "_epoch", "_generation", "_open", "_silent"),
+        *("_again", "_began", "_clock", "_epoch", "_incarnation", "_open", "_silent"),
         *("_undecided", "given_up", "member", "served", "tokens"),
     )
 
@@ -285,7 +285,7 @@ class Lease:
         self._clock = clock
         self._began = clock()
         self._epoch = member.breaker.begin()
-        self._generation = member.generation
+        self._incarnation = member.incarnation
         self.served = 0  # prompt and answer tokens, once they are known
         # Called if the backend seems to be gone for good before a token came.
         self.given_up: Callable[[], None] = lambda: None
@@ -296,7 +296,7 @@ class Lease:
         member._took(tokens)
 
     @property
-    def unsettled(self) -> bool:
+    def maybe_restarted(self) -> bool:
         """Returns whether another incarnation than the one it began with may be answering.
 
         If so, an answer that begins now may come from any server. Always False if no proof is
@@ -305,12 +305,12 @@ class Lease:
         member = self.member
         if member.proof is None:
             return False
-        return member.doubtful or member.generation != self._generation
+        return member.doubtful or member.incarnation != self._incarnation
 
-    async def outlived(self) -> bool:
+    async def restarted(self) -> bool:
         """Waits for a pending health check; returns whether another incarnation runs by now."""
         await self.member.checked.wait()
-        return self.member.generation != self._generation
+        return self.member.incarnation != self._incarnation
 
     def progressed(self) -> None:
         """Records new tokens: the backend is busy, not dead. The outcome is still to come."""

@@ -29,9 +29,9 @@ class MemberProof:
         self.state: ProofState = "unproven"
         self.verdict: Verdict | None = None  # of this incarnation
         self.cause: Cause | None = None  # of a refusal without a verdict
-        self.reason = "it has not been asked yet"  # one line, for people
+        self.reason = "it has not been probed yet"  # one line, for people
         self.notes: tuple[str, ...] = ()
-        self.asking = False  # a probe is under way
+        self.probing = False  # a probe is under way
         self.outcomes: Counter[str] = Counter()  # of probes
         self.prompts = 0  # that were answered
         self.tokens = 0  # of probes, prompts and answers
@@ -101,8 +101,8 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
     """
     if verdict is None:
         names = ("outcome", "kl", "kl_interval", "expected_kl", "path")
-        said = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
-        return dict.fromkeys(names) | said
+        known = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
+        return dict.fromkeys(names) | known
     measure, expected, cause = verdict.measure, verdict.expected, cause or verdict.cause
     return {
         "outcome": verdict.outcome,

@@ -52,28 +52,28 @@ class Examined:
 async def examine(
     exam: Exam,
     backend: Backend,
-    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    send: Callable[[tuple[int, ...]], Awaitable[Probed]],
     seed: int,
     without_logprobs: Literal["refuse", "admit"],
     *,
     suspected: bool = False,
 ) -> Examined:
-    """Runs a whole probe. Raises Unprovable, and what `ask` raises.
+    """Runs a whole probe. Raises Unprovable, and what `send` raises.
 
     A `suspected` backend must pass all interim checks; a subset does not suffice, because it passed
     a subset before.
     """
-    looks = exam.looks(seed, backend.context_length)
+    parts = exam.parts(seed, backend.context_length)
     if findings := await exam.findings(backend):
-        return await _found(findings, exam, ask, looks)
-    if not looks:
+        return await _found(findings, exam, send, parts)
+    if not parts:
         raise Unprovable.in_context(backend.name, backend.context_length)
     responses: list[Response] = []
     missing: list[int] = []
     notes: list[str] = []
     verdict: Verdict | None = None
-    for number, records in enumerate(looks, start=1):
-        probed = await ask((*records, *missing))
+    for number, records in enumerate(parts, start=1):
+        probed = await send((*records, *missing))
         if probed.responses and not probed.alternatives:
             return silent(without_logprobs)
         responses += probed.responses
@@ -81,35 +81,35 @@ async def examine(
         notes = probed.notes
         if not probed.responses:
             break
-        verdict = await exam.judge(responses, len(looks))
+        verdict = await exam.judge(responses, len(parts))
         reason, known = verdict.reason, tuple(responses)
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
-        enough = number == len(looks) or not suspected
+        enough = number == len(parts) or not suspected
         if verdict.outcome == "as_expected" and enough and not missing:
             return Examined("proven", reason, verdict.outcome, verdict, known)
-    said = "; ".join(notes) if missing or not responses else ""
-    said = said or (verdict.reason if verdict else "it has answered nothing")
-    return Examined("unproven", said, "inconclusive", verdict, soon=bool(missing))
+    reason = "; ".join(notes) if missing or not responses else ""
+    reason = reason or (verdict.reason if verdict else "it has answered nothing")
+    return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))
 
 
 async def _found(
     findings: Sequence[str],
     exam: Exam,
-    ask: Callable[[tuple[int, ...]], Awaitable[Probed]],
-    looks: Sequence[tuple[int, ...]],
+    send: Callable[[tuple[int, ...]], Awaitable[Probed]],
+    parts: Sequence[tuple[int, ...]],
 ) -> Examined:
     """Refuses a backend whose engine reports a mismatch; its answers may identify the fault."""
-    said = "; ".join(findings)
+    reason = "; ".join(findings)
     verdict: Verdict | None = None
     with contextlib.suppress(OctetError):  # it is refused, whatever it answers
-        probed = await ask(looks[0] if looks else ())
+        probed = await send(parts[0] if parts else ())
         if probed.responses and probed.alternatives:
-            verdict = await exam.judge(probed.responses, len(looks))
+            verdict = await exam.judge(probed.responses, len(parts))
     if verdict is not None and verdict.outcome in WRONG:
-        return Examined("refused", f"{said}; {verdict.reason}", "refused", verdict)
+        return Examined("refused", f"{reason}; {verdict.reason}", "refused", verdict)
     return Examined(
-        "refused", f"{said}: {_REMEDY}", "refused", cause=Cause("structure", said, _REMEDY)
+        "refused", f"{reason}: {_REMEDY}", "refused", cause=Cause("structure", reason, _REMEDY)
     )
 
 

@@ -23,7 +23,7 @@ from octet.proof.reference import Proofs
 from octet.recipe import KvCacheDtype
 from serve.backends.base import Backend
 from serve.backends.embedded import EmbeddedBackend
-from serve.backends.openai_http import OpenAiHttpBackend
+from serve.backends.openai_http import OpenAiHttpBackend, card_of, context_length
 from serve.backends.prometheus import samples
 from serve.proof.served_files import differences
 
@@ -123,14 +123,13 @@ async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
     status, models = await backend.get("/v1/models")
     if status != 200:
         return None
-    card = _card(models, backend.served_name)
+    card = card_of(models, backend.served_name) or {}
     _, version_body = await backend.get("/version")
     version = _field(version_body, "version")
     _, page = await backend.get("/metrics")
     found = samples(page, (_STARTED, _CACHE))
     cache = dict(found[_CACHE][0][0]) if _CACHE in found else {}
     started = max((value for _, value in found.get(_STARTED, ())), default=None)
-    context = card.get("max_model_len")
     facts: dict[str, str] = {}
     if cache.get("user_specified_block_size") == "False" and cache.get("block_size") == "128":
         facts["blocks"] = "of 128 tokens (as CPU builds choose)"
@@ -141,7 +140,7 @@ async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
         cache.get("cache_dtype"),
         started,
         _text(card.get("root")),
-        context if isinstance(context, int) else None,
+        context_length(card),
         urlsplit(backend.url).hostname in _LOOPBACK,
         facts,
     )
@@ -159,16 +158,6 @@ def _of_triton(described: Mapping[str, Any] | None) -> EngineReport | None:
         machine = "gpu"
     facts = {"backend": described["backend"], **described["parameters"]}
     return EngineReport("triton", described["version"], machine, facts=facts)
-
-
-def _card(models: bytes, name: str) -> dict[str, Any]:
-    """Returns the server's own description of the model `name`; {} if there is none."""
-    try:
-        cards = {card["id"]: card for card in json.loads(models)["data"]}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {}
-    card = cards.get(name)
-    return card if isinstance(card, dict) else {}
 
 
 def _field(body: bytes, name: str) -> str | None:

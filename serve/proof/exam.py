@@ -1,7 +1,7 @@
 """The exam that a backend must pass to be proven, and the exam of each backend of a pool."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,14 +14,7 @@ from serve.config import BackendConfig, EmbeddedConfig
 from serve.config.proof import Proof
 from serve.proof.probe import Probed
 
-__all__ = ["Exam", "Exams", "Slicing", "directory_of"]
-
-
-class Slicing(Protocol):
-    """Selects the records that the probes of a serving backend send."""
-
-    def next(self, allowance: int) -> tuple[int, ...]:
-        """Returns the next records that take `allowance` tokens at most; () if none fits."""
+__all__ = ["Exam", "Exams", "directory_of"]
 
 
 class Exam(Protocol):
@@ -38,19 +31,23 @@ class Exam(Protocol):
     def identity(self) -> str:
         """Identity of the artifact."""
 
-    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+    def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         """Returns the records of an admission, in the parts in which they are sent."""
 
-    def slicing(self, seed: int, context: int | None) -> Slicing: ...
+    def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
+        """Returns a function that returns the next records for the probe of a serving backend.
+
+        These take as many tokens as its argument allows at most; () if none fits.
+        """
 
     async def findings(self, backend: Backend) -> list[str]:
         """Lists the engine's reports that contradict the declared configuration, a line each."""
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed: ...
 
-    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict: ...
+    async def judge(self, responses: Sequence[Response], checks: int) -> Verdict: ...
 
 
 class Exams:

@@ -1,7 +1,7 @@
 """An `Exam` made of the golden records of an export or a calibration."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.engine_report import engine_report, structural_findings
-from serve.proof.plan import Slices, looks, order, simulated
+from serve.proof.plan import Slices, order, parts_of, simulated
 from serve.proof.probe import Probed, probe
 
 __all__ = ["GoldenExam"]
@@ -70,12 +70,12 @@ class GoldenExam:
         bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")
         return cls(proofs, declared, bound, directory)
 
-    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+    def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         first = simulated(self.proofs.hypotheses)
-        return list(looks(order(self.proofs.golden, seed, context=context, first=first)))
+        return list(parts_of(order(self.proofs.golden, seed, context=context, first=first)))
 
-    def slicing(self, seed: int, context: int | None) -> Slices:
-        return Slices(self.proofs.golden, seed, context=context)
+    def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
+        return Slices(self.proofs.golden, seed, context=context).next
 
     async def findings(self, backend: Backend) -> list[str]:
         report = await engine_report(backend)
@@ -85,7 +85,7 @@ class GoldenExam:
             structural_findings, report, self.proofs, self.declared, self._directory
         )
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
         return await probe(
@@ -98,7 +98,7 @@ class GoldenExam:
             vocab_size=self.proofs.manifest.model.spec.vocab_size,
         )
 
-    async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
+    async def judge(self, responses: Sequence[Response], checks: int) -> Verdict:
         """Judges in a thread beside the event loop, one judgement at a time."""
         proofs = self.proofs
         judgement = partial(
@@ -107,7 +107,7 @@ class GoldenExam:
             proofs.hypotheses,
             self.declared,
             responses,
-            looks=looks,
+            looks=checks,
             bound=self._bound,
         )
         return await asyncio.get_running_loop().run_in_executor(_JUDGES, judgement)

@@ -11,9 +11,9 @@ import numpy as np
 from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import HypothesisSet
 
-__all__ = ["FIRST_LOOK", "Slices", "cost", "looks", "order", "simulated"]
+__all__ = ["FIRST_PART", "Slices", "cost", "order", "parts_of", "simulated"]
 
-FIRST_LOOK = 24  # records
+FIRST_PART = 24  # records
 _MORE = 20  # records of each further interim check
 _STRATA = 8  # of equal numbers of records
 
@@ -57,7 +57,7 @@ def _mixed(by_length: Sequence[int], random: np.random.Generator) -> list[int]:
     return found
 
 
-def looks(records: Sequence[int], first: int = FIRST_LOOK) -> Iterator[tuple[int, ...]]:
+def parts_of(records: Sequence[int], first: int = FIRST_PART) -> Iterator[tuple[int, ...]]:
     """Splits `records` into the parts in which they are sent: each interim check adds one part."""
     start, stop = 0, first
     while start < len(records):
@@ -75,7 +75,7 @@ class Slices:
         self._rounds = 0
         self._left: list[int] = []
 
-    def next(self, allowance: int, most: int = FIRST_LOOK) -> tuple[int, ...]:
+    def next(self, allowance: int, most: int = FIRST_PART) -> tuple[int, ...]:
         """Returns the next records: `most` at most, `allowance` tokens at most; () if none fits.
 
         A record that does not fit waits for a larger allowance, and those behind it wait too:

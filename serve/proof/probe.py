@@ -90,15 +90,15 @@ class Probed:
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
                 " what it says of less likely ones is not known"
             )
-        asked = len(self.responses) + len(self.failures)
-        for kind, said in _SAID.items():
+        sent = len(self.responses) + len(self.failures)
+        for kind, outcome in _OUTCOMES.items():
             some = [failure for failure in self.failures if failure.kind == kind]
             if some:
-                found.append(f"{len(some)} of {asked} golden prompts {said}: {some[0].text}")
+                found.append(f"{len(some)} of {sent} golden prompts {outcome}: {some[0].text}")
         return found
 
 
-_SAID: dict[FailureKind, str] = {
+_OUTCOMES: dict[FailureKind, str] = {
     "context": "are longer than its context and left out",
     "tokenizer": "became other tokens and are left out",
     "busy": "were not answered in time",
@@ -132,13 +132,13 @@ async def probe(
     text. `vocab_size` is the model's. `advance` is called after each record. Raises Unprovable if
     a retry cannot help.
     """
-    asking = _Asking(backend, golden, TokenNames(tokenizer), vocab_size)
+    sender = _Sender(backend, golden, TokenNames(tokenizer), vocab_size)
     started = time.perf_counter()
-    room = asyncio.Semaphore(concurrency)
+    free = asyncio.Semaphore(concurrency)
 
     async def one(record: int) -> Response | Failure:
-        async with room:
-            found = await asking.record(record)
+        async with free:
+            found = await sender.record(record)
         advance()
         return found
 
@@ -156,18 +156,18 @@ async def probe(
     probed = Probed(
         [answer for answer in answers if isinstance(answer, Response)],
         [answer for answer in answers if isinstance(answer, Failure)] + failures,
-        tokens=asking.tokens,
+        tokens=sender.tokens,
         seconds=time.perf_counter() - started,
         # A backend that returns some for one answer supports them; the judgement handles answers
         # without any.
-        alternatives=statistics.median_low([n for n in asking.alternatives if n] or [0]),
-        salted=bool(asking.extra),
+        alternatives=statistics.median_low([n for n in sender.alternatives if n] or [0]),
+        salted=bool(sender.extra),
     )
     _require_provable(backend, probed)
     return probed
 
 
-class _Asking:
+class _Sender:
     """Sends the records of one probe, and remembers which fields the backend accepts."""
 
     def __init__(
@@ -208,12 +208,12 @@ class _Asking:
 
     def _request(self, index: int, context: int | None) -> GenerateRequest:
         record = self._golden.records[index]
-        room = POSITIONS if context is None else context - len(record.prompt_token_ids)
+        most = POSITIONS if context is None else context - len(record.prompt_token_ids)
         return GenerateRequest(
             request_id=f"proof-{index}",
             model=self._backend.models[0],
             prompt=record.prompt,
-            max_tokens=min(POSITIONS, room),
+            max_tokens=min(POSITIONS, most),
             temperature=0.0,
             logprobs=self._logprobs,
             extra=self.extra,
@@ -230,11 +230,11 @@ class _Asking:
 
     def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
         """Drops what the server refused, for all later requests; returns whether to retry."""
-        said = f"{error.param} {error}"
-        if request.extra and any(name in said for name in request.extra):
+        refusal = f"{error.param} {error}"
+        if request.extra and any(name in refusal for name in request.extra):
             self.extra = {}
             return True
-        if "logprobs" not in said or request.logprobs is None:
+        if "logprobs" not in refusal or request.logprobs is None:
             return False
         if request.logprobs == self._logprobs:  # no other request has lowered it yet
             unsupported = error.code == "unsupported_field"
@@ -288,14 +288,11 @@ async def _late(backend: Backend, records: Sequence[int], timeout_s: float) -> l
     """
     if not records:
         return []
-    if await backend.ready():
-        said: tuple[FailureKind, str] = (
-            "busy",
-            f"none came in {timeout_s:g} s, though it is ready",
-        )
-    else:
-        said = ("gone", f"no answer in {timeout_s:g} s, and it does not say that it is ready")
-    return [Failure(record, *said) for record in records]
+    kind: FailureKind = "busy"
+    text = f"none came in {timeout_s:g} s, though it is ready"
+    if not await backend.ready():
+        kind, text = "gone", f"no answer in {timeout_s:g} s, and it does not say that it is ready"
+    return [Failure(record, kind, text) for record in records]
 
 
 def _require_provable(backend: Backend, probed: Probed) -> None:

@@ -6,7 +6,7 @@ no refusal: it is probed again, later each time. A refused backend is probed aga
 may repair it.
 
 proven: a few prompts are sent at a time, within a token allowance, and judged together with the
-earlier answers. A suspicious result takes the backend out at once, and every prompt is sent anew:
+earlier answers. A suspicious result ejects the backend at once, and every prompt is sent again:
 only a whole probe refuses. A backend that is too busy, or whose answers are inconclusive, stays in.
 """
 
@@ -58,17 +58,17 @@ class Prover:
         self._backoff = Backoff(rng)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._generation = member.generation  # that the state below belongs to
+        self._incarnation = member.incarnation  # that the state below belongs to
         self._rounds: Rounds | None = None  # since its last whole probe
         self._suspected = False  # in this incarnation, and not yet cleared by every prompt
-        self._asked: tuple[int, asyncio.Task[Probed]] | None = None  # generation, last query
+        self._sent: tuple[int, asyncio.Task[Probed]] | None = None  # incarnation, last query
 
     def installed(self, before: MemberProof | None) -> None:
         """Takes over from `before`: `member.proof` is this prover's from now on."""
         if before is not None:
             self.proof.carry(before)
-        if self._generation != self._member.generation:
-            self.proof.forget("not asked yet: it was started anew while its settings changed")
+        if self._incarnation != self._member.incarnation:
+            self.proof.forget("not probed yet: it was restarted while its settings changed")
 
     def take(self, config: Proof) -> None:
         """Applies these settings from now on."""
@@ -95,16 +95,16 @@ class Prover:
 
     def wake(self) -> None:
         """Wakes the prover after a health check: the backend may be available or restarted."""
-        generation, asked = self._asked or (0, None)
-        if asked is not None and generation != self._member.generation:
-            asked.cancel()  # the old incarnation may never answer
+        incarnation, sent = self._sent or (0, None)
+        if sent is not None and incarnation != self._member.incarnation:
+            sent.cancel()  # the old incarnation may never answer
         self._wake.set()
 
     async def _run(self) -> None:
         await self._wake.wait()  # nothing is known before the first health check
         while True:
             self._wake.clear()
-            if self._may_ask() and self.proof.next_at <= self._clock():
+            if self._may_probe() and self.proof.next_at <= self._clock():
                 try:
                     await self._probe()
                 except Exception as error:
@@ -115,69 +115,69 @@ class Prover:
                 async with asyncio.timeout(due_in_s if 0 < due_in_s < _POLL_S else _POLL_S):
                     await self._wake.wait()
 
-    def _may_ask(self) -> bool:
+    def _may_probe(self) -> bool:
         member = self._member
         up = member.reachable and member.ready and not member.leaving
         return up and member.breaker.state != "open"
 
     async def _probe(self) -> None:
-        if self._generation != self._member.generation:
-            self._generation = self._member.generation
+        if self._incarnation != self._member.incarnation:
+            self._incarnation = self._member.incarnation
             self._backoff.reset()
             self._suspected = False
         if self.proof.admits and self._rounds is not None:
-            await self._look_again(self._rounds)
+            await self._recheck(self._rounds)
         else:
             await self.admit()
 
     async def admit(self) -> None:
         """Runs a whole probe and applies its result. Uses no earlier answers."""
-        proof, member, generation = self.proof, self._member, self._member.generation
-        proof.asking, proof.seconds = True, 0.0
+        proof, member, incarnation = self.proof, self._member, self._member.incarnation
+        proof.probing, proof.seconds = True, 0.0
         try:
             found = await self._examined()
-            if generation == member.generation:  # else it was restarted, and is probed anew
+            if incarnation == member.incarnation:  # else it was restarted, and is probed again
                 self._conclude(found)
         finally:
-            proof.asking = False
+            proof.probing = False
             self.concluded.set()
 
     async def _examined(self) -> Examined:
         seed, without = self._rng.getrandbits(32), self.config.without_logprobs
-        backend, ask, suspected = self._member.backend, self._asking(), self._suspected
-        probe = examine(self.exam, backend, ask, seed, without, suspected=suspected)
+        backend, send, suspected = self._member.backend, self._sender(), self._suspected
+        probe = examine(self.exam, backend, send, seed, without, suspected=suspected)
         return await self._found(probe)
 
-    def _asking(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
+    def _sender(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
         """Returns the function that sends one probe's prompts, all within the probe's time limit.
 
         The time for judging does not count.
         """
-        generation = self._member.generation
+        incarnation = self._member.incarnation
         whole_s = left_s = self.config.timeout_s
 
-        async def ask(records: tuple[int, ...]) -> Probed:
+        async def send(records: tuple[int, ...]) -> Probed:
             nonlocal left_s
             if left_s <= 0:
                 raise BackendUnavailable(OVER.format(whole_s), kind="timeout")
             began = self._clock()
-            asked = asyncio.create_task(self._ask(records, left_s))
-            self._asked = generation, asked
+            sent = asyncio.create_task(self._send(records, left_s))
+            self._sent = incarnation, sent
             try:
-                await asyncio.wait({asked})
-                if generation != self._member.generation:
-                    raise BackendUnavailable("it was started anew", kind="lost")
-                if asked.cancelled():  # by a library: nobody cancelled this task
+                await asyncio.wait({sent})
+                if incarnation != self._member.incarnation:
+                    raise BackendUnavailable("it was restarted", kind="lost")
+                if sent.cancelled():  # by a library: nobody cancelled this task
                     raise BackendUnavailable("its probe was given up", kind="lost")
-                return asked.result()
+                return sent.result()
             finally:
                 left_s -= self._clock() - began
-                asked.cancel()
-                await asyncio.wait({asked})
-                if not asked.cancelled():
-                    asked.exception()  # marks the exception as retrieved
+                sent.cancel()
+                await asyncio.wait({sent})
+                if not sent.cancelled():
+                    sent.exception()  # marks the exception as retrieved
 
-        return ask
+        return send
 
     async def _found(self, probe: Awaitable[Examined]) -> Examined:
         """Returns the result of `probe`; turns any exception into a result."""
@@ -194,34 +194,36 @@ class Prover:
         """Handles a defect, most likely ours: it proves nothing about the backend."""
         _log.error("the proof of %s failed", self._member.name, exc_info=error)
         # Without the error's text, which may name a file of ours.
-        said = f"its probe failed: {type(error).__name__}"
-        return Examined("unproven", said, "defect", soon=True)
+        reason = f"its probe failed: {type(error).__name__}"
+        return Examined("unproven", reason, "defect", soon=True)
 
-    async def _ask(self, records: tuple[int, ...], timeout_s: float) -> Probed:
+    async def _send(self, records: tuple[int, ...], timeout_s: float) -> Probed:
         member, proof, most = self._member, self.proof, self.config.concurrency
         if proof.admits or member.in_flight:
             most = max(most // 4, 1)
-        probed = await self.exam.ask(member.backend, records, concurrency=most, timeout_s=timeout_s)
+        probed = await self.exam.probe(
+            member.backend, records, concurrency=most, timeout_s=timeout_s
+        )
         proof.tokens += probed.tokens
         proof.seconds += probed.seconds
         proof.prompts += len(probed.responses)
         proof.notes = tuple(map(member.nameless, probed.notes))
         return probed
 
-    async def _look_again(self, rounds: Rounds) -> None:
+    async def _recheck(self, rounds: Rounds) -> None:
         """Probes a serving backend with a few prompts; with none until it has served enough."""
         member, proof = self._member, self.proof
         allowed = allowance(self.config.share, member.served_tokens, proof.tokens)
         records = rounds.next(allowed) if allowed > 0 else ()
         if not records:
             return
-        generation, proof.seconds = member.generation, 0.0
-        found = await self._found(rounds.look(records, self._asking()))
-        if generation != member.generation:
+        incarnation, proof.seconds = member.incarnation, 0.0
+        found = await self._found(rounds.check(records, self._sender()))
+        if incarnation != member.incarnation:
             return
         # It could be judged at its admission, so a defect now is caused by its answers now.
         if found.state == "refused" or found.outcome == "defect":
-            self._doubt(found)
+            self._suspect(found)
             return await self.admit()
         if found.state == "unproven":
             return self._unclear(found)
@@ -237,11 +239,11 @@ class Prover:
         self.proof.next_at = self._clock() + after_s * self._rng.uniform(1.0, 1.1)
         self._backoff.reset()
 
-    def _doubt(self, found: Examined) -> None:
-        """Takes out a serving backend that looks wrong; only a whole probe may then refuse it."""
+    def _suspect(self, found: Examined) -> None:
+        """Ejects a serving backend whose answers look wrong; only a whole probe may refuse it."""
         self._suspected = True
         self.proof.probed("suspect")
-        self._become("unproven", replace(found, reason=f"it is asked again: {found.reason}"))
+        self._become("unproven", replace(found, reason=f"probing it again: {found.reason}"))
 
     def _conclude(self, found: Examined) -> None:
         if found.state == "unproven":
@@ -264,7 +266,7 @@ class Prover:
         proof.next_at = self._clock() + self._backoff.next(limits)
         if not proof.admits and proof.state != "refused":
             proof.reason, proof.verdict = f"no verdict yet: {reason}", found.verdict
-        line = f"no verdict, asked again later: {reason}"
+        line = f"no verdict; probing it again later: {reason}"
         self._say(logging.WARNING, line, found.outcome, found.verdict)
 
     def _become(self, state: ProofState, found: Examined) -> None:
@@ -276,8 +278,8 @@ class Prover:
         proof.cause = found.cause
         if served and not proof.admits and member.proof is proof:
             # Requests without a token yet go to other backends; answers that have begun continue.
-            member.generation += 1
-            self._generation = member.generation
+            member.incarnation += 1
+            self._incarnation = member.incarnation
         if member.proof is proof:
             if state == "refused":  # replaces an outdated reason
                 member.last_error = f"refused: {reason}"

@@ -31,30 +31,30 @@ class Rounds:
         self._backend = backend
         self._known = {response.record: response for response in known}  # the oldest first
         self._broken = 0  # probes in a row with a failure in `_BROKEN`
-        self.next = exam.slicing(seed, backend.context_length).next
+        self.next = exam.slicing(seed, backend.context_length)
 
-    async def look(
-        self, records: tuple[int, ...], ask: Callable[[tuple[int, ...]], Awaitable[Probed]]
+    async def check(
+        self, records: tuple[int, ...], send: Callable[[tuple[int, ...]], Awaitable[Probed]]
     ) -> Examined:
         """Runs one probe with `records`. A result of "refused" calls for a whole probe.
 
-        Raises what `ask` raises, and Unprovable.
+        Raises what `send` raises, and Unprovable.
         """
         if findings := await self._exam.findings(self._backend):
             return Examined("refused", "; ".join(findings), "refused")
         try:
-            probed = await ask(records)
+            probed = await send(records)
         except Unprovable as error:
             if error.kind != "context":
                 raise
             return Examined("unproven", str(error), "inconclusive")  # another slice may fit
-        said = "; ".join(probed.notes)
+        notes = "; ".join(probed.notes)
         broken = any(failure.kind in _BROKEN for failure in probed.failures)
         self._broken = self._broken + 1 if broken else 0
         if self._broken >= _PATIENCE:
-            return Examined("refused", said, "inconclusive")
+            return Examined("refused", notes, "inconclusive")
         if not probed.responses:
-            return Examined("unproven", said, "inconclusive", soon=True)
+            return Examined("unproven", notes, "inconclusive", soon=True)
         if not probed.alternatives:
             # If it has earlier answers, it returned log-probabilities then.
             silent: ProofState = "refused" if self._known else "admitted"

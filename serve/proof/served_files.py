@@ -159,12 +159,12 @@ def _differing(ours: Scales, theirs: Scales, *, implied: bool) -> Iterator[str]:
     other = [
         name for name, value in ours.items() if name in theirs and not _equal(value, theirs[name])
     ]
-    for names, said in ((missing, "lacks"), (other, "has other values of")):
+    for names, problem in ((missing, "lacks"), (other, "has other values of")):
         for kind in sorted({name.rpartition(".")[2] for name in names}):
             some = [name for name in names if name.endswith(f".{kind}")]
             shown = ", ".join(some[:_SHOWN]) + (", ..." if len(some) > _SHOWN else "")
             yield (
-                f"the checkpoint that it loaded {said} {len(some)} {kind}"
+                f"the checkpoint that it loaded {problem} {len(some)} {kind}"
                 f" tensor{'s' if len(some) > 1 else ''} ({shown})"
             )
 

@@ -19,7 +19,7 @@ from serve.backends.base import LoadReport
 from serve.config import Health
 from serve.members.member import Member
 from serve.proof.prover import Prover
-from serve.routing.incarnation import Lives
+from serve.routing.incarnation import Incarnations
 
 __all__ = ["Watch"]
 
@@ -43,9 +43,9 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()
         self.prover: Prover | None = None  # None: no proof is required
-        self._lives = Lives(member, clock)
+        self._incarnations = Incarnations(member, clock)
         self._unread = ""  # why its load could not be read the last time
-        self.looked = asyncio.Event()  # the first check has ended
+        self.checked = asyncio.Event()  # the first check has ended
 
     def start(self) -> None:
         self._member.on_doubt = self._doubt.set
@@ -68,7 +68,7 @@ class Watch:
         self._member.changed()
         if prover is not None:
             prover.start()
-            if self.looked.is_set():
+            if self.checked.is_set():
                 prover.wake()
         if before is not None:
             before.cancel()
@@ -82,7 +82,7 @@ class Watch:
         if self._task is not None:
             await _ended(self._task)
         if self._member.doubtful:  # no check will follow, so wake the waiting requests
-            self._member.go_out("nobody looks after it any more", reachable=False)
+            self._member.go_out("its health checks have stopped", reachable=False)
 
     async def _run(self) -> None:
         while True:
@@ -92,7 +92,9 @@ class Watch:
                     group.create_task(self._keep_proving())
                     group.create_task(self._keep_reading())
             except* Exception:
-                _log.exception("the health check of %s failed; it begins again", self._member.name)
+                _log.exception(
+                    "the health check of %s failed; starting it again", self._member.name
+                )
             await asyncio.sleep(self._config.reconnect_s)
 
     async def _keep_connected(self) -> None:
@@ -102,7 +104,7 @@ class Watch:
                 await self._while_held(held)
             finally:
                 await _ended(held)
-            self.looked.set()
+            self.checked.set()
             self._member.missed()
             await asyncio.sleep(self._config.reconnect_s)
 
@@ -113,13 +115,13 @@ class Watch:
         incarnation.
         """
         try:
-            await self._member.backend.hold(self._lives.reopened)
+            await self._member.backend.hold(self._incarnations.reopened)
             reason = "its connection ended"
         except BackendError as error:
             reason = str(error)
         except Exception as error:
             reason = repr(error)
-        self._lives.ended()
+        self._incarnations.ended()
         self._go_out(reason, reachable=False)
         self._doubt.set()
 
@@ -129,23 +131,23 @@ class Watch:
         while not held.done():
             config = self._config
             self._doubt.clear()
-            asked_at = self._clock()
+            sent_at = self._clock()
             refusal = "it is not ready"
             try:
-                ready = await self._ask_ready(held)
+                ready = await self._query_ready(held)
             except Exception as error:  # a defect; the next check may succeed
                 ready, refusal = False, f"its check failed: {error!r}"
             if held.done():
                 return
             if ready:
-                await self._let_in(held)
-            elif ready is None and self._busy_since(asked_at - config.interval_s):
+                await self._readmit(held)
+            elif ready is None and self._busy_since(sent_at - config.interval_s):
                 member.come_in()  # it was only too busy to answer
             else:
-                self._lives.uncertain |= ready is False
-                silent = f"it does not say within {config.timeout_s:g} s whether it is ready"
+                self._incarnations.uncertain |= ready is False
+                silent = f"it does not report within {config.timeout_s:g} s whether it is ready"
                 self._go_out(refusal if ready is False else silent, reachable=True)
-            self.looked.set()
+            self.checked.set()
             if self.prover is not None:
                 self.prover.wake()
             pause_s = config.interval_s if member.ready else config.reconnect_s
@@ -157,28 +159,28 @@ class Watch:
     def _busy_since(self, moment: float) -> bool:
         """Returns whether it is known to have worked since `moment`, and was not out."""
         member = self._member
-        if self._lives.uncertain:
+        if self._incarnations.uncertain:
             return False
         return member.out_since is None and max(member.last_success, member.last_stir) >= moment
 
-    async def _ask_ready(self, held: asyncio.Task[None]) -> bool | None:
+    async def _query_ready(self, held: asyncio.Task[None]) -> bool | None:
         """Queries readiness; None if no answer comes in time, or the connection ends meanwhile."""
-        asked = asyncio.ensure_future(self._member.backend.ready())
+        query = asyncio.ensure_future(self._member.backend.ready())
         try:
             await asyncio.wait(
-                {asked, held},
+                {query, held},
                 timeout=self._config.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            return asked.result() if asked.done() else None
+            return query.result() if query.done() else None
         finally:
-            await _ended(asked)
+            await _ended(query)
 
-    async def _let_in(self, held: asyncio.Task[None]) -> None:
+    async def _readmit(self, held: asyncio.Task[None]) -> None:
         """Brings in a ready member. One that was out generates a token and gets a fresh breaker."""
         member = self._member
-        await self._lives.recognize(held, self._config.timeout_s)
-        if held.done() or self._lives.uncertain:
+        await self._incarnations.recognize(held, self._config.timeout_s)
+        if held.done() or self._incarnations.uncertain:
             return
         if member.out_since is not None:
             failure = None
@@ -199,7 +201,7 @@ class Watch:
     async def _keep_proving(self) -> None:
         """Generates a token when due: no request succeeded recently, or an ejection is over."""
         member, breaker = self._member, self._member.breaker
-        await self.looked.wait()
+        await self.checked.wait()
         while True:
             config, now = self._config, self._clock()
             if config.probe_after_s is None or not member.ready:
@@ -279,16 +281,19 @@ class Watch:
 
     async def _read_load(self) -> LoadReport | None:
         """Returns its load; None if it reports none or a defect prevents it: it may still serve."""
-        said, report = "", None
+        problem, report = "", None
         try:
             report = await self._member.backend.load()
         except Exception as error:
-            said = repr(error)
-            if said != self._unread:
+            problem = repr(error)
+            if problem != self._unread:
                 _log.warning(
-                    "%s/%s: its load cannot be read: %s", self._member.pool, self._member.name, said
+                    "%s/%s: its load cannot be read: %s",
+                    self._member.pool,
+                    self._member.name,
+                    problem,
                 )
-        self._unread = said
+        self._unread = problem
         return report
 
 

@@ -2,9 +2,9 @@
 
 Many servers, and proxies before them, close idle connections, some every 5 s. After that, another
 server behind the proxy may answer. A backend that reports its incarnation is queried. One that does
-not is proven anew, and the pause before the next such proof doubles each time. During the pause its
-proof stays valid, and only the scheduled probes detect another server: otherwise whole probes would
-be most of the backend's work.
+not is proved again, and the pause before the next such proof doubles each time. During the pause
+its proof stays valid, and only the scheduled probes detect another server: otherwise whole probes
+would be most of the backend's work.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from serve.backends.base import Incarnation
 from serve.members.member import Member
 
-__all__ = ["Lives"]
+__all__ = ["Incarnations"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 60.0  # between the first two proofs that follow an orderly close
 
 
-class Lives:
-    """Tracks one member's incarnations. If no proof is required, no query is sent."""
+class Incarnations:
+    """Tracks the incarnations of one member. Sends no query if no proof is required."""
 
     def __init__(self, member: Member, clock: Callable[[], float]) -> None:
         self._member = member
@@ -57,47 +57,47 @@ class Lives:
         uncertain, self.uncertain = self.uncertain, False
         if self._member.proof is None:
             return
-        life, before = None, self._last
-        # A timeout or a defect leaves it unknown; that is no reason to take out a serving backend.
+        reported, before = None, self._last
+        # A timeout or a defect leaves it unknown; that is no reason to eject a serving backend.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(timeout_s):
-                life = await self._member.backend.incarnation()
+                reported = await self._member.backend.incarnation()
         if held.done():
             return
-        if life is not None and before is not None and not life.follows(before):
-            self._another()
-        elif uncertain and not (life is not None and before is not None and life.tells):
-            self._unrecognized(told=before is not None and before.tells)
-        self._last = life or before
+        if reported is not None and before is not None and not reported.follows(before):
+            self._changed()
+        elif uncertain and not (reported and before and reported.shows_restarts):
+            self._unrecognized(reports=before is not None and before.shows_restarts)
+        self._last = reported or before
 
-    def _another(self) -> None:
+    def _changed(self) -> None:
         """Discards the proof of a backend that reports another incarnation.
 
         If its connection ended, it ended in order.
         """
         member = self._member
         _log.warning(
-            "%s/%s is another than before, by its own word: it is proven anew. If it was not"
-            " restarted, and loaded no model anew, its address leads to several servers, of"
-            " which each proof shows one: give each of them a backend of its own",
+            "%s/%s reports another incarnation; proving it again. If it was not restarted and did"
+            " not reload its model, its address leads to several servers, and each proof checks"
+            " only one of them: configure a backend for each",
             *(member.pool, member.name),
         )
-        member.forget("it was started anew, or loaded its model anew")
+        member.forget("it was restarted, or reloaded its model")
 
-    def _unrecognized(self, *, told: bool) -> None:
+    def _unrecognized(self, *, reports: bool) -> None:
         """Discards the proof after an orderly close if the backend does not report its incarnation.
 
-        `told`: it reported the incarnation before. Otherwise the pause between proofs applies.
+        `reports`: it reported the incarnation before. Otherwise the pause between proofs applies.
         """
         now, member = self._clock(), self._member
-        if not told and now < self._believed_until:
+        if not reports and now < self._believed_until:
             return
-        if not told:
+        if not reports:
             self._believed_until, self._pause_s = now + self._pause_s, 2 * self._pause_s
             _log.warning(
-                "%s/%s closed an idle connection, and does not say since when it runs: it is proven"
-                " anew, and next not before %g s are over. Raise its idle timeout, or have its"
-                " /metrics say process_start_time_seconds",
+                "%s/%s closed an idle connection and does not report its start time; proving it"
+                " again, and not once more within %g s. Raise its idle timeout, or have its"
+                " /metrics report process_start_time_seconds",
                 *(member.pool, member.name, self._believed_until - now),
             )
-        member.forget("its connection ended, and it does not say since when it runs")
+        member.forget("its connection ended, and it does not report its start time")

@@ -42,11 +42,11 @@ class Watches:
             self._watches[member] = watch
             watch.prove(provers.get(member))
             watch.start()
-        looks = [self._watches[member].looked.wait() for member in members]
-        await _all_within(config.health.timeout_s, looks)
-        asked = [m for m in members if m.standing == "unproven"]
+        checks = [self._watches[member].checked.wait() for member in members]
+        await _all_within(config.health.timeout_s, checks)
+        unproven = [m for m in members if m.standing == "unproven"]
         limit_s = min(patience_s, config.proof.timeout_s)
-        await _all_within(limit_s, [p.concluded.wait() for p in map(provers.get, asked) if p])
+        await _all_within(limit_s, [p.concluded.wait() for p in map(provers.get, unproven) if p])
 
     def take(self, members: Sequence[Member], config: PoolConfig, provers: Provers) -> None:
         """Applies these settings from now on, and replaces the provers of members in `provers`."""

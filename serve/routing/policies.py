@@ -1,6 +1,7 @@
 """Policies that choose the next member among those available, in microseconds, without waiting.
 
-`Ask` holds the properties of a request that the choice depends on.
+`Ask` holds the properties of a request that the choice depends on, such as the prefix or session
+that lets it go to the same backend again.
 """
 
 import random
@@ -24,8 +25,8 @@ class Ask:
 
 
 # In a smaller batch no request waits, so affinity is worth more than balance.
-_ALWAYS_ROOM = 4  # requests
-LOAD_FACTOR = 1.25
+_SMALL_BATCH = 4  # requests
+LOAD_FACTOR = 1.25  # a member with more than this times the mean load is skipped
 _NOISE = 0.01  # smaller differences of reported pressure are ignored
 
 
@@ -122,7 +123,7 @@ class Affinity:
         for member in self._ring.walk(key):
             if member not in members:
                 continue
-            if member.in_flight < _ALWAYS_ROOM:
+            if member.in_flight < _SMALL_BATCH:
                 return member
             if bound < 0:
                 total = sum(each.outstanding_tokens for each in members)
@@ -211,8 +212,8 @@ def _session(data: dict[str, Any], headers: Mapping[bytes, bytes], header: str) 
     if value is not None:
         return value.decode("latin-1")
     for field in ("prompt_cache_key", "user"):
-        if isinstance(said := data.get(field), str):
-            return said
+        if isinstance(value := data.get(field), str):
+            return value
     return ""
 
 

@@ -1,4 +1,7 @@
-"""A pool of interchangeable backends, and the choice of the one that gets the next request."""
+"""A pool of interchangeable backends, and the choice of the one that gets the next request.
+
+Also estimates when a backend may be available again, and limits which ones may be ejected.
+"""
 
 import asyncio
 import contextlib
@@ -55,7 +58,7 @@ class Pool:
         self,
         name: str,
         config: PoolConfig,
-        members: Sequence[Member],
+        backends: Iterable[tuple[Backend, BackendConfig | None]] = (),
         *,
         model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,16 +85,15 @@ class Pool:
         self._stale = True  # `_available` and `_proven` must be recomputed
         self._moved = asyncio.Event()  # set at each change, to wake waiting requests
         self._reopens_at = math.inf  # when the next open breaker's time is over, by the clock
-        self._take(members)
+        for backend, entry in backends:
+            self.members = (*self.members, self._member(backend, entry))
+        self._take(self.members)
 
     @classmethod
     def from_config(cls, name: str, config: PoolConfig, model: str) -> Self:
         """Raises OctetError if a backend's library or files are missing."""
-        pool = cls(name, config, (), model=model)
-        for entry in config.backends:
-            pool.members = (*pool.members, pool._member(make_backend(model, entry), entry))
-        pool._take(pool.members)
-        return pool
+        made = ((make_backend(model, entry), entry) for entry in config.backends)
+        return cls(name, config, made, model=model)
 
     @classmethod
     def of(
@@ -105,11 +107,8 @@ class Pool:
         exams: Exams | None = None,
     ) -> Self:
         """Makes a pool of existing backends."""
-        pool = cls(name, config or PoolConfig(), (), clock=clock, rng=rng, exams=exams)
-        for backend in backends:
-            pool.members = (*pool.members, pool._member(backend))
-        pool._take(pool.members)
-        return pool
+        given = [(backend, None) for backend in backends]
+        return cls(name, config or PoolConfig(), given, clock=clock, rng=rng, exams=exams)
 
     @property
     def precision(self) -> str | None:
@@ -367,7 +366,7 @@ class Pool:
             since = now if member.out_since is None else member.out_since
             seconds = max(now - since, self.config.health.reconnect_s)
         elif standing in ("unproven", "refused") and proof is not None:
-            until_probe_s = 0.0 if proof.asking else max(proof.next_at - now, 0.0)
+            until_probe_s = 0.0 if proof.probing else max(proof.next_at - now, 0.0)
             seconds = until_probe_s + (proof.seconds or _PROOF_S)
         elif standing in ("full", "trial") and member.mean_lease_s is not None:
             seconds = member.mean_lease_s / max(member.in_flight, 1)

@@ -52,23 +52,23 @@ class Route:
         """Returns the tier of requests for `name` (this model or an alias) that name no tier."""
         return self.tier_aliases.get(name, self._default_tier)
 
-    def tier(self, name: str, asked: str | None) -> ModelTier | None:
-        """Returns the tier of a request for `name` whose header names the tier `asked`.
+    def tier(self, name: str, requested: str | None) -> ModelTier | None:
+        """Returns the tier of a request for `name` whose header names the tier `requested`.
 
         Raises RequestError (400) for an unknown tier, or one other than the alias's own.
         """
-        if asked is None:
+        if requested is None:
             of_name = self.tier_of(name)
             return None if of_name is None else self.tiers[of_name]
-        if asked not in self.tiers:
-            raise _refused(_unknown(asked, self.tiers))
-        alias_of = self.tier_aliases.get(name, asked)
-        if alias_of != asked:
+        if requested not in self.tiers:
+            raise _refused(_unknown(requested, self.tiers))
+        alias_of = self.tier_aliases.get(name, requested)
+        if alias_of != requested:
             raise _refused(
                 f"the model '{name}' is of the tier '{alias_of}', and X-Octet-Tier asks for "
-                f"'{asked}': leave the header out, or ask for the model '{self.name}'"
+                f"'{requested}': leave the header out, or ask for the model '{self.name}'"
             )
-        return self.tiers[asked]
+        return self.tiers[requested]
 
     def pools(self, tier: ModelTier | None = None) -> list[Pool]:
         """Returns the pools to try, in order: a canary if drawn, the main pool, the fallbacks.

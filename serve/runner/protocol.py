@@ -1,4 +1,13 @@
-"""Defines the interface of a runner, which computes one step of the model over cache slots."""
+"""The interface of a runner, which computes one step of the model, and its key-value cache.
+
+The cache has one slot per running request. `Slots` assigns slots to requests. A runner adds the
+memory: `SlotCache` on the host, for ONNX Runtime, and serve/tensorrt/cache.py on a GPU. An E5M2
+number is the top byte of an IEEE half, so decoding is one shift, done while the live windows of a
+step's slots are gathered for the runner.
+
+Unfilled positions are always zero: a masked position has probability 0, and 0 times a leftover NaN
+would still be NaN.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Observes one request: the metrics it adds to, its spans, and its line in the log."""
+"""Observes each request: its id, the metrics it adds to, its spans, and its line in the log.
+
+`Observe` is the outermost layer of the application.
+"""
 
 import logging
 import random
@@ -276,9 +279,9 @@ class Observation:
         """
         if self.prompt_tokens is not None:
             return self.prompt_tokens, self.completion_tokens or 0, True
-        asked = self.backend and self.operation in ("text_completion", "chat", "embeddings")
+        queried = self.backend and self.operation in ("text_completion", "chat", "embeddings")
         cut_short = ("client_gone", "deadline_exceeded")
-        if asked and (self.first_s is not None or self.outcome in ("", *cut_short)):
+        if queried and (self.first_s is not None or self.outcome in ("", *cut_short)):
             roles = self.choices if self.operation == "chat" else 0
             return self.estimated_prompt_tokens, max(self.events - roles, 0), False
         return None

@@ -20,7 +20,7 @@ from serve.backends.base import Backend
 from serve.backends.factory import make_backend
 from serve.config import HttpConfig, TritonConfig
 from serve.engine.tokenizer import Tokenizer
-from serve.proof.plan import FIRST_LOOK, order, simulated
+from serve.proof.plan import FIRST_PART, order, simulated
 from serve.proof.probe import probe
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.proof.contract import require_probed
@@ -88,14 +88,14 @@ async def test_an_admission_costs_vllm_few_tokens(vllm: VllmServer, exports: Pat
         records = order(proofs.golden, 0, first=simulated(proofs.hypotheses))
         await probe(backend, proofs.golden, records[-8:])  # the first request of all is slow
         print()
-        for count in (8, FIRST_LOOK, len(records)):
+        for count in (8, FIRST_PART, len(records)):
             probed = await probe(backend, proofs.golden, records[:count], concurrency=24)
             print(
                 f"{count} golden prompts: {probed.seconds:.2f} s, {probed.tokens} tokens;", end=" "
             )
             print(f"load {os.getloadavg()[0]:.1f}")
             assert len(probed.responses) == count
-            if count == FIRST_LOOK:  # 300,000 tokens of clients make up for it
+            if count == FIRST_PART:  # 300,000 tokens of clients make up for it
                 assert probed.tokens <= 3000
 
 

@@ -94,7 +94,7 @@ async def _ask(
     """
     from serve.proof.probe import Unprovable
 
-    looks = exam.looks(asked.seed, backend.context_length)
+    looks = exam.parts(asked.seed, backend.context_length)
     if not looks:
         raise Unprovable.in_context(backend.name, backend.context_length)
     if asked.every_prompt:
@@ -108,7 +108,7 @@ async def _ask(
             break
         if console is not None:
             console.print(f"asking {len(records)} golden prompts ...", style="dim")
-        probed = await exam.ask(
+        probed = await exam.probe(
             backend, records, concurrency=asked.concurrency, timeout_s=asked.timeout_s
         )
         responses += probed.responses

@@ -4,6 +4,8 @@ Nothing has reached the client yet, so another backend may be tried, then anothe
 lost connection earns one immediate retry, and so does a model whose process died: all of its
 requests fail together, more than a retry budget would let through. Any other failure may be caused
 by the load or by the request. It is retried as far as the pool's retry budget allows.
+
+Clients get errors that name members, never addresses.
 """
 
 import asyncio
@@ -34,20 +36,16 @@ from serve.routing.retry_budget import RetryBudget
 from serve.routing.tiers import ModelTier
 from serve.telemetry.observation import Observation
 
-__all__ = [
-    "Attempts",
-    "Disowned",
-    "fault_of",
-    "nobody_left",
-    "require_same",
-    "too_late",
-    "without_address",
-]
+__all__ = ["Attempts"]
 
 _AGAIN = ("lost", "failed", "garbled")  # retried on the same member if there is no other
 # Facts about the backend, not signs of load: one re-dispatch per request, outside the budget.
 _GONE = ("refused", "lost", "dead")
 _log = logging.getLogger(__name__)
+
+
+class Disowned(BackendUnavailable):
+    """Discards an answer, without blaming the current incarnation of the backend."""
 
 
 class Attempts:
@@ -137,7 +135,7 @@ class Attempts:
         """Records that the answer broke off; `error` then has the member's name, no address."""
         if self.lease is not None:
             self.lease.failed(error)
-            without_address(error, self.lease.member)
+            _without_address(error, self.lease.member)
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Charges the key for these tokens."""
@@ -162,8 +160,18 @@ class Attempts:
         return self.too_late(what, tokens)
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:
-        """Returns a 504 error that lists where the time went."""
-        return too_late(what, self._queued_s, self._waits, tokens)
+        """Returns a 504 error that lists where the time went; `tokens` were sent until now."""
+        spent = [f"{self._queued_s:.2f} s queued"]
+        ends = [*(begun for _, begun in self._waits), time.monotonic()]
+        for (name, begun), end in zip(self._waits, ends[1:], strict=True):
+            spent.append(f"{end - begun:.2f} s waiting for {name}")
+        sent = f"{tokens} tokens" if tokens else "nothing"
+        return RequestError(
+            f"{what}: {', '.join(spent)}; {sent} had been sent",
+            status=504,
+            code="deadline_exceeded",
+            kind="timeout_error",
+        )
 
     async def _enter(self, pool: Pool) -> None:
         """Waits for capacity. Raises RequestError if there is none, or the key is over a limit."""
@@ -226,7 +234,7 @@ class Attempts:
                     member = await self._next(pool, tried, unfit, failure)
             if member is not None:
                 self.observation.retried(failure.kind)
-        raise failure or nobody_left(pool, refusal, unfit)
+        raise failure or _nobody_left(pool, refusal, unfit)
 
     async def _next(
         self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
@@ -275,16 +283,16 @@ class Attempts:
             self.deadlines.within("first_token", first_token_s)
         try:
             answer = await self.operation.open(member.backend, self.call)
-            if lease.unsettled:
-                await require_same(lease, answer)
+            if lease.maybe_restarted:
+                await self._require_same(lease, answer)
         except Disowned:
             self._leave_member()
             raise
         except RequestError as refused:
             self._leave_member()
-            raise without_address(refused, member) from None
+            raise _without_address(refused, member) from None
         except (BackendError, asyncio.CancelledError) as failed:
-            error = fault_of(failed, self.deadlines, member, first_token_s)
+            error = _fault_of(failed, self.deadlines, member, first_token_s)
             if error is not failed and error.kind == "timeout":  # by the gateway's clock
                 self.observation.metrics.deadlines.labels("first_token").inc()
         else:
@@ -296,7 +304,24 @@ class Attempts:
         _log.warning("pool %s, %s: %s", pool.name, member.name, error)
         lease.failed(error)
         self._leave_member()
-        raise without_address(error, member)
+        raise _without_address(error, member)
+
+    async def _require_same(self, lease: Lease, answer: Answer) -> None:
+        """Raises Disowned if the backend restarted, or lost its proof, since `lease` began.
+
+        Closes `answer` before it raises.
+        """
+        restarted = True
+        try:
+            restarted = await lease.restarted()
+        finally:
+            if restarted and answer.rest is not None:
+                await close(answer.rest)
+        if restarted:
+            name = lease.member.name
+            line = f"{name} was restarted, or found to be wrong, before its answer began"
+            _log.warning("pool %s: %s", lease.member.pool, line)
+            raise Disowned(line, kind="lost")
 
     def _leave_member(self) -> None:
         lease, self.lease = self.lease, None
@@ -312,7 +337,7 @@ class Attempts:
             pool.active -= 1
 
 
-def fault_of(
+def _fault_of(
     failure: BackendError | asyncio.CancelledError,
     deadlines: Deadlines,
     member: Member,
@@ -336,28 +361,7 @@ def fault_of(
     )
 
 
-def too_late(
-    what: str, queued_s: float, waits: Sequence[tuple[str, float]], tokens: int
-) -> RequestError:
-    """Returns a 504 error that lists where the time went.
-
-    `waits` holds members' names and when each was sent the request, by `time.monotonic`. `tokens`
-    were sent to the client until now.
-    """
-    spent = [f"{queued_s:.2f} s queued"]
-    ends = [*(asked for _, asked in waits), time.monotonic()]
-    for (name, asked), end in zip(waits, ends[1:], strict=True):
-        spent.append(f"{end - asked:.2f} s waiting for {name}")
-    sent = f"{tokens} tokens" if tokens else "nothing"
-    return RequestError(
-        f"{what}: {', '.join(spent)}; {sent} had been sent",
-        status=504,
-        code="deadline_exceeded",
-        kind="timeout_error",
-    )
-
-
-def nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
+def _nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
     """Returns the error for a request that has no backend left to try.
 
     That is `refusal` if the members in `unfit` do not support the request. But if the members that
@@ -381,15 +385,15 @@ def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
     """Returns the error that no member is available: for lack of proof, if all in reach lack it."""
     standings = Counter(member.standing for member in members)
     counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
-    said, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
+    message, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
     if counts and standings.keys() <= {"refused", "unproven", "unreachable", "not_ready"}:
-        said += f" has proven that its numbers are right ({', '.join(counts)})"
-        return BackendUnproven(said, retry_after_s=retry_after_s)
+        message += f" has proven that its numbers are right ({', '.join(counts)})"
+        return BackendUnproven(message, retry_after_s=retry_after_s)
     able = "" if len(members) == len(pool.members) else " that can take this request"
-    return BackendUnavailable(f"{said}{able} is available now", retry_after_s=retry_after_s)
+    return BackendUnavailable(f"{message}{able} is available now", retry_after_s=retry_after_s)
 
 
-def without_address(error: OctetError, member: Member) -> OctetError:
+def _without_address(error: OctetError, member: Member) -> OctetError:
     """Replaces the member's addresses in `error` by its name: clients must not see addresses."""
     answer = error.answer if isinstance(error, AnsweredFailure) else None
     if answer is not None:
@@ -399,28 +403,3 @@ def without_address(error: OctetError, member: Member) -> OctetError:
     if text != str(error):
         error.args = (text,)
     return error
-
-
-_log = logging.getLogger(__name__)
-
-
-class Disowned(BackendUnavailable):
-    """Discards an answer, without blaming the current incarnation of the backend."""
-
-
-async def require_same(lease: Lease, answer: Answer) -> None:
-    """Raises Disowned if the backend restarted, or lost its proof, since `lease` began.
-
-    Closes `answer` before it raises.
-    """
-    outlived = True
-    try:
-        outlived = await lease.outlived()
-    finally:
-        if outlived and answer.rest is not None:
-            await close(answer.rest)
-    if outlived:
-        name = lease.member.name
-        line = f"{name} was restarted, or found to be wrong, before its answer began"
-        _log.warning("pool %s: %s", lease.member.pool, line)
-        raise Disowned(line, kind="lost")

@@ -37,8 +37,10 @@ from serve.routing.pool import Pool
 from serve.routing.tiers import ModelTier
 from serve.telemetry.observation import Observation
 
-__all__ = ["Exchange", "disconnected", "provenance", "read_body", "requested_tier"]
+__all__ = ["Exchange", "provenance", "read_body", "requested_tier"]
 
+_TIER = b"x-octet-tier"
+_DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 _log = logging.getLogger(__name__)
 
 
@@ -176,8 +178,8 @@ class Exchange:
             whole = True
         except (Exception, asyncio.CancelledError) as failure:
             # After [DONE], or the backend's own error event, a further failure does not matter.
-            told = answer.tally.ended or answer.tally.failed is not None
-            if not (told and (deadlines.caught() or isinstance(failure, BackendError))):
+            reported = answer.tally.ended or answer.tally.failed is not None
+            if not (reported and (deadlines.caught() or isinstance(failure, BackendError))):
                 error = self._cause(failure)
                 if error is None:
                     return
@@ -273,7 +275,9 @@ class Exchange:
 
 
 async def _watch(receive: Receive, deadlines: Deadlines) -> None:
-    await disconnected(receive)
+    """Waits until the client has gone, or has its whole answer. For use after the body is read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
     deadlines.disconnected()
 
 
@@ -309,19 +313,9 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone, or has its whole answer. Call it after reading the body."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _too_large(limit: int) -> RequestError:
     message = f"the body is larger than the limit of {limit} bytes"
     return RequestError(message, status=413, code="request_too_large")
-
-
-TIER = b"x-octet-tier"
-_DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 
 
 def requested_tier(
@@ -331,10 +325,10 @@ def requested_tier(
 
     Raises RequestError (400) if the header is there twice.
     """
-    value = headers.get(TIER)
+    value = headers.get(_TIER)
     if value is None:
         return None
-    if len(fields) > len(headers) and sum(name == TIER for name, _ in fields) > 1:
+    if len(fields) > len(headers) and sum(name == _TIER for name, _ in fields) > 1:
         raise RequestError(
             "X-Octet-Tier is there twice: name one tier",
             param="X-Octet-Tier",

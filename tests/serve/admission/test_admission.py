@@ -123,7 +123,7 @@ async def test_a_refused_request_is_not_charged_and_counts_by_reason() -> None:
         await admit(admission, full, 91, who)
     assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
     ticket.settle(1, 2)
-    assert ticket.headers()["x-ratelimit-remaining-tokens"] == "97"
+    assert ticket.principal.headers()["x-ratelimit-remaining-tokens"] == "97"
     assert admission.status()["pools"]["pool"]["rejected"] == {
         "queue_full": 1,
         "rate_limit_exceeded": 1,
@@ -156,7 +156,7 @@ async def test_a_fallback_takes_its_ticket_along() -> None:
     assert in_flight(admission, "fp8") == (10, 1, 0)
     await ticket.move_to(pool("bf16"), deadline=None)
     assert in_flight(admission, "fp8") == (0, 0, 0) and in_flight(admission, "bf16") == (10, 1, 0)
-    assert ticket.headers()["x-ratelimit-remaining-requests"] == "4"
+    assert ticket.principal.headers()["x-ratelimit-remaining-requests"] == "4"
     other = await admit(admission, pool("full", max_tokens=5, max_queue=0), 5)
     with pytest.raises(RequestError):
         await ticket.move_to(pool("full", max_tokens=5, max_queue=0), deadline=None)

@@ -76,7 +76,7 @@ async def test_what_a_slow_reader_leaves_lying_is_bounded_by_its_limit() -> None
         while backend.stats is not None and backend.stats.running:
             await asyncio.sleep(0.005)
         (waiting,) = backend._streams.values()
-        assert len(waiting._events) <= 50  # 49 more tokens, and the end
+        assert waiting.qsize() <= 50  # 49 more tokens, and the end
         events = [event async for event in stream]
         assert len(events) == 50 and isinstance(events[-1], Finished)
         assert not backend._streams

@@ -8,8 +8,8 @@ import pytest
 
 from octet.errors import OctetError
 from serve.backends.base import Backend
+from serve.backends.factory import make_backend
 from serve.config import HttpConfig, TritonConfig
-from serve.routing import make_backend
 
 
 def test_a_backend_answers_under_its_own_name_unless_told() -> None:
@@ -21,8 +21,9 @@ def test_a_backend_answers_under_its_own_name_unless_told() -> None:
 def test_client_libraries_are_loaded_only_for_their_backends() -> None:
     code = (
         "import sys, serve.routing; from serve.config import HttpConfig;"
+        "from serve.backends.factory import make_backend;"
         "before = {m.partition('.')[0] for m in sys.modules};"
-        "serve.routing.make_backend('m', HttpConfig(type='vllm', url='http://h'));"
+        "make_backend('m', HttpConfig(type='vllm', url='http://h'));"
         "after = {m.partition('.')[0] for m in sys.modules};"
         "print(*sorted(before)); print(*sorted(after - before))"
     )

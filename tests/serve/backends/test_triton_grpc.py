@@ -19,7 +19,7 @@ from octet.errors import (
     RequestError,
     UnsupportedField,
 )
-from serve.backends import triton_grpc
+from serve.backends import base, triton_grpc
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
 from serve.engine.request import Finished, GenerateRequest
@@ -250,7 +250,7 @@ async def test_requests_on_a_dead_model_end_when_one_is_told(
     found_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton never answers those that were under way; before an event they can go elsewhere."""
-    monkeypatch.setattr(triton_grpc, "PROBE", "!stub")
+    monkeypatch.setattr(base, "PROBE", "!stub")
     begun = asyncio.Event()
     async with running(FakeTriton(delay_s=0.05)) as triton, started(triton) as backend:
         waiting = asyncio.create_task(failure_of(backend, "!wait", asyncio.Event()))

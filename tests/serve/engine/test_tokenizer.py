@@ -161,10 +161,7 @@ def test_a_stop_string_across_three_pieces() -> None:
 def test_the_default_template_is_plain_headings() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}],
-        },
+        {"role": "user", "content": "Hi!"},
     ]
     expected = "### System:\nBe brief.\n\n### User:\nHi!\n\n### Assistant:\n"
     assert bytes(BYTES.chat_prompt(messages)).decode() == expected
@@ -196,11 +193,6 @@ def test_what_a_template_refuses_is_the_requests_fault(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as caught:
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
-
-
-def test_images_are_refused() -> None:
-    with pytest.raises(RequestError, match="must be text"):
-        BYTES.chat_prompt([{"role": "user", "content": [{"type": "image_url"}]}])
 
 
 @pytest.mark.parametrize("content", [None, "{}", "{not json"])

@@ -190,7 +190,7 @@ class TestDns:
             await until(lambda: source.problem)
             assert source.problem == "dns vllm.internal: Name or service not known"
             assert len(addresses(gateway)) == 2
-            assert "its backends stay" in caplog.text
+            assert "keeping its backends" in caplog.text
             answer = {"127.0.0.1"}
             await until(lambda: len(addresses(gateway)) == 1)
             assert (await served.post("/v1/completions", BODY))[0] == 200

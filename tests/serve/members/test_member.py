@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from octet.errors import BackendError, FailureKind
 from serve.backends.base import LoadReport
 from serve.config import HttpConfig
-from serve.routing import Ask, Lease, Member
+from serve.members.member import Lease, Member
+from serve.routing.policies import Ask
 from tests.serve.clock import Clock
 from tests.serve.routing.stand_ins import Server, pool_of, servers
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from octet.proof.causes import Cause
@@ -50,16 +50,16 @@ class FakeExam:
     at_once: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)  # answers
 
-    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+    def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         return [tuple(range(24)), tuple(range(24, 44)), tuple(range(44, 64))]
 
-    def slicing(self, seed: int, context: int | None) -> "FakeSlices":
-        return FakeSlices()
+    def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
+        return FakeSlices().next
 
     async def findings(self, backend: Backend) -> list[str]:
         return self.found.get(backend.name, [])
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
         self.asked.append((backend.name, tuple(records)))

@@ -6,7 +6,8 @@ from typing import Any
 
 from serve.config import PoolConfig
 from serve.members.proof_state import MemberProof
-from serve.routing import Ask, Pool
+from serve.routing import Pool
+from serve.routing.policies import Ask
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.routing.stand_ins import Server
 from tests.serve.routing.virtual_time import run

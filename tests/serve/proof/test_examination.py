@@ -24,10 +24,10 @@ class Failing(FakeExam):
     failing: dict[int, int] = field(default_factory=dict)
     kind: FailureKind = "failed"
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
-        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        probed = await super().probe(backend, records, concurrency=concurrency, timeout_s=timeout_s)
         failed = {record for record in records if self.failing.get(record, 0) > 0}
         for record in failed:
             self.failing[record] -= 1
@@ -73,7 +73,7 @@ def test_prompts_longer_than_its_context_are_left_out() -> None:
 class Long(FakeExam):
     """Of prompts that are longer than any context."""
 
-    def looks(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
+    def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         return []
 
 
@@ -107,10 +107,10 @@ def test_one_whose_answers_do_not_tell_is_asked_ever_later() -> None:
 class Slow(FakeExam):
     """Has answered ten prompts when the time is over."""
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
-        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        probed = await super().probe(backend, records, concurrency=concurrency, timeout_s=timeout_s)
         await asyncio.sleep(timeout_s - self.seconds)
         probed.responses = probed.responses[:10]
         late = f"none came in {timeout_s:g} s"

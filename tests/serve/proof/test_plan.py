@@ -6,7 +6,7 @@ import pytest
 from octet.artifacts.golden import POSITIONS
 from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
 from octet.artifacts.serving_path import ServingPath
-from serve.proof.plan import FIRST_LOOK, Slices, cost, looks, order, simulated
+from serve.proof.plan import FIRST_PART, Slices, cost, order, parts_of, simulated
 from tests.serve.proof.fake_proofs import fake_golden
 
 GOLDEN = fake_golden()
@@ -33,10 +33,10 @@ def test_prompts_beyond_the_context_are_not_asked() -> None:
 
 
 def test_looks_begin_with_few_and_end_with_all() -> None:
-    parts = list(looks(order(GOLDEN, 3)))
-    assert [len(part) for part in parts] == [FIRST_LOOK, 20, 20]
+    parts = list(parts_of(order(GOLDEN, 3)))
+    assert [len(part) for part in parts] == [FIRST_PART, 20, 20]
     assert [n for part in parts for n in part] == order(GOLDEN, 3)
-    assert list(looks([])) == [] and list(looks([5])) == [(5,)]
+    assert list(parts_of([])) == [] and list(parts_of([5])) == [(5,)]
 
 
 def test_records_that_tell_faults_apart_come_first() -> None:
@@ -62,7 +62,7 @@ def test_slices_keep_to_their_allowance_and_ask_each_record_as_often() -> None:
     counts = np.bincount(asked, minlength=64)
     assert counts.min() >= 3 and counts.max() <= 4
     assert slices.next(3) == ()  # not even the shortest prompt
-    assert len(Slices(GOLDEN, 2).next(10 * whole)) == FIRST_LOOK
+    assert len(Slices(GOLDEN, 2).next(10 * whole)) == FIRST_PART
     assert sorted(Slices(GOLDEN, 2).next(10 * whole, most=100)) == list(range(64))
     assert Slices(GOLDEN, 2, context=3).next(10 * whole) == ()
 

@@ -53,8 +53,8 @@ async def judged(backend: Any, proofs: Path) -> tuple[Probed, Verdict]:
     exam = GoldenExam.load(proofs, Proof())
     await backend.start()
     try:
-        records = exam.looks(0, None)[0]
-        probed = await exam.ask(backend, records, concurrency=8, timeout_s=20.0)
+        records = exam.parts(0, None)[0]
+        probed = await exam.probe(backend, records, concurrency=8, timeout_s=20.0)
         return probed, await exam.judge(probed.responses, 3)
     finally:
         await backend.close()

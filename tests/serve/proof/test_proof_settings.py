@@ -235,9 +235,9 @@ async def test_it_listens_and_says_whom_it_asks_before_they_have_answered(
     answer = asyncio.Event()
 
     class Held(FakeExam):
-        async def ask(self, *given: Any, **options: Any) -> Probed:
+        async def probe(self, *given: Any, **options: Any) -> Probed:
             await answer.wait()
-            return await super().ask(*given, **options)
+            return await super().probe(*given, **options)
 
     backends = [Server("a"), Server("b")]
     pool = Pool.of("p", backends, exams=FakeExams(Held(seconds=0.0)))

@@ -81,7 +81,7 @@ def test_whether_log_probabilities_are_needed_is_taken_over_at_once() -> None:
         assert scene.serves()
         waiting = scene.member.lease(1)
         commit(scene, await examined(scene, exam, without_logprobs="refuse"))
-        assert not scene.serves() and scene.member.standing == "refused" and waiting.unsettled
+        assert not scene.serves() and scene.member.standing == "refused" and waiting.maybe_restarted
         waiting.release()
         commit(scene, await examined(scene, exam, without_logprobs="admit"))
         await scene.until("in", 2)

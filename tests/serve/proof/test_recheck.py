@@ -174,7 +174,7 @@ def test_a_backend_that_drifts_is_out_at_once_and_refused_by_a_whole_probe(
         scene.exam.says[ADDRESS] = "worse"
         scene.serve(10_000_000)
         await scene.until("unproven", 400)  # by a few prompts
-        assert waiting.unsettled and await waiting.outlived()
+        assert waiting.maybe_restarted and await waiting.restarted()
         await scene.until("refused", 1)
         assert scene.proof.outcomes == {"as_expected": 1, "suspect": 1, "worse": 1}
         assert scene.member.in_flight == 2  # what has begun goes on
@@ -182,7 +182,7 @@ def test_a_backend_that_drifts_is_out_at_once_and_refused_by_a_whole_probe(
             lease.release()
 
     play(act)
-    assert any("is asked again: KL" in r.getMessage() for r in caplog.records)
+    assert any("probing it again: KL" in r.getMessage() for r in caplog.records)
 
 
 def test_a_suspicion_that_a_whole_probe_does_not_confirm_is_forgotten() -> None:
@@ -202,10 +202,10 @@ class Partly(FakeExam):
 
     wrong = True
 
-    async def ask(
+    async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed:
-        probed = await super().ask(backend, records, concurrency=concurrency, timeout_s=timeout_s)
+        probed = await super().probe(backend, records, concurrency=concurrency, timeout_s=timeout_s)
         probed.responses = [
             replace(r, tokens=(2,)) if self.wrong and 50 <= r.record < 60 else r
             for r in probed.responses
@@ -231,7 +231,7 @@ def test_what_few_prompts_showed_is_not_forgotten_for_others_that_are_right() ->
         await asyncio.sleep(0.001)
         scene.server.restart()
         await scene.until("in", 3)
-        assert scene.asked == asked + 1  # nothing speaks against this life
+        assert scene.asked == asked + 1  # nothing speaks against this incarnation
 
     play(act, exam)
 

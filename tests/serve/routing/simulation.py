@@ -17,7 +17,9 @@ from typing import Any
 
 from serve.backends.base import LoadReport
 from serve.config import PoolConfig
-from serve.routing import Ask, Lease, Member, Pool
+from serve.members.member import Lease
+from serve.routing import Member, Pool
+from serve.routing.policies import Ask
 from tests.serve.clock import Clock
 from tests.serve.routing.stand_ins import servers
 

@@ -27,7 +27,7 @@ class Server:
         self.probe_error: BackendError | None = None
         self.probe_s = 0.0  # how long a token takes
         self.report: LoadReport | None = None
-        self.life: Incarnation | None = None
+        self.reported: Incarnation | None = None
         self.probes = 0
         self.started = False
         self.closes = 0
@@ -68,7 +68,7 @@ class Server:
 
     async def incarnation(self) -> Incarnation | None:
         await self._answer()
-        return self.life
+        return self.reported
 
     async def ready(self) -> bool:
         await self._answer()

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from octet.errors import BackendError, FailureKind
 from serve.config import PoolConfig
-from serve.routing import Ask, Lease, Pool
+from serve.members.member import Lease
+from serve.routing import Pool
+from serve.routing.policies import Ask
 from tests.serve.routing.stand_ins import Server, servers
 from tests.serve.routing.virtual_time import run
 

@@ -7,7 +7,7 @@ from tests.serve.routing.stand_ins import Server, pool_of
 
 
 @pytest.mark.parametrize(
-    ("state", "asking", "due_in_s", "wait"),
+    ("state", "probing", "due_in_s", "wait"),
     [
         ("unproven", True, -5.0, 1.5),  # what a probe took the last time
         ("unproven", False, 7.0, 8.5),
@@ -18,13 +18,13 @@ from tests.serve.routing.stand_ins import Server, pool_of
     ],
 )
 def test_one_without_proof_is_asked_when_its_next_probe_has_ended(
-    state: ProofState, asking: bool, due_in_s: float, wait: float
+    state: ProofState, probing: bool, due_in_s: float, wait: float
 ) -> None:
     pool, clock = pool_of([Server()])
     (member,) = pool.members
     clock.now = 100.0
     proof = member.proof = MemberProof("x", "a", clock)
-    proof.state, proof.asking, proof.seconds = state, asking, 1.5
+    proof.state, proof.probing, proof.seconds = state, probing, 1.5
     proof.next_at = clock.now + due_in_s
     assert pool.retry_after_s() == pytest.approx(wait)
 

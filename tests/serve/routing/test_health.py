@@ -233,7 +233,7 @@ def test_one_that_answers_nothing_is_out_unless_it_is_known_to_work() -> None:
             member.lease(1).progressed()
             assert member.standing == "in"
         assert await until("not_ready", member, 15) > 5
-        assert "does not say within 2 s" in member.last_error
+        assert "does not report within 2 s" in member.last_error
         server.hangs = False
         await until("in", member, 3)
 

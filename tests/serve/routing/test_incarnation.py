@@ -1,4 +1,4 @@
-"""Which life of a server's model answers, as far as the server tells them apart."""
+"""Which incarnation of a server answers, as far as the server reports it."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def told(models: bytes = MODELS, page: bytes = PAGE) -> Incarnation:
 def test_a_vllm_tells_since_when_it_runs_and_what() -> None:
     before = told()
     assert before == Incarnation(("root=/ckpt", "max_model_len=512"), 1.79527e9, (15, 3))
-    assert before.tells and told(page=PAGE.replace(b" 3.0", b" 9.0")).follows(before)
+    assert before.shows_restarts and told(page=PAGE.replace(b" 3.0", b" 9.0")).follows(before)
     assert not told(page=PAGE.replace(b"1.79527e+09", b"1.79528e+09")).follows(before)
     assert not told(MODELS.replace(b"/ckpt", b"/other")).follows(before)
     assert not told(MODELS.replace(b"512", b"256")).follows(before)
@@ -42,14 +42,14 @@ def test_one_of_several_processes_tells_by_counters_that_fall_back() -> None:
     """Where several processes answer, the page has no start time."""
     page = PAGE.replace(b"process_start", b"other_start")
     before = told(page=page)
-    assert before.started is None and before.tells
+    assert before.started is None and before.shows_restarts
     assert told(page=page.replace(b" 10.0", b" 11.0")).follows(before)
     assert not told(page=page.replace(b" 10.0", b" 2.0")).follows(before)
     assert not told(page=b"").follows(before)  # it told before
 
 
 def test_one_without_metrics_is_not_told_apart() -> None:
-    assert not told(page=b"").tells and told(page=b"").follows(told(page=b""))
+    assert not told(page=b"").shows_restarts and told(page=b"").follows(told(page=b""))
 
 
 @pytest.mark.parametrize("models", [b"", b"[]", b"{}", b'{"data": [1]}', b"<h1>Hello</h1>"])
@@ -92,7 +92,7 @@ async def test_triton_forgets_its_statistics_when_it_loads_a_model_again() -> No
         _ = [event async for event in backend.generate(asked(max_tokens=1))]
         after = await backend.incarnation()
         assert before is not None and after is not None
-        assert after.tells and after.follows(before) and not before.follows(after)
+        assert after.shows_restarts and after.follows(before) and not before.follows(after)
         server.reload()
         again = await backend.incarnation()
         assert again is not None and not again.follows(after)
@@ -104,7 +104,7 @@ async def test_triton_forgets_its_statistics_when_it_loads_a_model_again() -> No
 
 async def test_an_embedded_engine_lives_once() -> None:
     first = await fake_backend().incarnation()
-    assert first is not None and first.tells and first.follows(first)
+    assert first is not None and first.shows_restarts and first.follows(first)
 
 
 async def test_a_connection_that_is_made_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

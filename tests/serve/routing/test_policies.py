@@ -6,7 +6,8 @@ from typing import Any
 
 from serve.backends.base import LoadReport
 from serve.config import PoolConfig
-from serve.routing import Ask, Member, Pool
+from serve.routing import Member, Pool
+from serve.routing.policies import Ask
 from tests.serve.clock import Clock
 from tests.serve.routing.stand_ins import servers
 

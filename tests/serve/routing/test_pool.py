@@ -8,7 +8,8 @@ import pytest
 from octet.errors import BackendError
 from serve.backends.base import LoadReport
 from serve.config import PoolConfig
-from serve.routing import Ask, Pool
+from serve.routing import Pool
+from serve.routing.policies import Ask
 from tests.serve.routing.stand_ins import Server, fail, pool_of, servers
 
 ASK = Ask(10)

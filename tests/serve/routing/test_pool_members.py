@@ -6,8 +6,9 @@ import pytest
 
 from octet.errors import OctetError
 from serve.config import HttpConfig, PoolConfig
-from serve.routing import Ask, Pool
+from serve.routing import Pool
 from serve.routing import pool as pool_module
+from serve.routing.policies import Ask
 from tests.serve.routing.stand_ins import Server, fail, servers
 from tests.serve.routing.virtual_time import run
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.config import Retries
-from serve.routing import RetryBudget
+from serve.routing.retry_budget import RetryBudget
 
 
 def budget(active: int, **settings: Any) -> RetryBudget:

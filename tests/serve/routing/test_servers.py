@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from serve.config import PoolConfig
-from serve.routing import Ask, Member, Pool
+from serve.routing import Member, Pool
+from serve.routing.policies import Ask
 from tests.fake_servers import FakeOpenAI, FakeTriton
 
 

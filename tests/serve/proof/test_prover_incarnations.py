@@ -1,4 +1,4 @@
-"""Which life of a backend its proof is of, and who waits until that is known."""
+"""Which reported of a backend its proof is of, and who waits until that is known."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def test_the_end_of_its_connection_ends_its_proof_at_once() -> None:
         scene.server.die()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not scene.serves() and lease.unsettled and await lease.outlived()
+        assert not scene.serves() and lease.maybe_restarted and await lease.restarted()
         scene.exam.says[ADDRESS] = "worse"
         scene.server.restart()
         await scene.until("refused", 2)
@@ -30,17 +30,17 @@ def test_the_end_of_its_connection_ends_its_proof_at_once() -> None:
 
 def test_a_swap_behind_an_idle_connection_is_seen_where_the_server_says_when_it_began() -> None:
     server = Server(ADDRESS)
-    server.life = Incarnation(("m",), started=1.0)
+    server.reported = Incarnation(("m",), started=1.0)
 
     async def act(scene: Scene) -> None:
         lease = scene.member.lease(1)
         server.close_idle()
-        assert not scene.serves() and lease.unsettled
-        assert await lease.outlived() is False and scene.serves()  # it is the same one
-        server.life = Incarnation(("m",), started=2.0)
+        assert not scene.serves() and lease.maybe_restarted
+        assert await lease.restarted() is False and scene.serves()  # it is the same one
+        server.reported = Incarnation(("m",), started=2.0)
         scene.exam.says[ADDRESS] = "worse"
         server.close_idle()
-        assert not scene.serves() and await lease.outlived() and not scene.serves()
+        assert not scene.serves() and await lease.restarted() and not scene.serves()
         await scene.until("refused", 2)
         lease.release()
 
@@ -82,7 +82,7 @@ def test_one_that_closes_idle_connections_all_the_time_is_not_asked_all_the_time
         scene.server.restart()
         await scene.until("in", 2)
         scene.server.close_idle()
-        await scene.until("unproven", 1)  # another life, of which nothing is believed
+        await scene.until("unproven", 1)  # another reported, of which nothing is believed
 
     play(act)
     said = [r for r in caplog.records if "Raise its idle timeout" in r.getMessage()]
@@ -107,15 +107,15 @@ def test_a_second_close_while_the_first_is_looked_into_costs_no_interval() -> No
 
 def test_one_that_says_since_when_it_runs_no_more_is_another() -> None:
     server = Server(ADDRESS)
-    server.life = Incarnation(("m",), started=1.0)
+    server.reported = Incarnation(("m",), started=1.0)
 
     async def act(scene: Scene) -> None:
-        for life in (None, Incarnation(("m",))):
-            server.life = life
+        for reported in (None, Incarnation(("m",))):
+            server.reported = reported
             server.close_idle()
             await asyncio.sleep(0.1)
             assert scene.member.standing == "unproven"
-            server.life = Incarnation(("m",), started=1.0)
+            server.reported = Incarnation(("m",), started=1.0)
             await scene.until("in", 12)
 
     play(act, server=server)
@@ -123,14 +123,14 @@ def test_one_that_says_since_when_it_runs_no_more_is_another() -> None:
 
 def test_a_model_that_was_loaded_again_under_the_same_connection_is_proven_anew() -> None:
     server = Server(ADDRESS)
-    server.life = Incarnation(("digest",), counts=(100, 7))
+    server.reported = Incarnation(("digest",), counts=(100, 7))
 
     async def act(scene: Scene) -> None:
         await asyncio.sleep(60)
-        server.life = Incarnation(("digest",), counts=(160, 9))
+        server.reported = Incarnation(("digest",), counts=(160, 9))
         await asyncio.sleep(60)
         assert scene.asked == 1
-        server.life = Incarnation(("digest",), counts=(2, 1))
+        server.reported = Incarnation(("digest",), counts=(2, 1))
         scene.exam.says[ADDRESS] = "worse"
         await scene.until("refused", 7)
 
@@ -144,17 +144,17 @@ def test_two_servers_behind_one_address_are_told_to_be_two(
 
     class Balanced(Server):
         async def incarnation(self) -> Incarnation | None:
-            self.life = Incarnation(("m",), started=5.0 if self.life is None else 9.0)
-            return self.life
+            self.reported = Incarnation(("m",), started=5.0 if self.reported is None else 9.0)
+            return self.reported
 
     async def act(scene: Scene) -> None:
         await scene.until("unproven", 7)
         await scene.until("in", 2)
 
     play(act, server=Balanced(ADDRESS))
-    (line,) = [r.getMessage() for r in caplog.records if "is another than before" in r.getMessage()]
-    assert line.startswith("p/p-1 is another than before, by its own word")
-    assert "give each of them a backend of its own" in line and ADDRESS not in line
+    (line,) = [r.getMessage() for r in caplog.records if "another incarnation" in r.getMessage()]
+    assert line.startswith("p/p-1 reports another incarnation")
+    assert "configure a backend for each" in line and ADDRESS not in line
 
 
 def test_a_lost_request_has_its_backend_looked_at_and_nobody_is_sent_there_meanwhile() -> None:
@@ -162,9 +162,9 @@ def test_a_lost_request_has_its_backend_looked_at_and_nobody_is_sent_there_meanw
         lost, other = scene.member.lease(1), scene.member.lease(1)
         lost.failed(BackendUnavailable("reset", kind="lost"))
         lost.release()
-        assert not scene.serves() and other.unsettled
+        assert not scene.serves() and other.maybe_restarted
         assert await scene.pool.checked() and scene.serves()
-        assert not await other.outlived() and scene.asked == 1
+        assert not await other.restarted() and scene.asked == 1
         other.release()
 
     play(act)
@@ -205,7 +205,7 @@ def test_no_proof_is_wanted_of_a_pool_without_golden_records() -> None:
         lease = pool.members[0].lease(1)
         server.die()
         await asyncio.sleep(0.01)
-        assert not lease.unsettled  # a restarted server answers as well as another
+        assert not lease.maybe_restarted  # a restarted server answers as well as another
         lease.release()
         await pool.close()
 
@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_look_that_will_not_come() -> None:
         lease = scene.member.lease(1)
         scene.server.hangs = True
         scene.member.doubt("reset")
-        waiting = asyncio.ensure_future(lease.outlived())
+        waiting = asyncio.ensure_future(lease.restarted())
         await asyncio.sleep(0.1)
         assert not waiting.done()
         await scene.pool.close()

@@ -7,9 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from octet.errors import UnsupportedField
 from serve.admission.admission import prompt_tokens
 from serve.api.operation import Answer, Call
-from serve.api.relay import open_relay
+from serve.api.relay import open_relay, relays
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
-from serve.backends.base import Backend, RelayingBackend
+from serve.backends.base import Backend
 
 __all__ = ["EmbeddingRequest", "Embeddings"]
 
@@ -63,7 +63,7 @@ class Embeddings:
         return prompt_tokens(body.messages if body.input is None else body.input), 0
 
     async def open(self, backend: Backend, call: Call) -> Answer:
-        if not isinstance(backend, RelayingBackend):
+        if not relays(backend):
             raise UnsupportedField(
                 f"{backend.name} has no embeddings", param="model", code="unsupported_operation"
             )

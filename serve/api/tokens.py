@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.errors import NeedsTokenizer, RequestError
 from serve.api.operation import JSON, Answer, Call
-from serve.api.relay import open_relay
+from serve.api.relay import open_relay, relays
 from serve.api.schemas import MaybeMessages
 from serve.api.text import plain_messages
 from serve.api.unsupported import refuse_unsupported
-from serve.backends.base import Backend, RelayingBackend
+from serve.backends.base import Backend
 from serve.engine.tokenizer import Tokenizer, beside
 
 __all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]
@@ -49,57 +49,50 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(max_length=MAX_TOKENS)]
 
 
-class Tokenize:
-    """An `Operation`."""
+class _TokenOperation:
+    """An `Operation`. Uses none of the model's memory."""
 
-    name = "tokenize"
-    path = "/tokenize"
     runs_model = False
-    schema: type[BaseModel] = TokenizeRequest
 
-    def cost(self, body: TokenizeRequest, unlimited: int) -> tuple[int, int]:
-        return 0, 0  # uses none of the model's memory
-
-    async def open(self, backend: Backend, call: Call) -> Answer:
-        if isinstance(backend, RelayingBackend):
-            return await open_relay(backend, call)
-        tokenizer = _tokenizer_of(backend)
-        body: TokenizeRequest = call.body
-        dialect = "completion" if body.messages is None else "chat"
-        refuse_unsupported(body.model_extra or {}, type(body).model_fields, dialect, backend.name)
-        ids = await beside(_encode, tokenizer, body, backend.name, size=_characters(body))
-        names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
-        return _answer(
-            {
-                "count": len(ids),
-                "max_model_len": backend.context_length,
-                "tokens": ids,
-                "token_strs": names,
-            }
-        )
-
-
-class Detokenize:
-    """An `Operation`."""
-
-    name = "detokenize"
-    path = "/detokenize"
-    runs_model = False
-    schema: type[BaseModel] = DetokenizeRequest
-
-    def cost(self, body: DetokenizeRequest, unlimited: int) -> tuple[int, int]:
+    def cost(self, body: Any, unlimited: int) -> tuple[int, int]:
         return 0, 0
 
     async def open(self, backend: Backend, call: Call) -> Answer:
-        if isinstance(backend, RelayingBackend):
+        if relays(backend):
             return await open_relay(backend, call)
-        tokenizer = _tokenizer_of(backend)
-        body: DetokenizeRequest = call.body
-        refuse_unsupported(
-            body.model_extra or {}, type(body).model_fields, "completion", backend.name
-        )
-        text = await beside(_decode, tokenizer, body.tokens, size=len(body.tokens))
-        return _answer({"prompt": text})
+        tokenizer, body = _tokenizer_of(backend), call.body
+        dialect = "completion" if getattr(body, "messages", None) is None else "chat"
+        refuse_unsupported(body.model_extra or {}, type(body).model_fields, dialect, backend.name)
+        content = await self._answer(backend, tokenizer, body)
+        return Answer(200, {"content-type": JSON}, json.dumps(content).encode())
+
+    async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Tokenize(_TokenOperation):
+    name = "tokenize"
+    path = "/tokenize"
+    schema: type[BaseModel] = TokenizeRequest
+
+    async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
+        ids = await beside(_encode, tokenizer, body, backend.name, size=_characters(body))
+        names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": backend.context_length,
+            "tokens": ids,
+            "token_strs": names,
+        }
+
+
+class Detokenize(_TokenOperation):
+    name = "detokenize"
+    path = "/detokenize"
+    schema: type[BaseModel] = DetokenizeRequest
+
+    async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
+        return {"prompt": await beside(_decode, tokenizer, body.tokens, size=len(body.tokens))}
 
 
 def _tokenizer_of(backend: Backend) -> Tokenizer:
@@ -147,7 +140,3 @@ def _characters(body: TokenizeRequest) -> int:
             code="request_too_large",
         )
     return count
-
-
-def _answer(content: dict[str, Any]) -> Answer:
-    return Answer(200, {"content-type": JSON}, json.dumps(content).encode())

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.engine.request import Event, GenerateRequest
@@ -144,7 +144,6 @@ class Relay:
     body: AsyncIterator[bytes]
 
 
-@runtime_checkable
 class RelayingBackend(Protocol):
     """A backend that speaks OpenAI's protocol itself, so that bytes pass through unread."""
 

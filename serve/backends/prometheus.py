@@ -6,7 +6,7 @@ the request for the page. The names come from each server's source or documentat
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from serve.backends.base import LoadReport
 
@@ -64,14 +64,13 @@ class _Server:
     running: Which
     waiting: Which
     kv_usage: Which  # 0 to 1
-    capacity: Callable[[Samples], int]  # tokens; 0 if it is not reported
-    capacity_name: str | None = None
-    names: tuple[str, ...] = field(init=False)
+    capacity: Callable[[Samples], int] = lambda found: 0  # tokens; 0 if it is not reported
+    capacity_name: str = ""
 
-    def __post_init__(self) -> None:
+    @property
+    def names(self) -> list[str]:
         names = {which[0] for which in (self.running, self.waiting, self.kv_usage)}
-        names |= {self.capacity_name} if self.capacity_name else set()
-        object.__setattr__(self, "names", tuple(sorted(names)))
+        return sorted(names | ({self.capacity_name} - {""}))
 
 
 def _values(found: Samples, name: str, labels: Mapping[str, str]) -> list[float]:
@@ -98,10 +97,6 @@ def _triton_trtllm_capacity(found: Samples) -> int:
     return round(sum(b * s for b, s in zip(blocks, size, strict=False)))
 
 
-def _unknown(_found: Samples) -> int:
-    return 0
-
-
 _SERVERS = (
     _Server(
         running=("vllm:num_requests_running", {}),
@@ -121,7 +116,6 @@ _SERVERS = (
         running=("trtllm_num_requests_running", {}),
         waiting=("trtllm_num_requests_waiting", {}),
         kv_usage=("trtllm_kv_cache_utilization", {}),
-        capacity=_unknown,
     ),
     _Server(  # Triton's TensorRT-LLM backend
         running=("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),

@@ -11,6 +11,7 @@ and returns ids, and our tokenizer does the rest. From TensorRT-LLM's triton_bac
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from octet.errors import BackendUnavailable
@@ -26,80 +27,67 @@ _NO_LOGPROBS = "its model returns those of the chosen tokens alone"
 _COUNTS = ("return_num_input_tokens", "return_num_output_tokens")
 
 
+@dataclass(frozen=True)
 class TextDialect:
-    """`text_input` and `max_tokens` → `text_output`.
+    """`text_input` and `max_tokens` → `text_output`."""
 
-    `cumulative`: each response has the whole text. `stream`: there may be several responses.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        signature: Signature,
-        tokenizer: Tokenizer | None,
-        *,
-        cumulative: bool,
-        stream: bool,
-    ) -> None:
-        self._name = name
-        self._tokenizer = tokenizer
-        self._cumulative = cumulative
-        self._stream = stream
-        self._counts = all(name in signature.inputs for name in _COUNTS)
+    name: str
+    signature: Signature
+    tokenizer: Tokenizer | None
+    cumulative: bool  # each response has the whole text
+    stream: bool  # there may be several responses
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None:
         """Writes the inputs. Raises RequestError for a field that the model does not support."""
         if request.logprobs is not None:
-            raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
+            raise unsupported(self.name, "logprobs", _NO_LOGPROBS)
         if request.stop_token_ids:
-            raise unsupported(self._name, "stop_token_ids", "its model takes stop strings")
-        if self._tokenizer is None and not self._counts:
+            raise unsupported(self.name, "stop_token_ids", "its model takes stop strings")
+        if self.tokenizer is None and not all(flag in self.signature.inputs for flag in _COUNTS):
             raise BackendUnavailable(
-                f"{self._name}: its model does not count tokens: give the backend a tokenizer",
+                f"{self.name}: its model does not count tokens: give the backend a tokenizer",
                 kind="failed",
             )
-        inputs.add("text_input", prompt_text(self._name, self._tokenizer, request.prompt))
+        inputs.add("text_input", prompt_text(self.name, self.tokenizer, request.prompt))
         inputs.add("max_tokens", request.max_tokens or NO_LIMIT)
-        _add_sampling(self._name, request, inputs, "top_k", "top_p")
+        _add_sampling(self.name, request, inputs, "top_k", "top_p")
         if request.stop and "stop_words" in inputs:
             inputs.add("stop_words", *request.stop)
         if request.ignore_eos and not inputs.add_if_known("end_id", -1):
-            raise unsupported(self._name, "ignore_eos", "its model has no input 'end_id'")
-        inputs.add_if_known("stream", self._stream)
+            raise unsupported(self.name, "ignore_eos", "its model has no input 'end_id'")
+        inputs.add_if_known("stream", self.stream)
         for flag in ("exclude_input_in_output", *_COUNTS):
             inputs.add_if_known(flag, True)
 
     def answer(self, request: GenerateRequest) -> "TextAnswer":
-        return TextAnswer(request, self._tokenizer, cumulative=self._cumulative)
+        return TextAnswer(request, self.tokenizer, cumulative=self.cumulative)
 
 
+@dataclass(frozen=True)
 class IdsDialect:
-    """`input_ids` and `request_output_len` → `output_ids`. `ends` are the model's end tokens."""
+    """`input_ids` and `request_output_len` → `output_ids`."""
 
-    def __init__(
-        self, name: str, tokenizer: Tokenizer | None, ends: Sequence[int], *, stream: bool
-    ) -> None:
-        self._name = name
-        self._tokenizer = tokenizer
-        self._ends = tuple(ends)
-        self._stream = stream
+    name: str
+    tokenizer: Tokenizer | None
+    ends: tuple[int, ...]  # the model's end tokens
+    stream: bool  # there may be several responses
 
     def write(self, request: GenerateRequest, inputs: Inputs) -> None:
         """Writes the inputs. Raises RequestError for a field that the model does not support."""
         if request.logprobs is not None:
-            raise unsupported(self._name, "logprobs", _NO_LOGPROBS)
-        if self._tokenizer is None or not (self._ends or request.ignore_eos):
+            raise unsupported(self.name, "logprobs", _NO_LOGPROBS)
+        if self.tokenizer is None or not (self.ends or request.ignore_eos):
             raise BackendUnavailable(
-                f"{self._name}: its model returns token ids: give the backend a tokenizer, with "
+                f"{self.name}: its model returns token ids: give the backend a tokenizer, with "
                 "the config.json or generation_config.json that names the end token",
                 kind="failed",
             )
-        ids = prompt_ids(self._name, self._tokenizer, request.prompt)
+        ids = prompt_ids(self.name, self.tokenizer, request.prompt)
         inputs.add("input_ids", *ids)
         inputs.add("input_lengths", len(ids))
         inputs.add("request_output_len", request.max_tokens or NO_LIMIT)
-        _add_sampling(self._name, request, inputs, "runtime_top_k", "runtime_top_p")
-        ends = () if request.ignore_eos else self._ends
+        _add_sampling(self.name, request, inputs, "runtime_top_k", "runtime_top_p")
+        ends = () if request.ignore_eos else self.ends
         inputs.add_if_known("end_id", ends[0] if ends else -1)
         if ends:
             inputs.add_if_known("pad_id", ends[0])
@@ -108,14 +96,14 @@ class IdsDialect:
             flat = [token for word in words for token in word]
             offsets = list(accumulate(map(len, words)))  # where each word ends
             inputs.add("stop_words_list", *flat, *offsets, shape=(2, len(flat)))
-        inputs.add_if_known("streaming", self._stream)
+        inputs.add_if_known("streaming", self.stream)
         inputs.add_if_known("exclude_input_in_output", True)
 
     def answer(self, request: GenerateRequest) -> "IdsAnswer":
-        assert self._tokenizer is not None  # else `write` has refused
-        ids = prompt_ids(self._name, self._tokenizer, request.prompt)
-        ends = () if request.ignore_eos else self._ends
-        return IdsAnswer(request, ids, self._tokenizer, ends)
+        assert self.tokenizer is not None  # else `write` has refused
+        ids = prompt_ids(self.name, self.tokenizer, request.prompt)
+        ends = () if request.ignore_eos else self.ends
+        return IdsAnswer(request, ids, self.tokenizer, ends)
 
 
 class _Answer:

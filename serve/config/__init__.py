@@ -1,11 +1,10 @@
 """The gateway's configuration: one YAML file."""
 
-from serve.config.access import Access, Admin, KeyConfig
+from serve.config.access import Access, KeyConfig
 from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
-from serve.config.gateway import GatewayConfig, Limits, Listen, Logs, Traces
-from serve.config.models import Canary, ModelConfig, Shadow
+from serve.config.gateway import GatewayConfig, Limits, Logs, Traces
+from serve.config.models import ModelConfig, Shadow
 from serve.config.pools import (
-    Admission,
     DnsDiscovery,
     Ejection,
     FileDiscovery,
@@ -13,16 +12,12 @@ from serve.config.pools import (
     PoolConfig,
     Retries,
     Routing,
-    Timeouts,
 )
 from serve.config.proof import Proof, Tier
 
 __all__ = [
     "Access",
-    "Admin",
-    "Admission",
     "BackendConfig",
-    "Canary",
     "DnsDiscovery",
     "Ejection",
     "EmbeddedConfig",
@@ -32,7 +27,6 @@ __all__ = [
     "HttpConfig",
     "KeyConfig",
     "Limits",
-    "Listen",
     "Logs",
     "ModelConfig",
     "PoolConfig",
@@ -41,7 +35,6 @@ __all__ = [
     "Routing",
     "Shadow",
     "Tier",
-    "Timeouts",
     "Traces",
     "TritonConfig",
 ]

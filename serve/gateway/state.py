@@ -22,7 +22,7 @@ from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.traces import tracing_from
 
-__all__ = ["Entry", "Epoch", "Gateway", "all_of", "shutting_down"]
+__all__ = ["Epoch", "Gateway", "all_of", "shutting_down"]
 
 
 class Epoch:
@@ -36,10 +36,11 @@ class Epoch:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def enter(self) -> "Entry":
+    def enter(self) -> Self:
+        """Counts a request as running until it leaves."""
         self.running += 1
         self._idle.clear()
-        return Entry(self)
+        return self
 
     def leave(self) -> None:
         self.running -= 1
@@ -49,24 +50,6 @@ class Epoch:
     async def ended(self) -> None:
         """Waits until no request is left. Another epoch has begun by then, so none is added."""
         await self._idle.wait()
-
-
-class Entry:
-    """A request that is counted as running until it leaves."""
-
-    __slots__ = ("_epoch", "config", "keys", "routes")
-
-    def __init__(self, epoch: Epoch) -> None:
-        self.config = epoch.config
-        self.routes = epoch.routes
-        self.keys = epoch.keys
-        self._epoch: Epoch | None = epoch
-
-    def leave(self) -> None:
-        """Stops counting the request. Safe to call twice."""
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
-            epoch.leave()
 
 
 async def all_of(steps: Iterable[Awaitable[None]]) -> None:
@@ -140,7 +123,7 @@ class Gateway:
         works = any(pool.ready for name, pool in self.pools.items() if name in answering)
         return works and not self.draining
 
-    def enter(self) -> Entry:
+    def enter(self) -> Epoch:
         """Counts a request until it leaves. Raises RequestError (503) once draining has begun."""
         self.require_accepting()
         return self.epoch.enter()

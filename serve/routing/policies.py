@@ -5,15 +5,20 @@ that lets it go to the same backend again.
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from hashlib import blake2b
+from struct import unpack
+from typing import Any, Generic, TypeVar
 
 from serve.config import Routing
 from serve.members.member import Member
-from serve.routing.hashring import HashRing
 
-__all__ = ["Ask", "Policy", "ask_for", "make_policy"]
+__all__ = ["Ask", "HashRing", "Policy", "ask_for", "make_policy"]
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +35,31 @@ LOAD_FACTOR = 1.25  # a member with more than this times the mean load is skippe
 _NOISE = 0.01  # smaller differences of reported pressure are ignored
 
 
-class Policy(Protocol):
+class Policy(ABC):
+    @abstractmethod
     def pick(self, members: Sequence[Member], ask: Ask) -> Member:
         """Returns one of `members`, which is not empty."""
 
-    def joined(self, members: Sequence[Member]) -> None:
+    def joined(self, members: Sequence[Member]) -> None:  # noqa: B027
         """Takes over the pool's new list of members, available or not."""
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """Picks members in turn, whatever their load."""
 
     def __init__(self) -> None:
         self._turn = -1
-
-    def joined(self, members: Sequence[Member]) -> None:
-        pass
 
     def pick(self, members: Sequence[Member], ask: Ask) -> Member:
         self._turn = (self._turn + 1) % len(members)
         return members[self._turn]
 
 
-class LeastTokens:
+class LeastTokens(Policy):
     """Picks the member with the fewest outstanding tokens; ties in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
-
-    def joined(self, members: Sequence[Member]) -> None:
-        pass
 
     def pick(self, members: Sequence[Member], ask: Ask) -> Member:
         count = len(members)
@@ -73,7 +73,7 @@ class LeastTokens:
         return best
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """Picks the less loaded of two members drawn at random (Mitzenmacher 2001)."""
 
     def __init__(self, fresh_s: float, clock: Callable[[], float], rng: random.Random) -> None:
@@ -81,9 +81,6 @@ class PowerOfTwo:
         self._fresh_s = fresh_s
         self._clock = clock
         self._random = rng.random
-
-    def joined(self, members: Sequence[Member]) -> None:
-        pass
 
     def pick(self, members: Sequence[Member], ask: Ask) -> Member:
         count = len(members)
@@ -100,7 +97,7 @@ class PowerOfTwo:
         return a if a.outstanding_tokens <= b.outstanding_tokens else b
 
 
-class Affinity:
+class Affinity(Policy):
     """Sends the same key to the same member: consistent hashing with bounded loads.
 
     Mirrokni, Thorup, Zadimoghaddam 2018: a member with more than `LOAD_FACTOR` times the mean load
@@ -131,6 +128,44 @@ class Affinity:
             if member.outstanding_tokens <= bound:
                 return member
         raise AssertionError("the least loaded has no more than the mean")
+
+
+_POINTS = 160  # per member: shares differ by 1/sqrt(160), 8 % (one standard deviation)
+_POINTS_A_HASH = 8  # points of 8 bytes
+
+
+class HashRing(Generic[T]):
+    """Consistent hashing (Karger et al. 1997): a key belongs to the next point on a ring.
+
+    Each member has many points, so that adding or removing one moves about 1/n of the keys, evenly
+    from or to all the others. The text that places each member makes the ring the same in every
+    process.
+    """
+
+    def __init__(self, members: Iterable[tuple[str, T]]) -> None:
+        owners = {point: member for place, member in members for point in _points(place)}
+        self._points = sorted(owners)
+        self._members = [owners[point] for point in self._points]
+
+    def walk(self, key: bytes) -> Iterator[T]:
+        """Yields each member once, in the order in which `key` would belong to them."""
+        count = len(self._points)
+        start = bisect_right(self._points, _hash(key)) if count else 0
+        seen: set[T] = set()
+        for index in range(start, start + count):
+            member = self._members[index % count]
+            if member not in seen:
+                seen.add(member)
+                yield member
+
+
+def _hash(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+def _points(place: str) -> Iterator[int]:
+    for index in range(_POINTS // _POINTS_A_HASH):
+        yield from unpack("<8Q", blake2b(f"{place}\0{index}".encode()).digest())
 
 
 def _place(member: Member, members: Sequence[Member]) -> str:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from octet.errors import (
     BackendError,
@@ -48,31 +49,24 @@ class Disowned(BackendUnavailable):
     """Discards an answer, without blaming the current incarnation of the backend."""
 
 
+@dataclass(eq=False)
 class Attempts:
-    """The resources that one request holds until `release`, and what it has spent."""
+    """The resources that one request holds until `release`, and what it has spent.
 
-    def __init__(
-        self,
-        operation: Operation,
-        call: Call,
-        pools: Sequence[Pool],
-        principal: Principal,
-        admission: Admission,
-        observation: Observation,
-        deadlines: Deadlines,
-        headers: Mapping[bytes, bytes],
-        tier: ModelTier | None = None,
-    ) -> None:
-        """`pools` are tried in this order, while `tier` allows; `headers` are the client's."""
-        self.operation = operation
-        self.call = call
-        self.pools = pools
-        self.principal = principal
-        self.admission = admission
-        self.observation = observation
-        self.deadlines = deadlines
-        self.headers = headers
-        self.tier = tier
+    `pools` are tried in this order, while `tier` allows; `headers` are the client's.
+    """
+
+    operation: Operation
+    call: Call
+    pools: Sequence[Pool]
+    principal: Principal
+    admission: Admission
+    observation: Observation
+    deadlines: Deadlines
+    headers: Mapping[bytes, bytes]
+    tier: ModelTier | None = None
+
+    def __post_init__(self) -> None:
         self.pool: Pool | None = None
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None

@@ -31,7 +31,7 @@ from serve.api.request.attempts import Attempts
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
-from serve.gateway.state import Entry, Gateway, shutting_down
+from serve.gateway.state import Epoch, Gateway, shutting_down
 from serve.members.member import Member
 from serve.routing.pool import Pool
 from serve.routing.tiers import ModelTier
@@ -70,22 +70,22 @@ class Exchange:
     async def run(self) -> None:
         """Runs until the answer is complete or the client has gone, whichever comes first."""
         try:
-            entry = self.gateway.enter()
+            epoch = self.gateway.enter()
         except RequestError as error:
             await self._send_whole(self._refusal(error))
             return
         try:
-            answer = await self._answer(entry)
+            answer = await self._answer(epoch)
             if answer is not None:
                 await self._send_whole(answer)
         finally:
-            entry.leave()
+            epoch.leave()
 
-    async def _answer(self, entry: Entry) -> Answer | None:
+    async def _answer(self, epoch: Epoch) -> Answer | None:
         """Returns the answer if it is to be sent in one piece; None if nothing is left to send."""
         watch: asyncio.Task[None] | None = None
         try:
-            attempts = await self._checked(entry)
+            attempts = await self._checked(epoch)
             watch = asyncio.create_task(_watch(self.receive, attempts.deadlines))
             answer = await attempts.open()
             member = None if attempts.lease is None else attempts.lease.member
@@ -110,21 +110,21 @@ class Exchange:
             if self.attempts is not None:
                 self.attempts.release()
 
-    async def _checked(self, entry: Entry) -> Attempts:
+    async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
-        observation, operation, limits = self.observation, self.operation, entry.config.limits
-        self.principal = entry.keys.authenticate(self.headers.get(b"authorization"))
+        observation, operation, limits = self.observation, self.operation, epoch.config.limits
+        self.principal = epoch.keys.authenticate(self.headers.get(b"authorization"))
         observation.authenticated(self.principal.name)
         require_json(self.headers.get(b"content-type"))
         timeout_s = requested_timeout_s(self.headers)
         self.gateway.admission.require_memory()
         raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
         body, data = await parse_body(operation.schema, raw, limits)
-        route = entry.routes.resolve(data["model"], self.principal.may_use)
+        route = epoch.routes.resolve(data["model"], self.principal.may_use)
         tier = route.tier(data["model"], requested_tier(self.headers, self.fields))
         self.principal.require_model(route, tier.name if tier is not None else None)
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
-        if entry.config.logs.prompts:
+        if epoch.config.logs.prompts:
             observation.prompt = str(data.get("messages") or data.get("prompt") or "")
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields

@@ -14,14 +14,11 @@ import aiohttp
 import pytest
 
 from octet.errors import OctetError, RequestError
-from serve.access.keys import Keys
 from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import Access, GatewayConfig
+from serve.config import GatewayConfig
 from serve.config.checks import load_config
 from serve.gateway.reload import reload_from
-from serve.gateway.state import Epoch
 from serve.gateway.status import status as status_of
-from serve.routing import Routes
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.process import octet_serve
@@ -287,14 +284,6 @@ async def test_a_gateway_that_drains_is_not_reloaded(
         assert (refused.value.status, refused.value.code) == (503, "draining")
         assert gateway.epoch is before
         served.server.should_exit = True
-
-
-def test_a_request_that_leaves_twice_has_left_once() -> None:
-    epoch = Epoch(GatewayConfig.model_construct(), Routes({}, {}), Keys.from_config(Access()))
-    first, _second = epoch.enter(), epoch.enter()
-    first.leave()
-    first.leave()
-    assert epoch.running == 1
 
 
 async def test_what_takes_a_restart_is_said_and_stays(

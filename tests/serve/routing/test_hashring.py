@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.routing.hashring import HashRing
+from serve.routing.policies import HashRing
 
 KEYS = [str(number).encode() for number in range(4000)]
 

@@ -7,9 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from octet.errors import UnsupportedField
 from serve.admission.admission import prompt_tokens
 from serve.api.operation import Answer, Call
-from serve.api.relay import open_relay, relays
+from serve.api.relay import open_relay
 from serve.api.schemas import PROMPT_SCHEMA, MaybeMessages, prompts_of
-from serve.backends.base import Backend
+from serve.backends.base import Backend, relays
 
 __all__ = ["EmbeddingRequest", "Embeddings"]
 

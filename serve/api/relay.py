@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
 from serve.api.errors import error_bytes
@@ -24,10 +24,10 @@ from serve.api.events import (
     read_usage,
 )
 from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally
-from serve.backends.base import Backend, Relay, RelayingBackend
+from serve.backends.base import Relay, RelayingBackend
 from serve.backends.openai_errors import failure, from_event
 
-__all__ = ["AnsweredFailure", "open_relay", "outgoing", "relays"]
+__all__ = ["AnsweredFailure", "open_relay", "outgoing"]
 
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # one of d, e, l, m, o
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -89,11 +89,6 @@ class AnsweredFailure(BackendUnavailable):
     def __init__(self, error: BackendError, answer: Answer) -> None:
         super().__init__(str(error), kind=error.kind, retry_after_s=error.retry_after_s)
         self.answer = answer
-
-
-def relays(backend: Backend) -> TypeGuard[RelayingBackend]:
-    """Replaces `isinstance`, which takes microseconds for a protocol."""
-    return hasattr(backend, "relay")
 
 
 async def open_relay(backend: RelayingBackend, call: Call) -> Answer:

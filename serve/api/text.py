@@ -21,10 +21,10 @@ from pydantic import BaseModel
 from octet.errors import RequestError, UnsupportedField
 from serve.admission.admission import prompt_tokens
 from serve.api.operation import DONE, EVENT_STREAM, JSON, Answer, Call, Tally
-from serve.api.relay import open_relay, relays
+from serve.api.relay import open_relay
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.unsupported import refuse_unsupported
-from serve.backends.base import Backend
+from serve.backends.base import Backend, relays
 from serve.engine.request import (
     Delta,
     Event,
@@ -91,8 +91,8 @@ class TextOperation(ABC):
         if relays(backend):
             return await open_relay(backend, call)
         body: CompletionRequest | ChatRequest = call.body
-        extra, known = body.model_extra or {}, type(body).model_fields
-        refuse_unsupported(extra, known, self.dialect, backend.name)
+        if extra := body.model_extra:
+            refuse_unsupported(extra, type(body).model_fields, self.dialect, backend.name)
         prompts = await self.prompts(body, backend)
         return await open_generate(
             backend, self, body, requests_of(body, prompts, call.id, call.headers)

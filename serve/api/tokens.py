@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.errors import NeedsTokenizer, RequestError
 from serve.api.operation import JSON, Answer, Call
-from serve.api.relay import open_relay, relays
+from serve.api.relay import open_relay
 from serve.api.schemas import MaybeMessages
 from serve.api.text import plain_messages
 from serve.api.unsupported import refuse_unsupported
-from serve.backends.base import Backend
+from serve.backends.base import Backend, relays
 from serve.engine.tokenizer import Tokenizer, beside
 
 __all__ = ["Detokenize", "DetokenizeRequest", "Tokenize", "TokenizeRequest"]

@@ -1,7 +1,7 @@
 """A tier of a model: the model's pools that may answer, by their measured divergence.
 
 A pool fits if the upper bound of its measured divergence is within the tier's budget. An unmeasured
-pool fits no tier. The selection is made anew for each request.
+pool fits no tier. The selection is made again for each request.
 """
 
 import math

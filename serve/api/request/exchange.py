@@ -90,7 +90,8 @@ class Exchange:
             answer = await attempts.open()
             member = None if attempts.lease is None else attempts.lease.member
             answer.headers.update(provenance(attempts.pool, attempts.tier, member))
-            cast_shadow(self.gateway, self.operation, attempts.call)
+            if attempts.call.route.config.shadow is not None:
+                cast_shadow(self.gateway, self.operation, attempts.call)
             if answer.rest is None:
                 self._complete(answer)
                 return answer

@@ -3,8 +3,10 @@
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
@@ -13,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from octet.errors import BackendError
 from octet.model.spec import ModelSpec
+from serve.backends.base import Backend
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.chat_template import ChatTemplate
 from serve.engine.tokenizer import Tokenizer
@@ -20,6 +23,7 @@ from serve.runner.protocol import CacheDtype, Runner, SlotCache, StepBatch
 
 END = 256  # <|end|>: the end token of the byte vocabulary
 VOCABULARY = 257
+B = TypeVar("B", bound=Backend)
 
 
 def byte_tokenizer(template: str | None = None) -> Tokenizer:
@@ -143,6 +147,16 @@ def fake_backend(
     return EmbeddedBackend(
         Path(model), model=model, load=lambda: (runner, byte_tokenizer()), **options
     )
+
+
+@asynccontextmanager
+async def opened(backend: B) -> AsyncIterator[B]:
+    """Starts a backend, and closes it at the end."""
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
 
 
 def _rows(token_ids: NDArray[np.int64]) -> NDArray[np.uint8]:

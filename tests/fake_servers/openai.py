@@ -33,8 +33,8 @@ class FakeOpenAI(FakeServer):
     Before an answer: `!hangup` closes the connection, `!reset` resets it, `!wait` never answers,
     `!busy` 503, `!limit` 429, `!error` 500, `!dead` 500 of an engine that died, `!key` 401, `!html`
     a proxy's page, `!nothttp` bytes that are no HTTP. Within a stream: `!empty` closes after the
-    headers, `!die` in the middle of an event, `!midreset` resets there, `!truncate` ends without
-    [DONE], `!garbage` is no JSON, `!inside` an error event, `!drip` a byte a second without end.
+    headers, `!die` in the middle of an event, `!midreset` resets there, `!garbage` is no JSON,
+    `!inside` an error event.
     """
 
     def __init__(self, delay_s: float = 0.0, *, flavour: str = "vllm", only: str = ""):
@@ -194,10 +194,6 @@ class FakeOpenAI(FakeServer):
         fault = fault_of(body)
         if fault == "!empty":
             return _break(request)
-        if fault == "!drip":
-            while True:
-                await response.write(b":")
-                await asyncio.sleep(1)
         count = 0
         async for event in events:
             for choice in streamed_choice(event, body, self.flavour, first=count == 0):
@@ -218,8 +214,7 @@ class FakeOpenAI(FakeServer):
         if (body.get("stream_options") or {}).get("include_usage"):
             chunk = chunk_of(body, [], self.flavour) | {"usage": usage}
             await response.write(self.flavour.event(count + 1, chunk))
-        if fault != "!truncate":
-            await response.write(self.flavour.event(count + 2, "[DONE]"))
+        await response.write(self.flavour.event(count + 2, "[DONE]"))
 
     async def _whole(self, wanted: GenerateRequest, body: dict[str, Any]) -> Any:
         deltas: list[Delta] = []

@@ -20,6 +20,7 @@ from serve.gateway.state import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
 from serve.run import DrainingServer, bind, serve_gateway
+from tests.serve.waiting import until
 
 if TYPE_CHECKING:
     from octet.artifacts.golden import GoldenSet
@@ -64,8 +65,7 @@ class Served:
     async def idle(self, timeout_s: float = 60.0) -> None:
         """Waits until no request is in flight; fails if that takes too long."""
         async with asyncio.timeout(timeout_s):
-            while self.gateway.running or self._in_flight():
-                await asyncio.sleep(0.01)
+            await until(lambda: not (self.gateway.running or self._in_flight()))
 
     def _in_flight(self) -> float:
         (gauge,) = self.gateway.metrics.in_flight.collect()

@@ -1,6 +1,5 @@
 """Requests to the engine on the fake model, and what the model itself would answer to them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from serve.engine.request import Delta, Event, Finished, GenerateRequest
 from serve.engine.sampler import Sampling, sample
 from tests.fakes import END, FakeRunner, fake_backend, fake_logits
 
-__all__ = ["ask", "collect", "expected", "running", "text_of", "until"]
+__all__ = ["ask", "collect", "expected", "running", "text_of"]
 
 
 def ask(prompt: str | tuple[int, ...], **fields: Any) -> GenerateRequest:
@@ -65,9 +64,3 @@ async def collect(
     text = "".join(delta.text for delta in deltas if isinstance(delta, Delta))
     ids = [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
     return text, ids, last
-
-
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)

@@ -1,6 +1,7 @@
 """Engine directories for `FakeTensorRT`: the graph that build-engine compiles, in FLOAT."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,9 @@ from serve.tensorrt import kernels
 from tests.serve.fake_gpu import FakeGpu, fake_code
 from tests.serve.fake_tensorrt import VERSION, FakeTensorRT, plan_of
 
-__all__ = ["install", "make_engine", "rewritten"]
+__all__ = ["Engines", "install", "make_engine", "rewritten"]
+
+Engines = Callable[[str], Path]  # the engine with a given cache
 
 
 def make_engine(

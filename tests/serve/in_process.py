@@ -12,6 +12,7 @@ from serve.gateway.state import Gateway
 from serve.http.app import create_app
 from serve.proof.exam import Exams
 from serve.routing import Pool
+from tests.serve.waiting import until
 
 __all__ = ["Client", "Reply", "in_process"]
 
@@ -99,6 +100,17 @@ class Client:
     async def events(self, path: str, body: dict[str, Any]) -> list[str]:
         """The data of each server-sent event of a streamed answer."""
         return (await self.request(path, body | {"stream": True})).events
+
+    @asynccontextmanager
+    async def holding(self, backend: Any, body: Any) -> AsyncIterator[asyncio.Event]:
+        """A stream at `backend`, whose client goes away at the end, or when the event is set."""
+        gone = asyncio.Event()
+        request = self.request("/v1/completions", body | {"stream": True}, gone=gone)
+        stream = asyncio.create_task(request)
+        await until(lambda: backend.running)
+        yield gone
+        gone.set()
+        await stream
 
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0

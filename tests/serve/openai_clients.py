@@ -1,4 +1,4 @@
-"""Clients of a server that speaks OpenAI's protocol, and servers that speak something else."""
+"""Started backends and requests to them, and servers that speak something else."""
 
 import asyncio
 import socket
@@ -6,25 +6,37 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from serve.backends.base import Backend
 from serve.backends.openai_http import OpenAiHttpBackend
+from serve.backends.triton_grpc import TritonBackend
 from serve.config import HttpConfig
-from serve.engine.request import GenerateRequest
+from serve.engine.request import Event, GenerateRequest
+from tests.fakes import opened
+from tests.triton_config import triton_at
 
-__all__ = ["asked", "dead_url", "listening", "relay_to", "started"]
+__all__ = [
+    "asked",
+    "dead_url",
+    "events_of",
+    "listening",
+    "relay_to",
+    "started",
+    "triton_to",
+]
 
 
 def relay_to(url: str, **settings: Any) -> OpenAiHttpBackend:
     return OpenAiHttpBackend("fake", HttpConfig(**{"type": "vllm", "url": url} | settings))
 
 
+def triton_to(url: str, **settings: Any) -> TritonBackend:
+    return TritonBackend("fake", triton_at(url, **settings))
+
+
 @asynccontextmanager
 async def started(url: str, **settings: Any) -> AsyncIterator[OpenAiHttpBackend]:
-    backend = relay_to(url, **settings)
-    await backend.start()
-    try:
+    async with opened(relay_to(url, **settings)) as backend:
         yield backend
-    finally:
-        await backend.close()
 
 
 def dead_url() -> str:
@@ -44,6 +56,11 @@ async def listening(serve: Callable[..., Any]) -> AsyncIterator[str]:
         server.close()
 
 
-def asked(prompt: str = "abc", **fields: Any) -> GenerateRequest:
-    settings = {"request_id": "r", "model": "fake", "max_tokens": 9, "ignore_eos": True} | fields
-    return GenerateRequest(prompt=prompt, **settings)
+def asked(prompt: Any = "abc", **fields: Any) -> GenerateRequest:
+    """Nine tokens, greedily, whatever the model thinks of its end."""
+    settings = {"request_id": "r", "model": "fake", "max_tokens": 9, "temperature": 0.0}
+    return GenerateRequest(prompt=prompt, **settings | {"ignore_eos": True} | fields)
+
+
+async def events_of(backend: Backend, request: GenerateRequest) -> list[Event]:
+    return [event async for event in backend.generate(request)]

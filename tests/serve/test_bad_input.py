@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
-from tests.serve.raw_site import Client
+from tests.serve.http.raw_site import Client
 
 KEY, OTHER = "sk-all", "sk-other"
 ASK = {"model": "fake", "prompt": "hi", "max_tokens": 2}

@@ -13,14 +13,11 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.backends.base import Backend
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig
-from serve.engine.request import Delta, Event, Finished, GenerateRequest
-from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTensorRtLlm, FakeTriton
-from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
+from serve.engine.request import Finished, GenerateRequest
+from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTensorRtLlm, FakeTriton, running
+from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend, opened
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed
-from tests.triton_config import triton_at
+from tests.serve.openai_clients import relay_to, triton_to
 
 SERVERS: dict[str, Callable[[float], Any]] = {
     "vllm": FakeOpenAI,
@@ -37,7 +34,6 @@ SERVERS: dict[str, Callable[[float], Any]] = {
 }
 KINDS = ("embedded", *SERVERS)
 NO_LOGPROBS = tuple(kind for kind in KINDS if kind.startswith(("triton e", "triton b")))[1:]
-TOKEN_IDS = ("embedded", "vllm", "triton entry", "triton vllm")  # log-probabilities name tokens so
 EACH = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -71,26 +67,18 @@ def subject(tokenizer: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def started(kind: str, delay_s: float = 0.0) -> AsyncIterator[Subject]:
         if kind == "embedded":
-            backend: Any = fake_backend(FakeRunner(delay_s=delay_s))
-            await backend.start()
-            try:
-                yield Subject(backend, backend)
-            finally:
-                await backend.close()
+            async with opened(fake_backend(FakeRunner(delay_s=delay_s))) as engine:
+                yield Subject(engine, engine)
             return
-        server = SERVERS[kind](delay_s)
-        await server.start()
-        if kind.startswith("triton"):
-            path = {"tokenizer": tokenizer, "metrics_url": server.metrics_url}
-            backend = TritonBackend("fake", triton_at(server.url, **path))
-        else:
-            backend = OpenAiHttpBackend("fake", HttpConfig(type=kind.split()[0], url=server.url))
-        await backend.start()
-        try:
-            yield Subject(backend, server.engine, server)
-        finally:
-            await backend.close()
-            await server.stop()
+        async with running(SERVERS[kind](delay_s)) as server:
+            backend: Any
+            if kind.startswith("triton"):
+                paths = {"tokenizer": tokenizer, "metrics_url": server.metrics_url}
+                backend = triton_to(server.url, **paths)
+            else:
+                backend = relay_to(server.url, type=kind.split()[0])
+            async with opened(backend):
+                yield Subject(backend, server.engine, server)
 
     return started
 
@@ -124,24 +112,6 @@ async def test_the_answer_is_that_of_the_engine_alone(subject: Any, kind: str) -
             assert isinstance(events[-1], Finished) and isinstance(expected[-1], Finished)
             assert events[-1].reason == expected[-1].reason
             assert events[-1].usage.prompt_tokens == expected[-1].usage.prompt_tokens
-
-
-@pytest.mark.parametrize("kind", TOKEN_IDS)
-async def test_log_probabilities_are_those_of_the_engine(subject: Any, kind: str) -> None:
-    async with subject(kind) as it, subject("embedded") as alone:
-        _, events = await collect(it.backend, abc(logprobs=3))
-        _, expected = await collect(alone.backend, abc(logprobs=3))
-
-    def positions(events: list[Event]) -> list[Any]:
-        return [p for e in events if isinstance(e, Delta) for p in e.logprobs or ()]
-
-    assert len(positions(events)) == 12
-    for found, wanted in zip(positions(events), positions(expected), strict=True):
-        assert found.chosen.token_id == wanted.chosen.token_id
-        assert found.chosen.logprob == pytest.approx(wanted.chosen.logprob)
-        ids = {token.token_id: token.logprob for token in found.top}
-        for token in wanted.top:
-            assert ids[token.token_id] == pytest.approx(token.logprob)
 
 
 @EACH

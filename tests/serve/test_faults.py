@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import HttpConfig
-from tests.serve.api.request.test_attempts import pools
+from tests.serve.api.request.test_attempts import BODY, TURNS, over, pools
 from tests.serve.conftest import Served, serving
 from tests.serve.in_process import in_process
+from tests.serve.openai_clients import relay_to
 from tests.serve.upstreams import (
     CHUNKED_HEAD,
     DONE,
@@ -28,13 +27,8 @@ from tests.serve.upstreams import (
     whole,
 )
 
-BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 SOUND = send(STREAM_HEAD, chunk("a"), chunk("b"), DONE)
 ERROR = b'{"error": {"message": "CUDA error", "type": "InternalServerError", "code": 500}}'
-
-
-def relay_to(url: str, **settings: Any) -> OpenAiHttpBackend:
-    return OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=url, **settings))
 
 
 def status_line(status: str, body: bytes, *fields: bytes) -> bytes:
@@ -70,7 +64,7 @@ BEFORE_THE_FIRST_TOKEN = {
     ("fault", "kind"), BEFORE_THE_FIRST_TOKEN.values(), ids=BEFORE_THE_FIRST_TOKEN
 )
 async def test_before_the_first_token_the_client_sees_nothing(fault: Script, kind: str) -> None:
-    settings = pools(timeouts={"first_token_s": FIRST_TOKEN_S}, routing={"policy": "round_robin"})
+    settings = pools(timeouts={"first_token_s": FIRST_TOKEN_S}, routing=TURNS)
     async with scripted(fault) as broken, scripted(SOUND) as sound:
         backends: list[Any] = [relay_to(broken.url), relay_to(sound.url)]
         async with in_process(("fake", backends), pools=settings) as served:
@@ -133,18 +127,6 @@ async def test_a_whole_answer_is_asked_for_again(fault: Script) -> None:
         assert upstream.asked == 2
 
 
-async def test_a_refused_connection_costs_no_request() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    async with scripted(SOUND) as sound:
-        backends: list[Any] = [relay_to(dead), relay_to(sound.url)]
-        async with in_process(("fake", backends)) as served:
-            for _ in range(4):
-                assert (await served.events("/v1/completions", BODY))[-1] == "[DONE]"
-            assert sound.asked == 4
-
-
 async def test_what_a_backend_says_of_its_failure_reaches_the_client_without_its_address() -> None:
     async with scripted(send()) as upstream:
         host = upstream.url.removeprefix("http://")
@@ -156,37 +138,11 @@ async def test_what_a_backend_says_of_its_failure_reaches_the_client_without_its
             assert answer["error"]["message"] == "no GPU at fake-1 (fake-1)"
 
 
-async def test_what_is_not_http_is_told_without_an_address() -> None:
-    async with scripted(send(b"220 mail.example ESMTP\r\n\r\n")) as upstream:
-        shouted = upstream.url.replace(
-            "127.0.0.1", "LocalHost"
-        )  # written otherwise than aiohttp does
-        async with in_process(("fake", [relay_to(shouted)])) as served:
-            status, answer = await served.post("/v1/completions", BODY)
-            message = answer["error"]["message"]
-            assert status == 502 and message.startswith("fake-1: answered with something that is")
-            assert "localhost" not in message.lower() and "://" not in message
-
-
-async def test_an_error_event_of_the_backend_reaches_the_client_and_is_counted() -> None:
-    event = b"data: " + ERROR + b"\n\n"
-    async with (
-        scripted(send(STREAM_HEAD, chunk(), event, DONE)) as upstream,
-        in_process(("fake", [relay_to(upstream.url)])) as served,
-    ):
-        events = await served.events("/v1/completions", BODY)
-        assert json.loads(events[1])["error"]["message"] == "CUDA error"
-        assert served.metric("octet_broken_streams_total", model="fake") == 1
-        (member,) = served.gateway.pools["fake"].members
-        assert "CUDA error" in member.last_error
-
-
 @pytest.mark.parametrize("why", ["gone", "late"])
 async def test_who_has_had_all_of_a_stream_has_had_an_answer(why: str) -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
     lingering = Scripted([chunk(), usage, DONE, None])  # its connection does not end
-    settings = pools(timeouts={"total_s": 0.2})
-    async with in_process(("fake", [lingering]), pools=settings) as served:
+    async with over(lingering, timeouts={"total_s": 0.2}) as served:
         gone = asyncio.Event()
         leave = gone.set if why == "gone" else lambda: None
         reply = await served.request(

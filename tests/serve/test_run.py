@@ -9,18 +9,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import HttpConfig
 from serve.run import bind, run
 from serve.settings import settings_of
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
-from tests.serve.conftest import Served, serving
+from tests.serve.conftest import serving
+from tests.serve.openai_clients import relay_to
 from tests.serve.process import octet_serve
+from tests.serve.waiting import until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
 SLOW = FakeRunner(delay_s=0.01)  # 60 tokens take 0.6 s
@@ -29,8 +28,7 @@ SLOW = FakeRunner(delay_s=0.01)  # 60 tokens take 0.6 s
 async def test_the_first_signal_drains() -> None:
     async with serving(("fake", [fake_backend(SLOW)]), drain_timeout_s=60) as served:
         running_answer = asyncio.create_task(served.events("/v1/completions", BODY))
-        while not served.gateway.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: served.gateway.running)
         served.server.handle_exit(signal.SIGTERM, None)
         async with served.session.get("/ready") as response:
             assert response.status == 503 and (await response.json())["draining"]
@@ -52,8 +50,7 @@ async def test_a_drain_waits_for_a_body_that_is_still_arriving() -> None:
 
     async def in_two_parts() -> AsyncIterator[bytes]:
         yield body[:10]
-        while not served.gateway.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: served.gateway.running)
         served.server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0.5)
         yield body[10:]
@@ -91,14 +88,13 @@ async def test_what_outlasts_the_drain_ends_in_an_error_event(how: str, kind: st
     async with running(FakeOpenAI(delay_s=0.01)) as vllm, AsyncExitStack() as stack:
         backend: Any = fake_backend(SLOW)
         if kind == "vllm":
-            backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=vllm.url))
+            backend = relay_to(vllm.url)
         pools = ("fake", [backend])
         served = await stack.enter_async_context(serving(pools, drain_timeout_s=timeout_s))
         body = BODY | {"max_tokens": 400}
         answer = asyncio.create_task(served.events("/v1/completions", body))
         whole = asyncio.create_task(served.post("/v1/completions", body))
-        while served.gateway.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: served.gateway.running >= 2)
         await asyncio.sleep(0.1)
         served.server.handle_exit(signal.SIGINT, None)
         if how == "second signal":
@@ -129,16 +125,12 @@ async def test_a_second_signal_waits_for_no_reader() -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
             connections = served.server.server_state.connections
-            async with asyncio.timeout(60):
-                while not any(c.transport.get_write_buffer_size() for c in connections):
-                    await asyncio.sleep(0.01)
+            await until(lambda: any(c.transport.get_write_buffer_size() for c in connections))
             served.server.handle_exit(signal.SIGTERM, None)
             await asyncio.sleep(0.3)
             assert connections
             served.server.handle_exit(signal.SIGTERM, None)
-            async with asyncio.timeout(30):
-                while connections:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not connections)
     assert served.server.cut_short
 
 
@@ -155,35 +147,6 @@ def test_nothing_is_done_inside_of_a_signal_handler(capfd: pytest.CaptureFixture
 
     asyncio.run(signalled())
     assert "SIGTERM: draining 0 requests" in capfd.readouterr().err
-
-
-async def go_away(served: Served, index: int) -> None:
-    """Opens a connection of its own, asks, reads a part of the answer, and closes it."""
-    async with aiohttp.ClientSession(served.url) as session:
-        body = BODY | {"stream": index % 2 == 0, "n": 1 + index % 3}
-        request = session.post("/v1/completions", json=body)
-        try:
-            async with asyncio.timeout(0.02 + 0.004 * (index % 20)), request as response:
-                await response.content.read(1)
-                response.close()
-        except TimeoutError:
-            pass
-
-
-async def test_clients_that_go_away_leave_nothing_in_the_engine() -> None:
-    backend = fake_backend(FakeRunner(delay_s=0.005))
-    async with serving(("fake", [backend])) as served:
-        for start in range(0, 200, 50):  # test_streams.py has thousands, at a stand-in
-            await asyncio.gather(*(go_away(served, start + i) for i in range(50)))
-        await served.idle()
-        async with asyncio.timeout(60):
-            while (stats := backend.stats) is None or stats.running or stats.waiting:
-                await asyncio.sleep(0.01)
-        endpoint = {"endpoint": "/v1/completions"}
-        assert await served.metric("octet_requests_in_flight", **endpoint) == 0
-        assert await served.metric("octet_client_disconnects_total", **endpoint) > 50
-        status, _ = await served.post("/v1/completions", BODY | {"max_tokens": 2})
-        assert status == 200
 
 
 def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from octet.errors import BackendError, BackendUnavailable
 from tests.fakes import FakeRunner, fake_backend
-from tests.serve.api.request.test_attempts import pools
+from tests.serve.api.request.test_attempts import BODY, over, pools
 from tests.serve.in_process import Client, in_process
 from tests.serve.test_faults import relay_to
 from tests.serve.upstreams import (
@@ -25,8 +25,8 @@ from tests.serve.upstreams import (
     slowly,
     whole,
 )
+from tests.serve.waiting import until
 
-BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 FREED_S = 0.2  # of the event loop's clock, which a busy machine does not move
 
 
@@ -99,7 +99,7 @@ async def test_disconnects_free_real_connections() -> None:
     rng = random.Random(5)
     async with scripted(*(rng.choice(scripts) for _ in range(1500))) as upstream:
         backend: Any = relay_to(upstream.url)
-        async with in_process(("fake", [backend]), pools=pools()) as served:
+        async with over(backend) as served:
             await leave_at_random(served, 600, clients=30, mean_s=0.03)
             await upstream.freed()
             assert upstream.asked > 200
@@ -117,8 +117,7 @@ async def test_a_client_that_goes_away_frees_its_backend_at_once(stream: bool, b
         gone = asyncio.Event()
         request = served.request("/v1/completions", BODY | {"stream": stream}, gone=gone)
         asking = asyncio.create_task(request)
-        while not upstream.running:
-            await asyncio.sleep(0.001)
+        await until(lambda: upstream.running)
         await asyncio.sleep(0.02)
         now = asyncio.get_running_loop().time
         left_at = now()
@@ -136,13 +135,11 @@ async def test_a_client_that_goes_away_stops_the_embedded_engine(choices: int) -
         gone = asyncio.Event()
         body = BODY | {"max_tokens": 400, "ignore_eos": True, "n": choices}
         asking = asyncio.create_task(served.request("/v1/completions", body, gone=gone))
-        while engine.stats is None or engine.stats.running < choices:
-            await asyncio.sleep(0.005)
+        await until(lambda: not (engine.stats is None or engine.stats.running < choices))
         now = asyncio.get_running_loop().time
         left_at = now()
         gone.set()
-        while engine.stats.running:
-            await asyncio.sleep(0.001)
+        await until(lambda: not engine.stats.running)
         assert now() - left_at < FREED_S
         await asking
 
@@ -164,8 +161,7 @@ async def test_a_thousand_streams_are_held_at_once() -> None:
     ):
         asking = [asyncio.create_task(served.events("/v1/completions", BODY)) for _ in range(1000)]
         async with asyncio.timeout(60):
-            while begun < 1000:
-                await asyncio.sleep(0.01)
+            await until(lambda: begun >= 1000)
             assert served.gateway.running == 1000
             go_on.set()
             answers = await asyncio.gather(*asking)

@@ -32,6 +32,7 @@ from tests.serve.tiered import (
     tiered,
 )
 from tests.serve.upstreams import Scripted, chunk, whole
+from tests.serve.waiting import until
 
 
 async def test_without_a_tier_the_order_is_the_models_whatever_is_measured() -> None:
@@ -106,35 +107,19 @@ async def test_a_tier_that_allows_it_falls_back_to_less_and_does_not_call_it_its
         error(await served.request(PATH, BODY, tier("exact")), 503, "tier_unavailable")
 
 
-async def test_a_pool_leaves_its_tier_when_it_is_measured_anew_and_may_join_another() -> None:
-    backends = sound()
-    async with in_tiers(backends) as (served, stated):
-        for kl, answering in ((0.012, "fp8"), (0.0201, "bf16"), (0.02, "fp8"), (None, "bf16")):
-            stated.kl.pop("fp8")
-            if kl is not None:
-                stated.kl["fp8"] = kl
-            reply = await served.request(PATH, BODY, tier("standard"))
-            assert said(reply.headers)[:2] == ("standard", answering)
-            stated.kl.setdefault("fp8", 0.0)
-
-
 async def test_who_waited_for_a_pool_does_not_get_what_it_has_become() -> None:
     backends = sound() | {"fp8": [Scripted([chunk(), None])]}
     settings = config()["pools"]
     settings["fp8"] |= {"admission": {"max_tokens": 8}}
-    async with in_tiers(backends, pools=settings) as (served, stated):
-        gone = asyncio.Event()
-        holding = served.request(PATH, BODY | {"stream": True}, gone=gone)
-        first = asyncio.create_task(holding)
-        while not backends["fp8"][0].running:
-            await asyncio.sleep(0)
+    async with (
+        in_tiers(backends, pools=settings) as (served, stated),
+        served.holding(backends["fp8"][0], BODY) as gone,
+    ):
         second = asyncio.create_task(served.request(PATH, BODY, tier("standard")))
         gate = served.gateway.admission.gates["fp8"]
-        while not len(gate.queue):
-            await asyncio.sleep(0)
+        await until(lambda: len(gate.queue))
         stated.kl["fp8"] = 0.03
         gone.set()
-        await first
         async with asyncio.timeout(60):
             assert said((await second).headers)[:2] == ("standard", "bf16")
         assert backends["fp8"][0].asked == 1

@@ -14,7 +14,7 @@ import pytest
 from octet.errors import ArtifactError, ConfigError
 from serve.engine.request import Delta, Finished, GenerateRequest
 from serve.triton_entry import TritonEntry
-from tests.fakes import END, FakeRunner, byte_tokenizer, fake_backend
+from tests.fakes import FakeRunner, byte_tokenizer, fake_backend, opened
 from tests.serve.triton_python import PbUtils, Request, Tensor, TritonError, string
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -63,21 +63,19 @@ def streamed(text: str = "abc", **sampling: Any) -> Request:
 
 async def embedded(**fields: Any) -> tuple[str, list[Delta], Finished]:
     """The same request to the embedded backend."""
-    backend = fake_backend()
-    await backend.start()
-    request = GenerateRequest(
-        **{
-            "request_id": "r",
-            "model": "fake",
-            "prompt": "abc",
-            "max_tokens": 12,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            **fields,
-        }
-    )
-    *deltas, end = [event async for event in backend.generate(request)]
-    await backend.close()
+    async with opened(fake_backend()) as backend:
+        request = GenerateRequest(
+            **{
+                "request_id": "r",
+                "model": "fake",
+                "prompt": "abc",
+                "max_tokens": 12,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                **fields,
+            }
+        )
+        *deltas, end = [event async for event in backend.generate(request)]
     return "".join(delta.text for delta in deltas), deltas, end
 
 
@@ -277,14 +275,6 @@ async def test_closing_lets_running_answers_finish(served: Served) -> None:
     assert request.final.is_set() and request.text == text
     late = served.ask(streamed()).wait()
     assert late.error.code == TritonError.UNAVAILABLE
-
-
-async def test_the_end_token_ends_the_answer(served: Served) -> None:
-    _, deltas, end = await embedded(ignore_eos=False, max_tokens=400)
-    assert deltas[-1].token_ids == (END,) and end.reason == "stop"
-    request = served.ask(streamed(ignore_eos=False, max_tokens=400)).wait()
-    assert request.text == "".join(delta.text for delta in deltas)
-    assert string(request.responses[-1], "finish_reason") == "stop"
 
 
 def arguments(directory: Path, **parameters: str) -> dict[str, str]:

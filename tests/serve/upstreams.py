@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from serve.backends.base import Relay
+from tests.serve.waiting import until
 
 __all__ = [
     "CHUNKED_HEAD",
@@ -114,9 +115,7 @@ class Upstream:
 
     async def freed(self) -> None:
         """Returns once the gateway has let go of every request; fails if that takes too long."""
-        async with asyncio.timeout(60):
-            while self.running:
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.running)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -179,8 +178,8 @@ async def scripted(*scripts: Script) -> AsyncIterator[Upstream]:
 class Scripted:
     """A relaying backend without a socket: each request gets the next outcome, the last for ever.
 
-    An outcome is an error to raise, the body of an answer, or the pieces of a stream (in which an
-    error is raised, and None waits for ever).
+    An outcome is an error to raise, the body of an answer, its status and its body, or the pieces
+    of a stream (in which an error is raised, seconds are waited for, and None waits for ever).
     """
 
     accepts_extra = True
@@ -188,7 +187,11 @@ class Scripted:
     models = ("fake",)
     served_name = "fake"
 
-    def __init__(self, *outcomes: Exception | bytes | list[Any], address: str = "10.0.0.1:80"):
+    def __init__(
+        self,
+        *outcomes: Exception | bytes | tuple[int, bytes] | list[Any],
+        address: str = "10.0.0.1:80",
+    ):
         self.name = f"vllm http://{address}"
         self.outcomes = outcomes
         self.asked = 0
@@ -215,11 +218,12 @@ class Scripted:
         self.asked += 1
         if isinstance(outcome, Exception):
             raise outcome
+        status, outcome = outcome if isinstance(outcome, tuple) else (200, outcome)
         streamed = isinstance(outcome, list)
         kind = "text/event-stream" if streamed else "application/json"
         answer = self._body(outcome if streamed else [outcome])
         self.bodies.append(answer)  # whoever forgets to close one finds it running
-        return Relay(200, {"content-type": kind}, answer)
+        return Relay(status, {"content-type": kind}, answer)
 
     async def _body(self, pieces: list[Any]) -> AsyncIterator[bytes]:
         self.running += 1
@@ -229,6 +233,9 @@ class Scripted:
                     await asyncio.Event().wait()
                 if isinstance(piece, Exception):
                     raise piece
-                yield piece
+                if isinstance(piece, float):
+                    await asyncio.sleep(piece)
+                else:
+                    yield piece
         finally:
             self.running -= 1

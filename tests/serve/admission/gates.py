@@ -1,13 +1,12 @@
 """A pool's gate on a clock that jumps, and requests that come to it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from serve.admission.token_gate import Gate
-from tests.serve.routing.virtual_time import run
 
-__all__ = ["asked", "assert_empty", "busy", "enter", "full", "make_gate", "virtual"]
+__all__ = ["asked", "assert_empty", "busy", "enter", "full", "make_gate"]
 
 
 def make_gate(limit: int | None) -> Gate:
@@ -41,16 +40,6 @@ async def asked(*requests: Coroutine[Any, Any, str]) -> list[asyncio.Task[str]]:
         tasks.append(asyncio.create_task(request))
         await asyncio.sleep(0)
     return tasks
-
-
-def virtual(test: Callable[[], Any]) -> Callable[[], None]:
-    """Runs a coroutine test on a loop whose clock jumps to the next timer."""
-
-    def wrapped() -> None:
-        run(test())
-
-    wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
-    return wrapped
 
 
 def assert_empty(gate: Gate) -> None:

@@ -15,7 +15,7 @@ from serve.admission.admission import Admission, Ticket
 from serve.admission.memory import Memory
 from serve.config import KeyConfig, Limits, PoolConfig
 from tests.serve.clock import Clock
-from tests.serve.routing.virtual_time import run
+from tests.serve.routing.virtual_time import virtual
 
 
 @dataclass
@@ -62,16 +62,14 @@ async def test_a_ticket_gives_back_once() -> None:
     assert in_flight(admission) == (0, 0, 0)
 
 
-def test_the_wait_in_the_queue_is_told() -> None:
-    async def main() -> None:
-        admission, small = make(), pool(max_tokens=100)
-        first = await admit(admission, small, 100)
-        asyncio.get_running_loop().call_later(7.0, first.release)
-        second = await admit(admission, small, 100)
-        assert second.queued_s == 7.0
-        second.release()
-
-    run(main())
+@virtual
+async def test_the_wait_in_the_queue_is_told() -> None:
+    admission, small = make(), pool(max_tokens=100)
+    first = await admit(admission, small, 100)
+    asyncio.get_running_loop().call_later(7.0, first.release)
+    second = await admit(admission, small, 100)
+    assert second.queued_s == 7.0
+    second.release()
 
 
 @pytest.mark.parametrize(
@@ -86,18 +84,16 @@ async def test_the_budget_is_configured_or_twice_the_kv_cache(
     assert admission.status()["pools"]["pool"]["limit_tokens"] == limit
 
 
-def test_a_capacity_that_becomes_known_is_taken_over() -> None:
-    async def main() -> None:
-        admission, backends = make(), pool()
-        await admit(admission, backends, 10)
-        backends.capacity_tokens = 50
-        await admit(admission, backends, 10)
-        assert admission.gates["pool"].limit is None  # asked at most once a second
-        await asyncio.sleep(1)
-        await admit(admission, backends, 10)
-        assert admission.gates["pool"].limit == 100
-
-    run(main())
+@virtual
+async def test_a_capacity_that_becomes_known_is_taken_over() -> None:
+    admission, backends = make(), pool()
+    await admit(admission, backends, 10)
+    backends.capacity_tokens = 50
+    await admit(admission, backends, 10)
+    assert admission.gates["pool"].limit is None  # asked at most once a second
+    await asyncio.sleep(1)
+    await admit(admission, backends, 10)
+    assert admission.gates["pool"].limit == 100
 
 
 async def test_a_prompt_over_the_configured_limit_is_the_clients_mistake() -> None:
@@ -130,22 +126,20 @@ async def test_a_refused_request_is_not_charged_and_counts_by_reason() -> None:
     }
 
 
-def test_a_client_that_goes_while_it_waits_is_charged_no_tokens() -> None:
-    async def main() -> None:
-        admission, small = make(), pool(max_tokens=10)
-        who = principal(requests_per_minute=5, tokens_per_minute=100, tokens_per_day=100)
-        first = await admit(admission, small, 10)
-        waiting = asyncio.create_task(admit(admission, small, 50, who))
-        await asyncio.sleep(1)
-        assert who.headers()["x-ratelimit-remaining-tokens"] == "50"
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert who.headers()["x-ratelimit-remaining-tokens"] == "100"
-        assert who.headers()["x-ratelimit-remaining-requests"] == "4"  # it did ask
-        first.release()
-        assert in_flight(admission) == (0, 0, 0)
-
-    run(main())
+@virtual
+async def test_a_client_that_goes_while_it_waits_is_charged_no_tokens() -> None:
+    admission, small = make(), pool(max_tokens=10)
+    who = principal(requests_per_minute=5, tokens_per_minute=100, tokens_per_day=100)
+    first = await admit(admission, small, 10)
+    waiting = asyncio.create_task(admit(admission, small, 50, who))
+    await asyncio.sleep(1)
+    assert who.headers()["x-ratelimit-remaining-tokens"] == "50"
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert who.headers()["x-ratelimit-remaining-tokens"] == "100"
+    assert who.headers()["x-ratelimit-remaining-requests"] == "4"  # it did ask
+    first.release()
+    assert in_flight(admission) == (0, 0, 0)
 
 
 async def test_a_fallback_takes_its_ticket_along() -> None:
@@ -231,49 +225,52 @@ steps = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(steps)
-def test_after_any_sequence_keys_and_pools_are_as_before(steps: list[tuple[str, int]]) -> None:
-    async def main() -> None:
-        admission = make()
-        pools = [
-            pool("a", max_tokens=50, max_queue=3, max_wait_s=2.0),
-            pool("b", max_tokens=30, max_queue=1, max_wait_s=2.0),
-        ]
-        who = principal(tokens_per_day=10**6, max_in_flight=6)
-        tickets: list[Ticket] = []
-        tasks: list[asyncio.Task[None]] = []
+@virtual
+async def test_after_any_sequence_keys_and_pools_are_as_before(
+    steps: list[tuple[str, int]],
+) -> None:
+    admission = make()
+    pools = [
+        pool("a", max_tokens=50, max_queue=3, max_wait_s=2.0),
+        pool("b", max_tokens=30, max_queue=1, max_wait_s=2.0),
+    ]
+    who = principal(tokens_per_day=10**6, max_in_flight=6)
+    tickets: list[Ticket] = []
+    tasks: list[asyncio.Task[None]] = []
 
-        async def ask(number: int) -> None:
-            tickets.append(await admit(admission, pools[number % 2], number + 1, who))
+    async def ask(number: int) -> None:
+        asked = pools[number % 2]
+        tickets.append(await admit(admission, asked, number + 1, who))
+        gate = admission.gates[asked.name]
+        assert gate.requests == 1 or gate.tokens <= (gate.limit or 0)
 
-        async def move(ticket: Ticket, to: Pool) -> None:
-            await ticket.move_to(to, deadline=None)
+    async def move(ticket: Ticket, to: Pool) -> None:
+        await ticket.move_to(to, deadline=None)
 
-        for step, number in steps:
-            if step == "admit":
-                tasks.append(asyncio.create_task(ask(number)))
-            elif step == "wait":
-                await asyncio.sleep(number / 20)
-            elif step == "cancel" and tasks:
-                tasks[number % len(tasks)].cancel()
-            elif tickets:
-                ticket = tickets[number % len(tickets)]
-                if step == "settle":
-                    ticket.settle(1, 1)
-                elif step == "release":
-                    ticket.release()
-                elif step == "move":
-                    moving = asyncio.create_task(move(ticket, pools[number % 2]))
-                    await asyncio.wait((moving,), timeout=0.1)
-                    moving.cancel()
-                    tasks.append(moving)
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert result is None or isinstance(result, RequestError | asyncio.CancelledError)
-        for ticket in tickets:
-            ticket.release()
-        for name in admission.gates:
-            assert in_flight(admission, name) == (0, 0, 0)
-        rates = who._rates
-        assert rates is not None
-        assert (rates.in_flight, rates.reserved) == (0, 0)
-
-    run(main())
+    for step, number in steps:
+        if step == "admit":
+            tasks.append(asyncio.create_task(ask(number)))
+        elif step == "wait":
+            await asyncio.sleep(number / 20)
+        elif step == "cancel" and tasks:
+            tasks[number % len(tasks)].cancel()
+        elif tickets:
+            ticket = tickets[number % len(tickets)]
+            if step == "settle":
+                ticket.settle(1, 1)
+            elif step == "release":
+                ticket.release()
+            elif step == "move":
+                moving = asyncio.create_task(move(ticket, pools[number % 2]))
+                await asyncio.wait((moving,), timeout=0.1)
+                moving.cancel()
+                tasks.append(moving)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert result is None or isinstance(result, RequestError | asyncio.CancelledError)
+    for ticket in tickets:
+        ticket.release()
+    for name in admission.gates:
+        assert in_flight(admission, name) == (0, 0, 0)
+    rates = who._rates
+    assert rates is not None
+    assert (rates.in_flight, rates.reserved) == (0, 0)

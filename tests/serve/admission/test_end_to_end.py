@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.upstreams import Scripted, whole
+from tests.serve.waiting import until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 9}  # ten tokens, as estimated
 
@@ -30,9 +31,7 @@ def budget(**admission: Any) -> dict[str, Any]:
 
 async def settled(served: Client, *, queued: int) -> None:
     """Waits until so many are in the queue."""
-    async with asyncio.timeout(60):
-        while served.metric("octet_queue_requests", pool="fake") != queued:
-            await asyncio.sleep(0)
+    await until(lambda: served.metric("octet_queue_requests", pool="fake") == queued)
 
 
 async def test_what_does_not_fit_waits_and_what_does_not_fit_there_is_told_when() -> None:
@@ -50,6 +49,7 @@ async def test_what_does_not_fit_waits_and_what_does_not_fit_there_is_told_when(
         await settled(served, queued=3)
         assert served.metric("octet_queue_tokens", pool="fake") == 30
         assert served.metric("octet_admitted_tokens", pool="fake") == 20
+        assert served.metric("octet_admission_limit_tokens", pool="fake") == 25
         assert len(backend.order) == 2
         rejected = {"pool": "fake", "reason": "queue_full"}
         assert served.metric("octet_admission_rejections_total", **rejected) == 4
@@ -93,8 +93,7 @@ async def test_keys_share_by_weight_and_priorities_go_first() -> None:
             return asyncio.create_task(asking)
 
         tasks = [ask("light")]
-        while not backend.order:
-            await asyncio.sleep(0)
+        await until(lambda: backend.order)
         tasks += [ask(name) for name in ("light", "heavy") for _ in range(12)]
         await settled(served, queued=24)
         tasks += [ask("urgent"), ask("urgent")]

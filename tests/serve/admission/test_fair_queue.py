@@ -172,17 +172,6 @@ def test_what_goes_before_a_newcomer_is_known(
     assert ahead <= went <= ahead + 3 * 51
 
 
-def test_priorities_go_first_and_fall_back_to_arrival() -> None:
-    queue = FairQueue()
-    for number, priority in enumerate((0, -5, 10, 0, 10)):
-        queue.push(queue.flow("key", priority, 1.0), number, 10)
-    order = []
-    while (found := queue.first()) is not None:
-        order.append(found[1])
-        queue.pop(found[0])
-    assert order == [2, 4, 0, 3, 1]
-
-
 def test_one_that_leaves_costs_its_key_nothing() -> None:
     queue = FairQueue()
     a, b = queue.flow("a", 0, 1.0), queue.flow("b", 0, 1.0)
@@ -192,30 +181,6 @@ def test_one_that_leaves_costs_its_key_nothing() -> None:
     queue.push(a, "a", 10)
     found = queue.first()
     assert found is not None and found[1] == "a"  # which was listed first, and has had nothing
-
-
-def test_a_key_that_comes_back_has_no_credit() -> None:
-    queue = FairQueue()
-    busy, back = queue.flow("busy", 0, 1.0), queue.flow("back", 0, 1.0)
-    for i in range(100):
-        queue.push(busy, i, 10)
-    for _ in range(50):
-        queue.pop(busy)
-    for i in range(10):
-        queue.push(back, i, 10)
-    order = []
-    while back.waiting:
-        found = queue.first()
-        assert found is not None
-        queue.pop(found[0])
-        order.append(found[0].key)
-    assert abs(order.count("busy") - 10) <= 1
-    queue.pass_by(back, 1000)  # with room for all, too, a share is a share
-    queue.push(back, "last", 10)
-    for _ in range(20):
-        found = queue.first()
-        assert found is not None and found[0] is busy
-        queue.pop(busy)
 
 
 @settings(max_examples=200)

@@ -4,12 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from octet.errors import RequestError
-from tests.serve.admission.gates import asked, assert_empty, enter, full, make_gate, virtual
-from tests.serve.routing.virtual_time import run
+from tests.serve.admission.gates import asked, assert_empty, enter, full, make_gate
+from tests.serve.routing.virtual_time import virtual
 
 
 @virtual
@@ -74,14 +72,6 @@ async def test_a_key_that_floods_the_queue_pushes_out_only_itself() -> None:
 
 
 @virtual
-async def test_no_queue_at_all() -> None:
-    gate = make_gate(10)
-    await enter(gate, 10, max_queue=0)
-    with pytest.raises(RequestError, match="is full: 0 requests wait"):
-        await enter(gate, 1, max_queue=0)
-
-
-@virtual
 async def test_the_wait_ends_at_its_limit_or_at_the_deadline() -> None:
     gate, loop = await full(10), asyncio.get_running_loop()
     with pytest.raises(RequestError) as caught:
@@ -118,20 +108,20 @@ async def test_one_that_gives_up_lets_the_next_try() -> None:
 
 
 @pytest.mark.parametrize("let_in_first", [False, True])
-def test_one_that_is_cancelled_as_it_is_let_in_gives_its_room_back(let_in_first: bool) -> None:
-    async def main() -> None:
-        gate = await full(10)
-        first, second = await asked(enter(gate, 10), enter(gate, 10))
-        # Let in before it is cancelled, and not yet told; or cancelled first, and not yet told.
-        steps = [lambda: gate.leave(10, 1.0), first.cancel]
-        for step in steps if let_in_first else reversed(steps):
-            step()
-        await second
-        assert first.cancelled() and gate.tokens == 10
-        gate.leave(10, 1.0)
-        assert_empty(gate)
-
-    run(main())
+@virtual
+async def test_one_that_is_cancelled_as_it_is_let_in_gives_its_room_back(
+    let_in_first: bool,
+) -> None:
+    gate = await full(10)
+    first, second = await asked(enter(gate, 10), enter(gate, 10))
+    # Let in before it is cancelled, and not yet told; or cancelled first, and not yet told.
+    steps = [lambda: gate.leave(10, 1.0), first.cancel]
+    for step in steps if let_in_first else reversed(steps):
+        step()
+    await second
+    assert first.cancelled() and gate.tokens == 10
+    gate.leave(10, 1.0)
+    assert_empty(gate)
 
 
 @virtual
@@ -143,92 +133,3 @@ async def test_a_limit_that_grows_or_goes_lets_them_in() -> None:
     assert not b.done()
     gate.set_limit(None)
     await b
-
-
-actions = st.lists(
-    st.tuples(
-        st.sampled_from(["admit", "admit", "admit", "release", "cancel", "wait", "yield"]),
-        st.integers(0, 40),
-        st.sampled_from(["a", "b", "c"]),
-        st.integers(-1, 1),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(actions, st.integers(1, 60))
-def test_after_any_sequence_nothing_is_left_in_flight(
-    actions: list[tuple[str, int, str, int]], limit: int
-) -> None:
-    async def main() -> None:
-        gate = make_gate(limit)
-        tasks: list[asyncio.Task[None]] = []
-
-        async def request(tokens: int, key: str, priority: int, ends: asyncio.Event) -> None:
-            await enter(gate, tokens, key, priority=priority, max_queue=4, max_wait_s=5.0)
-            try:
-                assert gate.tokens <= limit or gate.requests == 1
-                await ends.wait()
-            finally:
-                gate.leave(tokens, 1.0)
-
-        events: list[asyncio.Event] = []
-        for action, number, key, priority in actions:
-            if action == "admit":
-                events.append(asyncio.Event())
-                asking = request(number + 1, key, priority, events[-1])
-                tasks.append(asyncio.create_task(asking))
-            elif action == "release" and events:
-                events[number % len(events)].set()
-            elif action == "cancel" and tasks:
-                tasks[number % len(tasks)].cancel()
-            elif action == "wait":
-                await asyncio.sleep(number / 10)
-            elif action == "yield":
-                await asyncio.sleep(0)
-        for event in events:
-            event.set()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert result is None or isinstance(result, RequestError | asyncio.CancelledError)
-        assert_empty(gate)
-
-    run(main())
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    st.integers(2, 4).flatmap(
-        lambda keys: st.lists(
-            st.tuples(st.sampled_from([1.0, 2.0, 4.0]), st.integers(5, 40)),
-            min_size=keys,
-            max_size=keys,
-        )
-    )
-)
-def test_keys_that_always_wait_share_by_weight(keys: list[tuple[float, int]]) -> None:
-    """Each key has 3 requests at the gate at all times; what is let in follows the weights."""
-
-    async def main() -> None:
-        gate = make_gate(100)
-        got = [0.0] * len(keys)
-
-        async def client(index: int) -> None:
-            weight, tokens = keys[index]
-            while True:
-                await enter(gate, tokens, str(index), weight=weight)
-                got[index] += tokens / weight
-                await asyncio.sleep(1.0)
-                gate.leave(tokens, 1.0)
-
-        tasks = [asyncio.create_task(client(i)) for i in range(len(keys)) for _ in range(50)]
-        await asyncio.sleep(60.5)
-        # In flight at most 100 tokens of one key beside the theorem's bound.
-        slack = [2 * (100 + tokens) / weight for weight, tokens in keys]
-        assert max(got) - min(got) <= max(slack)
-        assert min(got) > 0
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(main())

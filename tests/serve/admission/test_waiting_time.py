@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from octet.errors import RequestError
-from tests.serve.admission.gates import asked, busy, enter, make_gate, virtual
+from tests.serve.admission.gates import asked, busy, enter, make_gate
+from tests.serve.routing.virtual_time import virtual
 
 
 @virtual

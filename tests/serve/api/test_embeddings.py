@@ -5,16 +5,15 @@ from typing import Any
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import fake_backend
 from tests.serve.conftest import Served, serving
+from tests.serve.openai_clients import relay_to
 
 
 async def test_the_official_client_gets_the_vectors_and_the_usage_counts() -> None:
     async with running(FakeOpenAI()) as upstream:
-        backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=upstream.url))
+        backend = relay_to(upstream.url)
         async with (
             serving(("fake", [fake_backend(), backend])) as served,
             AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-") as client,
@@ -43,10 +42,7 @@ class Without(FakeOpenAI):
 async def test_a_server_without_the_path_is_named_and_another_is_asked() -> None:
     body = {"model": "fake", "input": "ab"}
     async with running(Without()) as without, running(FakeOpenAI()) as upstream:
-        backends = [
-            OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=server.url))
-            for server in (without, upstream)
-        ]
+        backends = [relay_to(server.url) for server in (without, upstream)]
         async with serving(("fake", backends[:1])) as served:
             status, answer = await served.post("/v1/embeddings", body)
             assert (status, answer["error"]["code"]) == (404, "unsupported_operation")

@@ -6,7 +6,7 @@ from typing import Any
 from serve.api.schemas import ChatRequest, CompletionRequest, validate
 from serve.api.text import Chats, Completions, open_generate, requests_of
 from serve.config import Limits
-from tests.fakes import fake_backend
+from tests.fakes import fake_backend, opened
 
 ASK = {"model": "fake", "prompt": "ab", "temperature": 0, "max_tokens": 24, "logprobs": 1}
 
@@ -14,16 +14,12 @@ ASK = {"model": "fake", "prompt": "ab", "temperature": 0, "max_tokens": 24, "log
 async def choices(**fields: Any) -> list[dict[str, Any]]:
     """Of each chunk that has one, or of the whole answer."""
     body = validate(CompletionRequest, ASK | fields, Limits())
-    backend = fake_backend()
-    await backend.start()
-    try:
+    async with opened(fake_backend()) as backend:
         requests = requests_of(body, body.prompt, "id")
         answer = await open_generate(backend, Completions(), body, requests)
         pieces = [answer.first]
         if answer.rest is not None:
             pieces += [piece async for piece in answer.rest]
-    finally:
-        await backend.close()
     events = b"".join(pieces).split(b"\n\n") if body.stream else pieces
     texts = [event.removeprefix(b"data: ") for event in events if event.strip()]
     found = [json.loads(text) for text in texts if text != b"[DONE]"]
@@ -57,16 +53,12 @@ async def test_a_stop_string_that_never_comes_changes_nothing() -> None:
 
 
 async def test_chat_ends_its_list_there_too() -> None:
-    backend = fake_backend()
-    await backend.start()
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "fake", "messages": messages, "temperature": 0, "max_tokens": 20}
-    try:
+    async with opened(fake_backend()) as backend:
         free = await _chat(backend, body)
         text = free["message"]["content"]
         ended = await _chat(backend, body | {"stop": text[5:8]})
-    finally:
-        await backend.close()
     assert ended["message"]["content"] == text[: text.find(text[5:8])]
     tokens = [entry["token"] for entry in ended["logprobs"]["content"]]
     assert "".join(tokens) == ended["message"]["content"]

@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import END, fake_backend
 from tests.serve.conftest import Served, serving
-from tests.triton_config import triton_at
+from tests.serve.openai_clients import relay_to, triton_to
 
 
 async def ids_of(served: Served, **body: Any) -> Any:
@@ -95,8 +92,8 @@ async def test_more_than_should_be_tokenized_at_once(
 
 async def test_a_server_with_its_own_is_asked_and_a_pool_finds_whoever_can() -> None:
     async with running(FakeOpenAI()) as upstream, running(FakeTriton()) as triton:
-        backend = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=upstream.url))
-        bare = TritonBackend("fake", triton_at(triton.url))
+        backend = relay_to(upstream.url)
+        bare = triton_to(triton.url)
         async with serving(("fake", [bare, backend])) as served:
             for _ in range(3):  # whoever is asked first
                 answer = await ids_of(served, prompt="né")
@@ -108,7 +105,7 @@ async def test_a_server_with_its_own_is_asked_and_a_pool_finds_whoever_can() -> 
 
 async def test_a_backend_without_a_tokenizer_says_so() -> None:
     async with running(FakeTriton()) as triton:
-        bare = TritonBackend("fake", triton_at(triton.url))
+        bare = triton_to(triton.url)
         async with serving(("fake", [bare])) as served:
             for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
                 status, answer = await served.post(path, {"model": "fake"} | body)

@@ -8,29 +8,21 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable
-from serve.backends.embedded import EmbeddedBackend
-from serve.config import EmbeddedConfig
 from serve.engine.engine import LEAST_S, MOST_S, Delivery, Engine, Generation, Pace
-from serve.engine.request import Delta, Finished, GenerateRequest
-from tests.fakes import FakeRunner, byte_tokenizer, fake_backend
+from serve.engine.request import Delta, Finished
+from tests.fakes import FakeRunner, byte_tokenizer, fake_backend, opened
 from tests.serve.clock import Clock
-
-
-def asked(**fields: Any) -> GenerateRequest:
-    settings = {"request_id": "r", "model": "fake", "prompt": "abc", "ignore_eos": True} | fields
-    return GenerateRequest(**settings)
+from tests.serve.openai_clients import asked
+from tests.serve.waiting import until
 
 
 async def test_a_full_queue_is_overloaded_and_not_dead() -> None:
     runner = FakeRunner()
-    backend = fake_backend(runner, slots=1, max_waiting=1)
-    await backend.start()
-    try:
+    async with opened(fake_backend(runner, slots=1, max_waiting=1)) as backend:
         runner.gate.clear()
         streams = [backend.generate(asked(max_tokens=3)) for _ in range(2)]
         tasks = [asyncio.create_task(anext(streams[0]))]
-        while backend.stats is None or not backend.stats.running:
-            await asyncio.sleep(0.005)
+        await until(lambda: not (backend.stats is None or not backend.stats.running))
         tasks.append(asyncio.create_task(anext(streams[1])))
         await asyncio.sleep(0)  # it has been queued
         with pytest.raises(BackendUnavailable, match="1 requests are waiting") as full:
@@ -47,9 +39,6 @@ async def test_a_full_queue_is_overloaded_and_not_dead() -> None:
         for stream in streams:
             assert isinstance([event async for event in stream][-1], Finished)
         assert await backend.ready()
-    finally:
-        runner.gate.set()
-        await backend.close()
 
 
 def test_when_to_come_back_follows_the_pace_of_the_engine() -> None:
@@ -68,30 +57,15 @@ def test_when_to_come_back_follows_the_pace_of_the_engine() -> None:
 
 
 async def test_what_a_slow_reader_leaves_lying_is_bounded_by_its_limit() -> None:
-    backend = fake_backend()
-    await backend.start()
-    try:
+    async with opened(fake_backend()) as backend:
         stream = backend.generate(asked(max_tokens=50))
         await anext(stream)  # and reads no more
-        while backend.stats is not None and backend.stats.running:
-            await asyncio.sleep(0.005)
+        await until(lambda: not (backend.stats is not None and backend.stats.running))
         (waiting,) = backend._streams.values()
         assert waiting.qsize() <= 50  # 49 more tokens, and the end
         events = [event async for event in stream]
         assert len(events) == 50 and isinstance(events[-1], Finished)
         assert not backend._streams
-    finally:
-        await backend.close()
-
-
-async def test_the_configuration_arrives(tmp_path: Any) -> None:
-    config = EmbeddedConfig(type="embedded", path=tmp_path, slots=3, context=64, threads=2)
-    backend = EmbeddedBackend.from_config("public", config)
-    assert backend.models == ("public",) and backend.context_length == 64
-    assert backend._slots == 3
-    assert backend.tokenizer is None and await backend.load() is None
-    with pytest.raises(BackendUnavailable):
-        await backend.hold()
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 60.0])
@@ -140,9 +114,7 @@ def test_closing_drops_no_request_that_is_between_two_queues(drain_s: float) -> 
 
 async def test_a_failure_before_the_first_token_may_go_elsewhere_and_later_not() -> None:
     runner = FakeRunner(delay_s=0.005, poison=frozenset({ord("!")}))
-    backend = fake_backend(runner)
-    await backend.start()
-    try:
+    async with opened(fake_backend(runner)) as backend:
         with pytest.raises(BackendUnavailable) as failed:
             _ = [event async for event in backend.generate(asked(prompt="a!"))]
         assert failed.value.kind == "failed"
@@ -152,5 +124,3 @@ async def test_a_failure_before_the_first_token_may_go_elsewhere_and_later_not()
         with pytest.raises(BackendError) as lost:
             _ = [event async for event in stream]
         assert type(lost.value) is BackendError and lost.value.kind == "lost"
-    finally:
-        await backend.close()

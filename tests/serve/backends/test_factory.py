@@ -2,20 +2,12 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from octet.errors import OctetError
-from serve.backends.base import Backend
 from serve.backends.factory import make_backend
-from serve.config import HttpConfig, TritonConfig
-
-
-def test_a_backend_answers_under_its_own_name_unless_told() -> None:
-    assert make_backend("m", HttpConfig(type="vllm", url="http://h")).models == ("m",)
-    backend: Any = make_backend("m", HttpConfig(type="vllm", url="http://h", model="served"))
-    assert backend.served_name == "served"
+from serve.config import TritonConfig
 
 
 def test_client_libraries_are_loaded_only_for_their_backends() -> None:
@@ -38,8 +30,3 @@ def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "serve.backends.triton_grpc", None)
     with pytest.raises(OctetError, match=r"pip install 'octet-llm\[serve\]'"):
         make_backend("m", TritonConfig(type="triton", url="h:8001"))
-
-
-def test_a_triton_backend_is_one() -> None:
-    backend: Backend = make_backend("m", TritonConfig(type="triton", url="h:8001", model="other"))
-    assert backend.models == ("m",) and "h:8001" in backend.name

@@ -3,14 +3,12 @@
 import asyncio
 import json
 import socket
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.backends import openai_http
 from serve.backends.openai_errors import from_event, retry_after
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.request import Finished
@@ -99,15 +97,6 @@ async def test_the_headers_given_are_sent_and_the_key_but_no_cookie() -> None:
         assert vllm.headers[2]["traceparent"] == "00-3-4-01"
 
 
-async def test_the_key_is_sent() -> None:
-    async with (
-        running(FakeOpenAI()) as vllm,
-        started(vllm.url, api_key="secret") as backend,
-    ):
-        await body_of(backend, "abc")
-        assert vllm.headers[0]["authorization"] == "Bearer secret"
-
-
 async def test_a_redirect_is_an_answer_and_not_followed() -> None:
     async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -133,31 +122,6 @@ async def test_connections_are_kept_and_reused_by_any_number_at_once() -> None:
         (kept,) = backend._session.connector._conns.values()
         assert len(kept) == 1
         await asyncio.gather(*(body_of(backend, "abc") for _ in range(150)))  # aiohttp allows 100
-
-
-async def test_a_slow_reader_is_felt_upstream() -> None:
-    """What the server may send ahead is bounded: by the kernel's buffers, and by READ_BUFFER."""
-    sent = 0
-
-    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
-        with suppress(OSError):
-            while sent < 256 << 20:
-                writer.write(b"x" * 65536)
-                await writer.drain()
-                sent += 65536
-
-    async with listening(flood) as url, started(url) as backend:
-        relay = await backend.relay("/v1/completions", b"{}", JSON)
-        first = await anext(aiter(relay.body))
-        before = -1
-        while before != sent:  # until the flood has come to rest
-            before = sent
-            await asyncio.sleep(0.05)
-        assert len(first) <= 2 * openai_http.READ_BUFFER + 65536 and sent < 32 << 20
-        await relay.body.aclose()
 
 
 # How it fails
@@ -197,35 +161,6 @@ async def answered(backend: OpenAiHttpBackend) -> list[Any]:
     return [event async for event in backend.generate(asked())]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "kind"),
-    [("!hangup", "lost"), ("!reset", "lost"), ("!nothttp", "garbled")],
-)
-async def test_a_relay_without_an_answer(prompt: str, kind: str) -> None:
-    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
-        with pytest.raises(BackendUnavailable) as failed:
-            await body_of(backend, prompt)
-        assert failed.value.kind == kind and len(vllm.requests) == 1
-
-
-@pytest.mark.parametrize("prompt", ["!empty", "!die", "!midreset"])
-async def test_a_relay_whose_body_breaks_off_is_lost(prompt: str) -> None:
-    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
-        with pytest.raises(BackendError) as failed:
-            await body_of(backend, prompt)
-        assert failed.value.kind == "lost"
-
-
-@pytest.mark.parametrize("prompt", ["!busy", "!error", "!html", "x" * 600])
-async def test_a_relay_hands_on_every_status(prompt: str) -> None:
-    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
-        relay = await backend.relay(
-            "/v1/completions", json.dumps(BODY | {"prompt": prompt}).encode(), JSON
-        )
-        assert relay.status in (400, 500, 502, 503)
-        assert b"".join([piece async for piece in relay.body])
-
-
 async def test_a_refusal_keeps_its_status_and_field() -> None:
     async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
         with pytest.raises(RequestError, match="512") as refused:
@@ -251,16 +186,6 @@ async def test_a_server_that_is_not_there_or_does_not_answer_is_refused() -> Non
                 assert not await backend.ready() and await backend.load() is None
         for client in waiting:
             client.close()
-
-
-async def test_why_a_server_cannot_be_reached_is_said_in_words() -> None:
-    async with started("http://no.such.host.invalid:1") as backend:
-        for reach in (body_of(backend, "x"), backend.hold()):
-            with pytest.raises(BackendUnavailable) as failed:
-                await reach
-            said = str(failed.value).removeprefix(backend.name)
-            assert "no.such.host" not in said and "Unknown error" not in said, said
-            assert failed.value.kind == "refused"
 
 
 @pytest.mark.parametrize(

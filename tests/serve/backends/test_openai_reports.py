@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from octet.errors import BackendError, BackendUnavailable
+from octet.errors import BackendError
 from serve.api.events import close
 from serve.backends import connection as held
 from serve.backends import openai_http
 from serve.backends.base import LoadReport
 from serve.backends.openai_http import LOAD_SOURCES
-from serve.config import Health, PoolConfig
 from tests.fake_servers import FLAVOURS, FakeOpenAI, running
-from tests.serve.in_process import in_process
-from tests.serve.openai_clients import asked, listening, relay_to, started
+from tests.serve.openai_clients import asked, listening, started
 from tests.serve.upstreams import STREAM_HEAD, chunk, forever, scripted
+from tests.serve.waiting import until
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -122,21 +121,6 @@ async def test_a_probe_is_one_token_of_what_the_server_does(only: str) -> None:
             assert [request["max_tokens"] for request in server.requests] == [1, 1]
 
 
-async def test_a_server_of_embeddings_alone_serves() -> None:
-    async with running(FakeOpenAI(only="/v1/embeddings")) as server:
-        probed = PoolConfig(health=Health(probe_after_s=0.01))
-        async with (
-            in_process(("fake", [relay_to(server.url)]), pools={"fake": probed}) as served,
-            asyncio.timeout(5),
-        ):
-            while not server.requests:  # its probe
-                await asyncio.sleep(0.01)
-            status, answer = await served.post("/v1/embeddings", {"model": "fake", "input": "hi"})
-            assert status == 200 and answer["data"][0]["embedding"] == [2.5, -1e-7]
-            (member,) = served.gateway.pools["fake"].members
-            assert member.standing == "in"
-
-
 async def test_a_probe_answered_with_nothing_is_garbled() -> None:
     for answer in (b"{}", b'{"data": []}', b"[]", b"1", b"no JSON", b"[" * 100_000):
 
@@ -154,26 +138,23 @@ async def test_a_probe_answered_with_nothing_is_garbled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
-    [("!busy", "overloaded"), ("!dead", "dead"), ("!error", "failed"), ("!hangup", "lost")],
+    ("fault", "kind", "words"),
+    [
+        ("!busy", "overloaded", "queue full"),
+        ("!dead", "dead", "EngineCore"),
+        ("!error", "failed", "it broke"),
+        ("!hangup", "lost", "connection"),
+        ("x" * 600, "failed", "refuses to generate a token"),
+    ],
 )
 async def test_a_probe_says_what_is_wrong(
-    fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_http, "_PROBES", (("/v1/completions", {"prompt": fault}),))
     async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
-        with pytest.raises(BackendError) as failed:
+        with pytest.raises(BackendError, match=words) as failed:
             await backend.probe()
         assert failed.value.kind == kind
-
-
-async def test_a_probe_that_is_refused_is_the_servers_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(openai_http, "_PROBES", (("/v1/completions", {"prompt": "x" * 600}),))
-    async with running(FakeOpenAI()) as vllm, started(vllm.url) as backend:
-        with pytest.raises(BackendUnavailable, match="refuses to generate a token"):
-            await backend.probe()
 
 
 async def test_a_server_that_closes_idle_connections_is_held_all_the_same(
@@ -231,8 +212,7 @@ async def test_requests_at_a_host_that_vanished_end_when_it_is_seen(
     hung, begun = forever(), forever(STREAM_HEAD, chunk())
     async with scripted(hung, begun) as upstream, started(upstream.url) as backend:
         waiting = asyncio.create_task(backend.relay("/v1/completions", b"{}", {}))
-        while not upstream.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: upstream.running)
         stream = (await backend.relay("/v1/completions", b"{}", {})).body
         assert await anext(stream) == chunk()
         holding = asyncio.create_task(backend.hold())

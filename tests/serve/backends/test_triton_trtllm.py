@@ -12,10 +12,10 @@ from octet.errors import BackendUnavailable, RequestError, UnsupportedField
 from serve.backends.triton_grpc import TritonBackend
 from serve.backends.triton_prompt import end_tokens
 from serve.backends.triton_trtllm import TextAnswer
-from serve.engine.request import Delta, Finished, GenerateRequest, Usage
+from serve.engine.request import Delta, Finished, Usage
 from tests.fake_servers import FakeTensorRtLlm, running
-from tests.fakes import END, byte_tokenizer
-from tests.triton_config import triton_at
+from tests.fakes import END, byte_tokenizer, opened
+from tests.serve.openai_clients import asked, events_of, triton_to
 
 
 @pytest.fixture
@@ -31,31 +31,16 @@ async def asking(
     server: FakeTensorRtLlm, tokenizer: Path | None = None
 ) -> AsyncIterator[TritonBackend]:
     """A backend for a started `server`."""
-    async with running(server):
-        config = triton_at(server.url, tokenizer=tokenizer)
-        backend = TritonBackend("fake", config)
-        await backend.start()
-        try:
-            yield backend
-        finally:
-            await backend.close()
-
-
-def asked(prompt: Any = "abc", **fields: Any) -> GenerateRequest:
-    settings = {"request_id": "r", "model": "fake", "temperature": 0.0, "max_tokens": 9} | fields
-    return GenerateRequest(prompt=prompt, **settings)
-
-
-async def events_of(backend: TritonBackend, request: GenerateRequest) -> list[Any]:
-    return [event async for event in backend.generate(request)]
+    async with running(server), opened(triton_to(server.url, tokenizer=tokenizer)) as backend:
+        yield backend
 
 
 @pytest.mark.parametrize("model", ["ensemble", "bls", "engine"])
 async def test_greedy_is_top_k_1_and_sampling_turns_it_off(model: Any, tokenizer: Path) -> None:
     server = FakeTensorRtLlm(model=model)
     async with asking(server, tokenizer) as backend:
-        await events_of(backend, asked(ignore_eos=True))
-        await events_of(backend, asked(temperature=0.5, top_p=0.25, seed=7))
+        await events_of(backend, asked())
+        await events_of(backend, asked(temperature=0.5, top_p=0.25, seed=7, ignore_eos=False))
         await events_of(backend, asked(max_tokens=None))
     greedy, sampled, unlimited = server.requests
     assert greedy["top_k"] == 1 and greedy["max_tokens"] == 9 and greedy["ignore_eos"]
@@ -66,19 +51,12 @@ async def test_greedy_is_top_k_1_and_sampling_turns_it_off(model: Any, tokenizer
 
 
 @pytest.mark.parametrize("model", ["ensemble", "bls", "engine"])
-async def test_the_end_is_told_by_counting(model: Any, tokenizer: Path) -> None:
+async def test_what_stopped_it_is_told(model: Any, tokenizer: Path) -> None:
     async with asking(FakeTensorRtLlm(model=model), tokenizer) as backend:
-        *_, length = await events_of(backend, asked(ignore_eos=True))
-        *_, stopped = await events_of(backend, asked(max_tokens=400))
-        assert length == Finished("length", Usage(3, 9), None)
-        assert stopped.reason == "stop" and stopped.usage.completion_tokens < 400
-        *deltas, end = await events_of(backend, asked(max_tokens=30, ignore_eos=True))
-        text = "".join(delta.text for delta in deltas)
-        *cut, end = await events_of(
-            backend, asked(max_tokens=30, ignore_eos=True, stop=(text[10:12],))
-        )
-        assert "".join(delta.text for delta in cut) == text[: text.index(text[10:12])]
-        assert end.reason == "stop" and end.stop_reason == text[10:12]
+        *deltas, _ = await events_of(backend, asked(max_tokens=30))
+        stop = "".join(delta.text for delta in deltas)[10:12]
+        *_, end = await events_of(backend, asked(max_tokens=30, stop=(stop,)))
+        assert (end.reason, end.stop_reason) == ("stop", stop)
         assert end.usage.completion_tokens < 30
 
 
@@ -96,14 +74,14 @@ async def test_old_models_have_old_names_and_need_our_tokenizer_to_count(tokeniz
 async def test_the_engines_own_model_takes_and_stops_at_ids(tokenizer: Path) -> None:
     server = FakeTensorRtLlm(model="engine")
     async with asking(server, tokenizer) as backend:
-        *deltas, _ = await events_of(backend, asked((97, 98, 99), ignore_eos=True, max_tokens=20))
+        *deltas, _ = await events_of(backend, asked((97, 98, 99), max_tokens=20))
         ids = [token for delta in deltas for token in delta.token_ids]
         assert bytes(ids).decode() == "".join(delta.text for delta in deltas)
-        asking_for = {"ignore_eos": True, "max_tokens": 20, "stop_token_ids": (ids[5],)}
+        asking_for = {"max_tokens": 20, "stop_token_ids": (ids[5],)}
         *_, end = await events_of(backend, asked((97, 98, 99), **asking_for))
         assert (end.reason, end.stop_reason) == ("stop", ids[5])
         assert end.usage.completion_tokens == ids.index(ids[5]) + 1
-        await events_of(backend, asked())
+        await events_of(backend, asked(ignore_eos=False))
         # Two end tokens: the first as end_id, the second as a stop word.
         assert server.requests[-1]["stop_token_ids"] == [10]
 

@@ -13,6 +13,15 @@ DIGEST, OTHER = "a" * 64, "b" * 64
 KEY = f"{{name: k, sha256: {DIGEST}}}"
 
 
+def own(more: str) -> str:
+    """The file of one model on a pool of its own; `more` is the model's."""
+    return f"models: {{m: {{pool: [{VLLM}], {more}}}}}"
+
+
+def found_by(source: str) -> str:
+    return f"models: {{m: {{pool: {{discover: [{{{source}}}]}}}}}}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -21,21 +30,12 @@ KEY = f"{{name: k, sha256: {DIGEST}}}"
             "models.m.pool: unknown pool 'fp'; did you mean 'fp8'?",
         ),
         (
-            f"models: {{m: {{pool: [{VLLM}], canary: [{{pool: x, fraction: 0.1}}]}}}}",
+            own("canary: [{pool: x, fraction: 0.1}]"),
             "models.m.canary.0.pool: unknown pool 'x'; known: m",
         ),
-        (
-            f"models: {{m: {{pool: [{VLLM}], shadow: {{pool: n}}}}}}",
-            "models.m.shadow.pool: unknown pool 'n'",
-        ),
-        (
-            f"models: {{m: {{pool: [{VLLM}], fallback: [bf16]}}}}",
-            "models.m.fallback.0: unknown pool 'bf16'",
-        ),
-        (
-            f"models: {{m: {{pool: [{VLLM}], fallback: [m]}}}}",
-            "models.m.fallback.0: 'm' is the model's pool already",
-        ),
+        (own("shadow: {pool: n}"), "models.m.shadow.pool: unknown pool 'n'"),
+        (own("fallback: [bf16]"), "models.m.fallback.0: unknown pool 'bf16'"),
+        (own("fallback: [m]"), "models.m.fallback.0: 'm' is the model's pool already"),
         (
             f"pools: {{m: {{backends: [{VLLM}]}}}}\n{POOL}",
             "pools.m: the model 'm' has a pool of its own, which has that name",
@@ -88,20 +88,17 @@ KEY = f"{{name: k, sha256: {DIGEST}}}"
             "access.cors_origins.0: should be *",
         ),
         (f"{POOL}\ntraces: {{endpoint: collector}}", "traces.endpoint: must start with http"),
+        (found_by("port: 1"), "models.m.pool.discover.0: should be a section with `dns` or `file`"),
         (
-            "models: {m: {pool: {discover: [{port: 1}]}}}",
-            "models.m.pool.discover.0: should be a section with `dns` or `file`",
-        ),
-        (
-            "models: {m: {pool: {discover: [{dns: h, port: 1, backend: {type: vllm, modle: x}}]}}}",
+            found_by("dns: h, port: 1, backend: {type: vllm, modle: x}"),
             "models.m.pool.discover.0.backend.modle: unknown key; did you mean 'model'?",
         ),
         (
-            "models: {m: {pool: {discover: [{dns: h, port: 1, backend: {type: embedded}}]}}}",
+            found_by("dns: h, port: 1, backend: {type: embedded}"),
             "models.m.pool.discover.0.backend.type: an embedded engine has no address",
         ),
         (
-            "models: {m: {pool: {discover: [{dns: h, port: 1, backend: {type: vllm, url: x}}]}}}",
+            found_by("dns: h, port: 1, backend: {type: vllm, url: x}"),
             "models.m.pool.discover.0.backend.url: leave it out",
         ),
     ],
@@ -115,12 +112,6 @@ def test_all_problems_are_found_in_one_go(tmp_path: Path) -> None:
     assert refusal(tmp_path, text).endswith("(and 2 more)")
     text = f"models: {{m: {{pool: a, fallback: [b, c]}}, n: {{pool: [{VLLM}]}}}}"
     assert refusal(tmp_path, text).endswith("unknown pool 'a'; known: n (and 2 more)")
-
-
-def test_a_pool_that_nobody_uses_is_a_warning(tmp_path: Path) -> None:
-    config = load(tmp_path, f"pools: {{p: {{backends: [{VLLM}]}}}}\n{POOL}")
-    assert checks.warnings(config) == ["pools.p: no model uses it; it is not started"]
-    assert checks.warnings(load(tmp_path, POOL)) == []
 
 
 def test_a_key_that_has_expired_is_a_warning(tmp_path: Path) -> None:

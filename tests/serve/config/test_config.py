@@ -80,19 +80,25 @@ VLLM = "{type: vllm, url: 'http://h:1'}"
 POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
 
 
+def of_backend(entry: str) -> str:
+    """The file of one model on one backend."""
+    return f"models: {{m: {{pool: [{{{entry}}}]}}}}"
+
+
+def of_vllm(more: str) -> str:
+    return of_backend(f"type: vllm, url: 'http://h', {more}")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (f"{POOL}\nlimit: {{}}", "limit: unknown key; did you mean 'limits'?"),
         (f"{POOL}\nlimits: {{max_m: 3}}", "limits.max_m: unknown key; did you mean 'max_n'?"),
         (
-            "models: {m: {pool: [{type: vllm, ulr: x}]}}",
+            of_backend("type: vllm, ulr: x"),
             "models.m.pool.0.ulr: unknown key; did you mean 'url'? (and 1 more)",
         ),
-        (
-            "models: {m: {pool: [{type: vllm, url: 'http://h', modle: x}]}}",
-            "models.m.pool.0.modle: unknown key; did you mean 'model'?",
-        ),
+        (of_vllm("modle: x"), "models.m.pool.0.modle: unknown key; did you mean 'model'?"),
         (
             "models: {m: {pool: {backends: [{type: triton, url: 'h:1', tokeniser: x}]}}}",
             "models.m.pool.backends.0.tokeniser: unknown key; did you mean 'tokenizer'?",
@@ -101,16 +107,13 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
             f"pools: {{health: {{backends: [{VLLM}], retires: 1}}}}\n{POOL}",
             "pools.health.retires: unknown key; did you mean 'retries'?",
         ),
+        (of_backend("type: vlm, url: x"), "unknown backend 'vlm'; did you mean 'vllm'"),
         (
-            "models: {m: {pool: [{type: vlm, url: x}]}}",
-            "unknown backend 'vlm'; did you mean 'vllm'",
-        ),
-        (
-            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key_env: KEY}]}}",
+            of_backend("type: vllm, url: 'http://h', api_key_env: KEY"),
             "models.m.pool.0.api_key_env: unknown key; did you mean 'api_key'?",
         ),
-        ("models: {m: {pool: [{type: [], url: x}]}}", "models.m.pool.0: unknown backend '[]'"),
-        ("models: {m: {pool: [{url: x}]}}", "models.m.pool.0: needs a type; known: embedded"),
+        (of_backend("type: [], url: x"), "models.m.pool.0: unknown backend '[]'"),
+        (of_backend("url: x"), "models.m.pool.0: needs a type; known: embedded"),
         ("models: {m: {pool: [http]}}", "models.m.pool.0: should be a section with a backend's"),
         ("models: {m: {pool: []}}", "models.m.pool: has no backends, and nothing that discovers"),
         ("models: {m: {pool: 3}}", "models.m.pool: should be the name of a pool, a pool's section"),
@@ -121,17 +124,11 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         ),
         ("models: {m: p}", "models.m: should be a section, such as {pool: p}"),
         (
-            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key: \"abc\\ndef\"}]}}",
+            of_vllm('api_key: "abc\\ndef"'),
             "models.m.pool.0.api_key: holds a line end, a control character or one that is not",
         ),
-        (
-            "models: {m: {pool: [{type: vllm, url: 'http://h', api_key: \"\\n\"}]}}",
-            "models.m.pool.0.api_key: is empty",
-        ),
-        (
-            'models: {m: {pool: [{type: vllm, url: "http://h\\n"}]}}',
-            "models.m.pool.0.url: must name a host",
-        ),
+        (of_vllm('api_key: "\\n"'), "models.m.pool.0.api_key: is empty"),
+        (of_backend('type: vllm, url: "http://h\\n"'), "models.m.pool.0.url: must name a host"),
         ("models: {}", "models: needs at least one entry"),
         ("models: {3: {pool: p}}", "models.3: should be a valid string"),
         ("listen: {port: 1}", "models: missing"),
@@ -140,22 +137,16 @@ POOL = f"models: {{m: {{pool: [{VLLM}]}}}}"
         (f"{POOL}\nlisten: {{port: true}}", "listen.port: should be a number, not true or false"),
         (f"{POOL}\ndrain_timeout_s: .nan", "drain_timeout_s: should be"),
         (f"{POOL}\nlogs: {{format: xml}}", "logs.format: should be 'text' or 'json'"),
+        (of_backend("type: vllm, url: 'h:1'"), "models.m.pool.0.url: must start with http://"),
         (
-            "models: {m: {pool: [{type: vllm, url: 'h:1'}]}}",
-            "models.m.pool.0.url: must start with http://",
-        ),
-        (
-            "models: {m: {pool: [{type: vllm, url: 'http://me:word@h'}]}}",
+            of_backend("type: vllm, url: 'http://me:word@h'"),
             "models.m.pool.0.url: must hold no user or password",
         ),
         (
-            "models: {m: {pool: [{type: vllm, url: 'http://h:99999'}]}}",
+            of_backend("type: vllm, url: 'http://h:99999'"),
             "models.m.pool.0.url: must name a host, and a port of 1 to 65535",
         ),
-        (
-            "models: {m: {pool: [{type: triton, url: 'h'}]}}",
-            "models.m.pool.0.url: must be host:port",
-        ),
+        (of_backend("type: triton, url: 'h'"), "models.m.pool.0.url: must be host:port"),
         (f"{POOL}\n{POOL}", "line 2: the key 'models' is repeated"),
         ("models: [", "line 1, column 10: "),
         (f"{POOL}\naccess: {{keys: [{{expires: 2026-02-30}}]}}", "line 2: not a valid timestamp"),

@@ -1,7 +1,7 @@
 """The proof of an export: what computes its recipe is proven, what does not is refused."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,6 @@ def facts_of_onnx(export: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine(proof_calibration: Path, shared: Shared) -> Path:
     return shared.directory("proof-engine", lambda path: make_engine(proof_calibration, path))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
-    install(monkeypatch, gpu)
-    yield gpu
 
 
 def with_changed(export: Path, to: Path, names: str, change: Callable[[Any], Any]) -> Path:

@@ -1,7 +1,5 @@
 """The gateway's /metrics as a scraper reads it: well-formed, and true at that moment."""
 
-import asyncio
-
 import pytest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -9,7 +7,6 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
 from octet.errors import BackendError
-from serve.access.keys import ANONYMOUS
 from serve.backends.base import LoadReport
 from serve.gateway.state import Gateway
 from serve.routing import Pool
@@ -59,22 +56,6 @@ def test_a_draining_gateway_is_not_ready() -> None:
     gateway.draining = True
     assert value(gateway, "octet_ready") == 0
     assert value(gateway, "octet_pool_ready", pool="main", precision="fp8") == 1
-
-
-async def test_a_queue_as_it_stands() -> None:
-    gateway = busy_gateway(max_tokens=100)
-    pool, admit = gateway.pools["main"], gateway.admission.admit
-    ticket = await admit(pool, ANONYMOUS, tokens=80, deadline=None)
-    waiting = asyncio.create_task(admit(pool, ANONYMOUS, tokens=30, deadline=None))
-    await asyncio.sleep(0)
-    assert value(gateway, "octet_admitted_tokens", pool="main") == 80
-    assert value(gateway, "octet_admission_limit_tokens", pool="main") == 100
-    assert value(gateway, "octet_queue_requests", pool="main") == 1
-    assert value(gateway, "octet_queue_tokens", pool="main") == 30
-    ticket.release()
-    (await waiting).release()
-    assert value(gateway, "octet_queue_requests", pool="main") == 0
-    assert value(gateway, "octet_admitted_tokens", pool="main") == 0
 
 
 async def test_a_pool_that_a_reload_took_out_is_gone() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.gateway.test_reload import BODY, QUIET, ended, reload, streaming
+from tests.serve.waiting import until
 
 
 def listing(*servers: FakeOpenAI) -> str:
@@ -27,12 +27,6 @@ def write(path: Path, text: str) -> None:
     """As a whole, as whoever generates such a file should."""
     path.with_suffix(".new").write_text(text)
     os.replace(path.with_suffix(".new"), path)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def addresses(gateway: Gateway) -> list[str]:

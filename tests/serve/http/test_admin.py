@@ -66,11 +66,6 @@ class TestWhoMay:
         status, error = await call(served, "POST", "/admin/reload", headers=headers)
         assert (status, error["error"]["code"]) == (403, "origin_refused")
 
-    async def test_with_the_key(self, served: Served) -> None:
-        status, pools = await call(served, "GET", "/admin/backends")
-        assert status == 200
-        assert [backend["name"] for backend in pools["p"]] == ["p-1"]
-
     async def test_an_address_of_its_own_has_all_of_it(
         self, tmp_path: Path, upstreams: list[FakeOpenAI]
     ) -> None:
@@ -162,7 +157,9 @@ class TestBackends:
         await call(served, "POST", "/admin/pools/p/backends", json=entry(upstreams[1]))
         status, report = await call(served, "POST", "/admin/reload")
         assert (status, report["backends_kept"], report["backends_removed"]) == (200, 1, 1)
-        assert [member.name for member in served.gateway.pools["p"].members] == ["p-1"]
+        _, pools = await call(served, "GET", "/admin/backends")
+        assert [backend["name"] for backend in pools["p"]] == ["p-1"]
+        assert await served.metric("octet_reloads_total", outcome="ok") == 1
 
     async def test_a_file_that_is_wrong_is_refused(self, served: Served) -> None:
         path = served.gateway.path
@@ -225,10 +222,3 @@ class TestStatus:
             assert SECRET not in str(private)
             ready = (await call(served, "GET", "/ready"))[1]
             assert [b["ready"] for b in ready["models"]["m"]] == [True, False, True, True]
-
-    async def test_it_is_counted_in_the_metrics(self, served: Served) -> None:
-        await call(served, "POST", "/admin/reload")
-        assert await served.metric("octet_reloads_total", outcome="ok") == 1
-        async with served.session.get("/metrics") as response:
-            assert response.content_type == "text/plain"
-            assert 'octet_reloads_total{outcome="ok"} 1.0' in await response.text()

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from serve.config import Limits
-from tests.serve.raw_site import CHUNKED, GET, LIMIT, POST, App, of_size, on_each_loop, site
+from tests.serve.http.raw_site import CHUNKED, GET, LIMIT, POST, App, of_size, on_each_loop, site
+from tests.serve.waiting import until
 
 
 @on_each_loop
@@ -57,16 +58,6 @@ async def turned_away(data: bytes, status: int, code: str) -> App:
 async def test_headers_that_are_too_large(case: str) -> None:
     app = await turned_away(TOO_LARGE[case], 431, "headers_too_large")
     assert app.asked.is_set() == (case == "trailers")
-
-
-@on_each_loop
-async def test_headers_that_are_too_large_in_two_parts() -> None:
-    async with site() as served:
-        client = await served.connect(of_size(LIMIT + 1)[: LIMIT // 2])
-        await asyncio.sleep(0.02)
-        await client.send(of_size(LIMIT + 1)[LIMIT // 2 :])
-        assert await client.refusal() == (431, "headers_too_large")
-        assert not served.app.asked.is_set()
 
 
 @on_each_loop
@@ -137,8 +128,7 @@ async def test_answers_under_way_are_finished_before_a_refusal_closes(case: str)
         client = await served.connect(GET % b"wait")
         await served.app.asked.wait()
         await client.send(successor)
-        while not served.counted:
-            await asyncio.sleep(0.005)
+        await until(lambda: served.counted)
         served.app.go_on.set()
         for _ in range(whole):
             assert (await client.answer())[::2] == (200, b"0")

@@ -13,7 +13,7 @@ from serve.config import HttpConfig
 from serve.members.member import Lease, Member
 from serve.routing.policies import Ask
 from tests.serve.clock import Clock
-from tests.serve.routing.stand_ins import Server, pool_of, servers
+from tests.serve.routing.stand_ins import Server, fail, pool_of, servers
 
 
 def member(**settings: Any) -> tuple[Member, Clock]:
@@ -54,42 +54,12 @@ def test_a_member_takes_no_more_than_it_may_have() -> None:
     assert it.standing == "in" and it.available
 
 
-def test_a_trial_that_ends_without_an_outcome_leaves_room_for_another() -> None:
+def test_a_trial_whose_client_leaves_after_the_first_token_changes_nothing() -> None:
     it, clock = member()
-    for _ in range(5):
-        it.lease(1).failed(BackendError("x"))
-    clock.now = 5
-    assert it.available
-    trial = it.lease(1)
-    assert it.standing == "trial" and not it.available
-    trial.release()
-    assert it.standing == "trial" and it.available
-
-
-def on_trial() -> tuple[Member, Lease]:
-    it, clock = member()
-    for _ in range(5):
-        lease = it.lease(1)
-        lease.failed(BackendError("x"))
-        lease.release()
+    fail(it, 5)
     clock.now = 5
     assert it.standing == "trial"
-    return it, it.lease(1)
-
-
-def test_the_first_token_of_a_trial_lets_the_others_in_again() -> None:
-    """A stream may take minutes: nobody shall wait for its end."""
-    it, trial = on_trial()
-    assert not it.available
-    trial.progressed()
-    assert it.standing == "in" and it.available
-    trial.progressed()
-    trial.failed(BackendError("no", kind="dead"))  # its outcome counts all the same
-    assert it.standing == "ejected"
-
-
-def test_a_trial_whose_client_leaves_after_the_first_token_changes_nothing() -> None:
-    it, trial = on_trial()
+    trial = it.lease(1)
     trial.progressed()
     trial.release()
     assert it.standing == "in" and it.in_flight == 0

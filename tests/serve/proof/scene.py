@@ -10,9 +10,9 @@ from serve.routing import Pool
 from serve.routing.policies import Ask
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.routing.stand_ins import Server
-from tests.serve.routing.virtual_time import run
+from tests.serve.routing.virtual_time import as_test, run
 
-__all__ = ["ADDRESS", "Scene", "play"]
+__all__ = ["ADDRESS", "Scene", "play", "played"]
 
 ADDRESS = "http://10.0.0.5:8000"
 
@@ -73,3 +73,12 @@ def play(
         assert len(asyncio.all_tasks()) == 1 and one.connected == 0
 
     run(main())
+
+
+def played(
+    exam: Callable[[], FakeExam] = FakeExam,
+    server: Callable[[], Server] = lambda: Server(ADDRESS),
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test whose first parameter is a `Scene`."""
+    return lambda act: as_test(act, lambda scene: play(scene, exam(), server(), **settings), 1)

@@ -11,7 +11,7 @@ from octet.recipe import PRESETS, KvCacheDtype
 from serve.backends.factory import make_backend
 from serve.proof.engine_report import EngineReport, engine_report, structural_findings
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
-from tests.fakes import fake_backend
+from tests.fakes import fake_backend, opened
 from tests.serve.openai_clients import dead_url, started
 from tests.triton_config import triton_at
 
@@ -104,10 +104,8 @@ async def test_triton_says_its_version_and_what_it_runs_the_model_with() -> None
 
 
 async def test_the_engine_in_this_process_is_octets_own() -> None:
-    backend = fake_backend()
-    await backend.start()
-    report = await engine_report(backend)
-    await backend.close()
+    async with opened(fake_backend()) as backend:
+        report = await engine_report(backend)
     assert report is not None and (report.engine, report.context) == ("embedded", 512)
     assert not report.caches_prefixes
 

@@ -13,7 +13,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.proof.probe import Failure, FailureKind, Probed
 from tests.serve.proof.exams import FakeExam
-from tests.serve.proof.scene import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.routing.stand_ins import Server
 
 
@@ -53,20 +53,16 @@ def test_right_answers_do_not_make_up_for_those_that_fail(count: int, kind: Fail
     play(act, Failing(failing=always, kind=kind))
 
 
-def test_one_that_answers_when_it_is_asked_again_is_as_good() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "in" and scene.proof.outcomes == {"as_expected": 1}
-        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 22]
-
-    play(act, Failing(failing={3: 1, 7: 1}))
+@played(lambda: Failing(failing={3: 1, 7: 1}))
+async def test_one_that_answers_when_it_is_asked_again_is_as_good(scene: Scene) -> None:
+    assert scene.member.standing == "in" and scene.proof.outcomes == {"as_expected": 1}
+    assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 22]
 
 
-def test_prompts_longer_than_its_context_are_left_out() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "in" and scene.asked == 1
-        assert "2 of 24 golden prompts are longer than its context" in scene.proof.notes[0]
-
-    play(act, Failing(failing={3: 9, 7: 9}, kind="context"))
+@played(lambda: Failing(failing={3: 9, 7: 9}, kind="context"))
+async def test_prompts_longer_than_its_context_are_left_out(scene: Scene) -> None:
+    assert scene.member.standing == "in" and scene.asked == 1
+    assert "2 of 24 golden prompts are longer than its context" in scene.proof.notes[0]
 
 
 @dataclass
@@ -87,21 +83,9 @@ def test_one_whose_context_no_prompt_fits_into_is_refused(found: dict[str, list[
     play(act, Long(found=found), Server(ADDRESS, context_length=3))
 
 
-def test_wrong_answers_refuse_it_whatever_else_fails() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "refused" and scene.asked == 1
-
-    play(act, Failing(failing=dict.fromkeys(range(18), 100), says={ADDRESS: "worse"}))
-
-
-def test_one_whose_answers_do_not_tell_is_asked_ever_later() -> None:
-    """Each whole probe takes thousands of tokens."""
-
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(3600)
-        assert 6 <= scene.proof.outcomes["inconclusive"] <= 14
-
-    play(act, FakeExam(says={ADDRESS: "inconclusive"}))
+@played(lambda: Failing(failing=dict.fromkeys(range(18), 100), says={ADDRESS: "worse"}))
+async def test_wrong_answers_refuse_it_whatever_else_fails(scene: Scene) -> None:
+    assert scene.member.standing == "refused" and scene.asked == 1
 
 
 class Slow(FakeExam):
@@ -118,18 +102,18 @@ class Slow(FakeExam):
         return probed
 
 
-def test_one_too_slow_for_its_time_is_asked_no_more_and_it_is_said_what_helps() -> None:
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(90)
-        assert scene.member.standing == "unproven"
-        assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 24]
-        assert scene.proof.notes == (
-            "14 of 24 golden prompts were not answered in time: none came in 60 s",
-        )
-        said = "the 60 s of its probe were over: if it is so slow always, raise proof.timeout_s"
-        assert said in scene.proof.reason
-
-    play(act, Slow())
+@played(Slow)
+async def test_one_too_slow_for_its_time_is_asked_no_more_and_it_is_said_what_helps(
+    scene: Scene,
+) -> None:
+    await asyncio.sleep(90)
+    assert scene.member.standing == "unproven"
+    assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 24]
+    assert scene.proof.notes == (
+        "14 of 24 golden prompts were not answered in time: none came in 60 s",
+    )
+    said = "the 60 s of its probe were over: if it is so slow always, raise proof.timeout_s"
+    assert said in scene.proof.reason
 
 
 class Waiting(FakeExam):
@@ -140,13 +124,11 @@ class Waiting(FakeExam):
         return await super().judge(responses, looks)
 
 
-def test_the_time_until_answers_are_judged_is_none_of_the_backends() -> None:
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(150)
-        sizes = [len(records) for records in scene.exam.asked_of(ADDRESS)]
-        assert sizes[:3] == [24, 20, 20]
-
-    play(act, Waiting(says={ADDRESS: "inconclusive"}))
+@played(lambda: Waiting(says={ADDRESS: "inconclusive"}))
+async def test_the_time_until_answers_are_judged_is_none_of_the_backends(scene: Scene) -> None:
+    await asyncio.sleep(150)
+    sizes = [len(records) for records in scene.exam.asked_of(ADDRESS)]
+    assert sizes[:3] == [24, 20, 20]
 
 
 class Defective(FakeExam):
@@ -154,8 +136,6 @@ class Defective(FakeExam):
         raise ZeroDivisionError("a defect")
 
 
-def test_a_defect_in_the_judgement_is_no_verdict() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"defect": 1}
-
-    play(act, Defective())
+@played(Defective)
+async def test_a_defect_in_the_judgement_is_no_verdict(scene: Scene) -> None:
+    assert scene.member.standing == "unproven" and scene.proof.outcomes == {"defect": 1}

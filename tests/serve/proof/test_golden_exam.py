@@ -11,6 +11,7 @@ from serve.config.proof import Proof
 from serve.proof import golden_exam
 from serve.proof.golden_exam import GoldenExam
 from tests.serve.proof.exams import verdict
+from tests.serve.waiting import until
 
 
 async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
@@ -32,8 +33,7 @@ async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
     monkeypatch.setattr(golden_exam, "judge", judge)
     exams = [GoldenExam.load(proofs, Proof()) for _ in range(3)]
     judging = [asyncio.create_task(exam.judge([], 1)) for exam in exams]
-    while not running:
-        await asyncio.sleep(0)  # the event loop turns meanwhile
+    await until(lambda: running)  # the event loop turns meanwhile
     go_on.set()
     found = await asyncio.gather(*judging)
     assert [v.outcome for v in found] == ["as_expected"] * 3

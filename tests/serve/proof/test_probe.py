@@ -15,7 +15,7 @@ from serve.backends.factory import make_backend
 from serve.proof.plan import order
 from serve.proof.probe import Unprovable
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
-from tests.fakes import byte_tokenizer, fake_backend
+from tests.fakes import byte_tokenizer, fake_backend, opened
 from tests.plain_divergence import plain_divergence
 from tests.serve.openai_clients import started
 from tests.serve.proof.asking import RECORDS, asked
@@ -59,12 +59,8 @@ def require_exact(probed: Any) -> None:
 async def triton(server: FakeTriton, tmp_path: Any) -> AsyncIterator[Backend]:
     byte_tokenizer().inner.save(str(tmp_path / "tokenizer.json"))
     config = triton_at(server.url, model="fake", tokenizer=tmp_path)
-    backend = make_backend("fake", config)
-    await backend.start()
-    try:
+    async with opened(make_backend("fake", config)) as backend:
         yield backend
-    finally:
-        await backend.close()
 
 
 async def test_vllm_names_tokens_by_id_and_gets_a_fresh_salt() -> None:
@@ -117,12 +113,8 @@ async def test_triton_is_asked_through_our_entry_and_through_vllms(
 
 
 async def test_the_engine_in_this_process_is_asked() -> None:
-    backend = fake_backend()
-    await backend.start()
-    try:
+    async with opened(fake_backend()) as backend:
         require_exact(await require_probed(backend, fake_golden(), RECORDS, None))
-    finally:
-        await backend.close()
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "sent"])
@@ -189,13 +181,8 @@ async def test_another_tokenizer_is_seen_by_ids_that_are_none() -> None:
 
 
 async def test_another_tokenizer_is_seen_by_texts_that_are_none_of_ours() -> None:
-    class Shouting(FakeOpenAI):
-        async def _answer(self, request: Any, body: dict[str, Any]) -> Any:
-            return await super()._answer(request, body | {"shout": True})
-
-    flavour = replace(FLAVOURS["sglang"], name="two", choice_extra={})
-    server = Shouting(flavour="sglang")
-    server.flavour = flavour
+    server = FakeOpenAI(flavour="sglang")
+    server.flavour = replace(FLAVOURS["sglang"], name="two", choice_extra={})
 
     def event(number: int, chunk: Any) -> bytes:
         for choice in chunk["choices"] if isinstance(chunk, dict) else ():

@@ -13,7 +13,7 @@ from serve.config.proof import Proof
 from serve.engine.request import Delta, Event, GenerateRequest
 from serve.proof.golden_exam import GoldenExam
 from serve.proof.probe import Probed
-from tests.fakes import FakeRunner, fake_backend
+from tests.fakes import FakeRunner, fake_backend, opened
 from tests.serve.proof.fake_proofs import HONEST, noisy
 
 
@@ -51,13 +51,10 @@ class Spoiled:
 
 async def judged(backend: Any, proofs: Path) -> tuple[Probed, Verdict]:
     exam = GoldenExam.load(proofs, Proof())
-    await backend.start()
-    try:
+    async with opened(backend):
         records = exam.parts(0, None)[0]
         probed = await exam.probe(backend, records, concurrency=8, timeout_s=20.0)
         return probed, await exam.judge(probed.responses, 3)
-    finally:
-        await backend.close()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1000.0])

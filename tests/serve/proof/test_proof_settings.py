@@ -17,27 +17,23 @@ from octet_cli.main import app
 from serve.config import EmbeddedConfig, GatewayConfig, HttpConfig
 from serve.config.proof import Proof
 from serve.gateway import unproven
-from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.gateway.status import status as status_of
 from serve.members.proof_state import MemberProof
 from serve.proof.exam import Exams, directory_of
 from serve.proof.probe import Probed
 from serve.routing import Pool
-from tests.fake_servers import FakeOpenAI
+from tests.fake_servers import FakeOpenAI, running
 from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.gateway.test_reload import reload
 from tests.serve.in_process import in_process
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
 from tests.serve.routing.stand_ins import Server
+from tests.serve.waiting import until
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 2}
 VLLM = HttpConfig(type="vllm", url="http://h:1")
-
-
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_proofs(tmp_path_factory.mktemp("proofs") / "export")
 
 
 def text(proof: str, *servers: FakeOpenAI) -> str:
@@ -45,13 +41,6 @@ def text(proof: str, *servers: FakeOpenAI) -> str:
     quiet = "health: {probe_after_s: null, interval_s: 60, load_interval_s: 60, reconnect_s: 0.02}"
     pool = f"{{backends: [{backends}], {quiet}, proof: {proof}}}"
     return f"models: {{m: {{pool: p}}}}\npools: {{p: {pool}}}\n"
-
-
-async def reload(gateway: Served, changed: str) -> dict[str, Any]:
-    path = gateway.gateway.path
-    assert path is not None
-    path.write_text(changed)
-    return await reload_from(gateway.gateway, path)
 
 
 def standings(gateway: Served) -> list[str]:
@@ -64,103 +53,95 @@ def states(gateway: Served) -> list[str]:
 
 
 async def test_members_that_stay_keep_their_proof_and_new_ones_are_proven_first(
-    tmp_path: Path, golden: Path
+    tmp_path: Path, proofs: Path
 ) -> None:
-    first, second, wrong = served(), served(), served(WORSE)
-    await asyncio.gather(first.start(), second.start(), wrong.start())
-    try:
-        proof = f"{{golden: {golden}}}"
+    async with (
+        running(served()) as first,
+        running(served()) as second,
+        running(served(WORSE)) as wrong,
+    ):
+        proof = f"{{golden: {proofs}}}"
         gateway = configured(tmp_path / "octet.yaml", text(proof, first))
-        async with serving_gateway(gateway) as running:
-            assert standings(running) == ["in"]
+        async with serving_gateway(gateway) as it:
+            assert standings(it) == ["in"]
             asked = len(first.requests)
-            await reload(running, text(proof, first, second, wrong))
-            assert standings(running) == ["in", "in", "refused"]
+            await reload(it, text(proof, first, second, wrong))
+            assert standings(it) == ["in", "in", "refused"]
             assert len(first.requests) == asked and len(second.requests) >= 24
-            sooner = f"{{golden: {golden}, every_s: 10, share: 0.5}}"
-            await reload(running, text(sooner, first, second, wrong))
+            sooner = f"{{golden: {proofs}, every_s: 10, share: 0.5}}"
+            await reload(it, text(sooner, first, second, wrong))
             assert len(first.requests) == asked  # only when it is asked has changed
             assert gateway.pools["p"].config.proof.every_s == 10
-    finally:
-        await asyncio.gather(first.stop(), second.stop(), wrong.stop())
 
 
 async def test_settings_of_what_it_serves_are_proven_before_they_are_taken_over(
-    tmp_path: Path, golden: Path
+    tmp_path: Path, proofs: Path
 ) -> None:
-    server = served()
-    await server.start()
-    try:
+    async with running(served()) as server:
         gateway = configured(tmp_path / "octet.yaml", text("{}", server))
-        async with serving_gateway(gateway) as running:
-            assert (standings(running), states(running)) == (["in"], ["none"])
-            await reload(running, text(f"{{golden: {golden}}}", server))
-            assert (standings(running), states(running)) == (["in"], ["proven"])
+        async with serving_gateway(gateway) as it:
+            assert (standings(it), states(it)) == (["in"], ["none"])
+            await reload(it, text(f"{{golden: {proofs}}}", server))
+            assert (standings(it), states(it)) == (["in"], ["proven"])
             asked = len(server.requests)
             # It is quantized, and said not to be.
-            await reload(running, text(f"{{golden: {golden}, weights: original}}", server))
+            await reload(it, text(f"{{golden: {proofs}, weights: original}}", server))
             assert len(server.requests) >= asked + 24
-            assert (standings(running), states(running)) == (["refused"], ["refused"])
-            status, answer = await running.post("/v1/completions", BODY)
+            assert (standings(it), states(it)) == (["refused"], ["refused"])
+            status, answer = await it.post("/v1/completions", BODY)
             assert status == 503 and "no backend" in answer["error"]["message"]
-            await reload(running, text(f"{{golden: {golden}, enabled: false}}", server))
-            assert (standings(running), states(running)) == (["in"], ["none"])
-    finally:
-        await server.stop()
+            await reload(it, text(f"{{golden: {proofs}, enabled: false}}", server))
+            assert (standings(it), states(it)) == (["in"], ["none"])
 
 
 async def test_golden_records_that_are_damaged_change_nothing_at_a_reload(
-    tmp_path: Path, golden: Path
+    tmp_path: Path, proofs: Path
 ) -> None:
     damaged = write_proofs(tmp_path / "damaged")
     whole = (damaged / GOLDEN_FILE).read_text()
     (damaged / GOLDEN_FILE).write_text(whole[: len(whole) // 2])
-    server = served()
-    await server.start()
-    try:
-        gateway = configured(tmp_path / "octet.yaml", text(f"{{golden: {golden}}}", server))
-        async with serving_gateway(gateway) as running:
+    async with running(served()) as server:
+        gateway = configured(tmp_path / "octet.yaml", text(f"{{golden: {proofs}}}", server))
+        async with serving_gateway(gateway) as it:
             with pytest.raises(Exception, match=r"golden\.json: truncated"):
-                await reload(running, text(f"{{golden: {damaged}}}", server))
-            assert states(running) == ["proven"]
-    finally:
-        await server.stop()
+                await reload(it, text(f"{{golden: {damaged}}}", server))
+            assert states(it) == ["proven"]
 
 
-def test_an_embedded_backend_brings_its_own_golden_records(tmp_path: Path, golden: Path) -> None:
+def test_an_embedded_backend_brings_its_own_golden_records(tmp_path: Path, proofs: Path) -> None:
     bare = EmbeddedConfig(type="embedded", path=tmp_path)
-    own = EmbeddedConfig(type="embedded", path=golden)
-    assert directory_of(Proof(), own) == golden
+    own = EmbeddedConfig(type="embedded", path=proofs)
+    assert directory_of(Proof(), own) == proofs
     assert directory_of(Proof(), bare) is directory_of(Proof(), VLLM) is None
     other = Proof(golden=tmp_path / "other")
     assert directory_of(other, own) == directory_of(other, VLLM) == tmp_path / "other"
-    assert directory_of(Proof(golden=golden, enabled=False), own) is None
+    assert directory_of(Proof(golden=proofs, enabled=False), own) is None
 
 
-async def test_what_is_declared_decides_what_is_proven(golden: Path) -> None:
+async def test_what_is_declared_decides_what_is_proven(proofs: Path) -> None:
     async def key(proof: Proof) -> object:
         exam = await Exams(proof).find(VLLM)
         assert exam is not None
         return exam.key
 
-    same = [Proof(golden=golden), Proof(golden=golden, every_s=7, share=0.5, timeout_s=3)]
+    same = [Proof(golden=proofs), Proof(golden=proofs, every_s=7, share=0.5, timeout_s=3)]
     others = [
-        Proof(golden=golden, weights="original"),
-        Proof(golden=golden, kv_cache="e4m3"),
-        Proof(golden=golden, engine="vllm-gpu"),
+        Proof(golden=proofs, weights="original"),
+        Proof(golden=proofs, kv_cache="e4m3"),
+        Proof(golden=proofs, engine="vllm-gpu"),
     ]
     first, second = [await key(proof) for proof in same]
     assert first == second and len({first, *[await key(proof) for proof in others]}) == 4
 
 
 def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
-    tmp_path: Path, golden: Path
+    tmp_path: Path, proofs: Path
 ) -> None:
     path = tmp_path / "octet.yaml"
     path.write_text(
         f"""
         models: {{a: {{pool: p}}, b: {{pool: [{{type: vllm, url: 'http://h:1'}}]}}}}
-        pools: {{p: {{backends: [{{type: vllm, url: 'http://h:2'}}], proof: {{golden: {golden}}}}}}}
+        pools: {{p: {{backends: [{{type: vllm, url: 'http://h:2'}}], proof: {{golden: {proofs}}}}}}}
         """
     )
     given = ["serve", "--config", str(path), "--check"]
@@ -172,7 +153,7 @@ def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
     lines = CliRunner().invoke(app, [*given, "--no-proof"]).stdout.splitlines()
     warned_of = [line for line in lines if "UNPROVEN" in line]
     assert len(warned_of) == 2 and all("--no-proof" in line for line in warned_of)
-    path.write_text(path.read_text().replace(str(golden), str(tmp_path)))
+    path.write_text(path.read_text().replace(str(proofs), str(tmp_path)))
     refused = CliRunner().invoke(app, given)
     assert refused.exit_code == 2 and "pools.p.proof.golden: " in refused.stderr
 
@@ -197,20 +178,16 @@ def test_without_proof_means_every_pool() -> None:
     assert config.pools["p"].proof.every_s == 7
 
 
-async def test_a_gateway_without_proof_stays_so_over_a_reload(tmp_path: Path, golden: Path) -> None:
-    wrong = served(WORSE)
-    await wrong.start()
-    try:
+async def test_a_gateway_without_proof_stays_so_over_a_reload(tmp_path: Path, proofs: Path) -> None:
+    async with running(served(WORSE)) as wrong:
         gateway = configured(tmp_path / "octet.yaml", text("{enabled: false}", wrong))
         gateway.proves = False
-        async with serving_gateway(gateway) as running:
-            await reload(running, text(f"{{golden: {golden}}}", wrong))
-            assert (standings(running), states(running)) == (["in"], ["none"])
-            assert status_of(running.gateway)["unproven_pools"] == ["p"]
-            assert await running.metric("octet_pool_unproven", pool="p") == 1
-            assert await running.metric("octet_backend_proof_state", pool="p", backend="p-1") == 0
-    finally:
-        await wrong.stop()
+        async with serving_gateway(gateway) as it:
+            await reload(it, text(f"{{golden: {proofs}}}", wrong))
+            assert (standings(it), states(it)) == (["in"], ["none"])
+            assert status_of(it.gateway)["unproven_pools"] == ["p"]
+            assert await it.metric("octet_pool_unproven", pool="p") == 1
+            assert await it.metric("octet_backend_proof_state", pool="p", backend="p-1") == 0
 
 
 async def test_what_serves_unproven_is_said_again_and_again(
@@ -220,9 +197,7 @@ async def test_what_serves_unproven_is_said_again_and_again(
     pool = {"backends": [VLLM], "health": {"probe_after_s": None}}
     async with in_process(("p", [Server()]), pools={"p": pool}) as client:
         task = asyncio.create_task(unproven.keep_warning(client.gateway))
-        async with asyncio.timeout(60):
-            while len(caplog.records) < 3:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(caplog.records) >= 3)
         task.cancel()
     lines = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING}
     assert lines == {*unproven.unproven({"p": client.gateway.pools["p"].config})}
@@ -242,24 +217,22 @@ async def test_it_listens_and_says_whom_it_asks_before_they_have_answered(
     backends = [Server("a"), Server("b")]
     pool = Pool.of("p", backends, exams=FakeExams(Held(seconds=0.0)))
     config = GatewayConfig.model_validate({"models": {"m": {"pool": "p"}}, "pools": {"p": {}}})
-    async with serving_gateway(Gateway(config, {"p": pool}), patience_s=0.0) as running:
+    async with serving_gateway(Gateway(config, {"p": pool}), patience_s=0.0) as it:
         said = capfd.readouterr().err
         assert "pool p: proving p-1, p-2 by a fake exam; none serves before" in said
         assert "serves yet" not in said
-        async with running.session.get("/health") as response:
+        async with it.session.get("/health") as response:
             assert response.status == 200
-        async with running.session.get("/ready") as response:
+        async with it.session.get("/ready") as response:
             assert response.status == 503
         answer.set()
-        async with asyncio.timeout(60):
-            while not running.gateway.ready:
-                await asyncio.sleep(0.001)
-        async with running.session.get("/ready") as response:
+        await until(lambda: it.gateway.ready)
+        async with it.session.get("/ready") as response:
             assert response.status == 200
 
 
 async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(
-    tmp_path: Path, golden: Path
+    tmp_path: Path, proofs: Path
 ) -> None:
     later = f"{{file: {tmp_path / 'later.yaml'}}}"
     path = tmp_path / "octet.yaml"
@@ -267,13 +240,13 @@ async def test_a_pool_is_unproven_while_its_backend_is_down_or_yet_to_be_found(
     lines = [
         "models: {m: {pool: bare, fallback: [found, proven]}}",
         f"pools: {{bare: {{{down}}}, found: {{discover: [{later}]}},",
-        f"  proven: {{{down}, proof: {{golden: {golden}}}}}}}",
+        f"  proven: {{{down}, proof: {{golden: {proofs}}}}}}}",
     ]
-    async with serving_gateway(configured(path, "\n".join(lines))) as running:
-        assert not running.gateway.ready
-        assert status_of(running.gateway)["unproven_pools"] == ["bare", "found"]
+    async with serving_gateway(configured(path, "\n".join(lines))) as it:
+        assert not it.gateway.ready
+        assert status_of(it.gateway)["unproven_pools"] == ["bare", "found"]
         for pool, value in {"bare": 1, "found": 1, "proven": 0}.items():
-            assert await running.metric("octet_pool_unproven", pool=pool) == value
+            assert await it.metric("octet_pool_unproven", pool=pool) == value
 
 
 def test_status_is_json_whatever_was_measured() -> None:

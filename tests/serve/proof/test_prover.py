@@ -9,7 +9,7 @@ import pytest
 from octet.errors import BackendUnavailable
 from serve.proof.probe import Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam
-from tests.serve.proof.scene import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.routing.stand_ins import Server
 
 
@@ -36,19 +36,15 @@ def test_a_backend_serves_once_its_numbers_are_proven(caplog: pytest.LogCaptureF
     assert fields["expected_kl"] == [0.01, 0.03] and fields["probe_tokens"] == 2400
 
 
-def test_a_start_waits_for_the_first_verdict() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "in" and asyncio.get_running_loop().time() < 1
-
-    play(act)
+@played()
+async def test_a_start_waits_for_the_first_verdict(scene: Scene) -> None:
+    assert scene.member.standing == "in" and asyncio.get_running_loop().time() < 1
 
 
-def test_but_not_for_ever() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven"
-        assert 9 < asyncio.get_running_loop().time() < 13
-
-    play(act, FakeExam(seconds=50))
+@played(lambda: FakeExam(seconds=50))
+async def test_but_not_for_ever(scene: Scene) -> None:
+    assert scene.member.standing == "unproven"
+    assert 9 < asyncio.get_running_loop().time() < 13
 
 
 @pytest.mark.parametrize("outcome", ["better", "worse"])
@@ -73,26 +69,24 @@ def test_numbers_that_are_not_as_expected_refuse_it(
     assert line.levelno == logging.WARNING and "dropped k_scale" in line.getMessage()
 
 
-def test_a_refused_backend_is_asked_again_ever_later_and_comes_in_once_it_is_right() -> None:
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(300)
-        assert 4 <= scene.asked <= 7 and scene.member.standing == "refused"
-        scene.exam.says.clear()
-        await scene.until("in", 600)
+@played(lambda: FakeExam(says={ADDRESS: "worse"}))
+async def test_a_refused_backend_is_asked_again_ever_later_and_comes_in_once_it_is_right(
+    scene: Scene,
+) -> None:
+    await asyncio.sleep(300)
+    assert 4 <= scene.asked <= 7 and scene.member.standing == "refused"
+    scene.exam.says.clear()
+    await scene.until("in", 600)
 
-    play(act, FakeExam(says={ADDRESS: "worse"}))
 
-
-def test_one_that_is_refused_and_restarted_is_asked_at_once() -> None:
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(200)
-        scene.exam.says.clear()
-        scene.server.die()
-        await asyncio.sleep(0.001)
-        scene.server.restart()
-        await scene.until("in", 2)
-
-    play(act, FakeExam(says={ADDRESS: "worse"}))
+@played(lambda: FakeExam(says={ADDRESS: "worse"}))
+async def test_one_that_is_refused_and_restarted_is_asked_at_once(scene: Scene) -> None:
+    await asyncio.sleep(200)
+    scene.exam.says.clear()
+    scene.server.die()
+    await asyncio.sleep(0.001)
+    scene.server.restart()
+    await scene.until("in", 2)
 
 
 FOUND = "E4M3 cache where E5M2 was declared"
@@ -114,45 +108,37 @@ def test_what_the_engine_says_of_itself_refuses_it_however_it_answers(busy: bool
     play(act, FakeExam(found={ADDRESS: [FOUND]}, busy={ADDRESS} if busy else set()))
 
 
-def test_what_its_numbers_match_is_said_beside_what_the_engine_says() -> None:
-    async def act(scene: Scene) -> None:
-        told = scene.proof.as_json(0)
-        assert told["reason"].startswith(f"{FOUND}; KL 0.02 nats") and told["kl"] == 0.02
-        assert told["cause"] == "match weights without their k_scale"
-        assert told["remedy"] == "load the k_scale" and scene.proof.outcomes == {"refused": 1}
-
-    play(act, FakeExam(found={ADDRESS: [FOUND]}, says={ADDRESS: "worse"}))
+@played(lambda: FakeExam(found={ADDRESS: [FOUND]}, says={ADDRESS: "worse"}))
+async def test_what_its_numbers_match_is_said_beside_what_the_engine_says(scene: Scene) -> None:
+    told = scene.proof.as_json(0)
+    assert told["reason"].startswith(f"{FOUND}; KL 0.02 nats") and told["kl"] == 0.02
+    assert told["cause"] == "match weights without their k_scale"
+    assert told["remedy"] == "load the k_scale" and scene.proof.outcomes == {"refused": 1}
 
 
-def test_an_unclear_verdict_asks_for_more_prompts_and_then_waits() -> None:
-    async def act(scene: Scene) -> None:
-        sizes = [len(records) for records in scene.exam.asked_of(ADDRESS)]
-        assert sizes[:3] == [24, 20, 20] and scene.member.standing == "unproven"
-        await asyncio.sleep(200)
-        assert scene.asked < 30  # later each time
-        assert scene.member.standing == "unproven" and "no verdict yet" in scene.proof.reason
-
-    play(act, FakeExam(says={ADDRESS: "inconclusive"}))
+@played(lambda: FakeExam(says={ADDRESS: "inconclusive"}))
+async def test_an_unclear_verdict_asks_for_more_prompts_and_then_waits(scene: Scene) -> None:
+    sizes = [len(records) for records in scene.exam.asked_of(ADDRESS)]
+    assert sizes[:3] == [24, 20, 20] and scene.member.standing == "unproven"
+    await asyncio.sleep(200)
+    assert scene.asked < 30  # later each time
+    assert scene.member.standing == "unproven" and "no verdict yet" in scene.proof.reason
 
 
-def test_one_too_busy_to_answer_is_not_failed_and_asked_again() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven" and "no answer in time" in scene.proof.reason
-        scene.exam.busy.clear()
-        assert await scene.until("in", 3) < 2.5
-
-    play(act, FakeExam(busy={ADDRESS}))
+@played(lambda: FakeExam(busy={ADDRESS}))
+async def test_one_too_busy_to_answer_is_not_failed_and_asked_again(scene: Scene) -> None:
+    assert scene.member.standing == "unproven" and "no answer in time" in scene.proof.reason
+    scene.exam.busy.clear()
+    assert await scene.until("in", 3) < 2.5
 
 
-def test_a_backend_that_serves_stays_in_when_it_is_too_busy_for_a_probe() -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.busy.add(ADDRESS)
-        scene.serve(10_000_000)
-        await asyncio.sleep(2000)
-        assert scene.serves() and scene.proof.outcomes["inconclusive"] > 5
-        assert scene.member.standing == "in" and scene.pool.proven.kl == 0.04
-
-    play(act)
+@played()
+async def test_a_backend_that_serves_stays_in_when_it_is_too_busy_for_a_probe(scene: Scene) -> None:
+    scene.exam.busy.add(ADDRESS)
+    scene.serve(10_000_000)
+    await asyncio.sleep(2000)
+    assert scene.serves() and scene.proof.outcomes["inconclusive"] > 5
+    assert scene.member.standing == "in" and scene.pool.proven.kl == 0.04
 
 
 def test_one_without_log_probabilities_is_refused_or_admitted_as_configured() -> None:
@@ -178,53 +164,39 @@ def test_one_of_another_tokenizer_is_refused_and_its_address_is_not_told() -> No
     play(act, FakeExam(errors={ADDRESS: error}))
 
 
-def test_a_connection_that_is_lost_while_it_is_asked_is_no_verdict() -> None:
+NO_VERDICTS = {
+    "the connection is lost": (BackendUnavailable("gone", kind="lost"), "inconclusive"),
+    "a defect": (ZeroDivisionError("a defect"), "defect"),
+    # As gRPC does when its channel is closed: nobody has cancelled the prover.
+    "the library gives the call up": (asyncio.CancelledError(), "inconclusive"),
+}
+
+
+@pytest.mark.parametrize(("error", "outcome"), NO_VERDICTS.values(), ids=NO_VERDICTS)
+def test_what_ends_a_probe_neither_proves_nor_refuses(error: BaseException, outcome: str) -> None:
     async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"inconclusive": 1}
+        assert scene.member.standing == "unproven" and scene.proof.outcomes == {outcome: 1}
         scene.exam.errors.clear()
         await scene.until("in", 3)
 
-    play(act, FakeExam(errors={ADDRESS: BackendUnavailable("gone", kind="lost")}))
+    play(act, FakeExam(errors={ADDRESS: error}))
 
 
-def test_a_defect_in_a_probe_neither_proves_nor_refuses() -> None:
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"defect": 1}
-        scene.exam.errors.clear()
-        await scene.until("in", 3)
-
-    play(act, FakeExam(errors={ADDRESS: ZeroDivisionError("a defect")}))
-
-
-def test_one_whose_library_gives_a_call_up_is_asked_again() -> None:
-    """As gRPC does when its channel is closed: nobody has cancelled the prover."""
-
-    async def act(scene: Scene) -> None:
-        assert scene.member.standing == "unproven" and scene.proof.outcomes == {"inconclusive": 1}
-        scene.exam.errors.clear()
-        await scene.until("in", 3)
-
-    play(act, FakeExam(errors={ADDRESS: asyncio.CancelledError()}))
-
-
-def test_probes_never_take_more_than_their_share() -> None:
+@played()
+async def test_probes_never_take_more_than_their_share(scene: Scene) -> None:
     """The admission is counted in: later probes wait until it is made up for."""
-
-    async def act(scene: Scene) -> None:
-        admission = 24 * RECORD_TOKENS
-        assert scene.proof.tokens == admission
-        scene.serve(admission * 99 - 10)
-        await asyncio.sleep(500)
-        assert scene.proof.tokens == admission
-        for _ in range(40):
-            scene.serve(50_000)
-            await asyncio.sleep(100)
-        served = scene.member.served_tokens
-        assert scene.proof.tokens <= 0.01 * (served + scene.proof.tokens)
-        assert scene.proof.tokens > 0.009 * served  # and they do happen
-        assert scene.proof.share(served) <= 0.01
-
-    play(act)
+    admission = 24 * RECORD_TOKENS
+    assert scene.proof.tokens == admission
+    scene.serve(admission * 99 - 10)
+    await asyncio.sleep(500)
+    assert scene.proof.tokens == admission
+    for _ in range(40):
+        scene.serve(50_000)
+        await asyncio.sleep(100)
+    served = scene.member.served_tokens
+    assert scene.proof.tokens <= 0.01 * (served + scene.proof.tokens)
+    assert scene.proof.tokens > 0.009 * served  # and they do happen
+    assert scene.proof.share(served) <= 0.01
 
 
 @pytest.mark.parametrize(("share", "every_s"), [(0.0, 10), (0.02, 100)])
@@ -238,9 +210,7 @@ def test_schedule_and_share_are_the_operators(share: float, every_s: float) -> N
     play(act, share=share, every_s=every_s)
 
 
-def test_one_that_idles_is_not_asked() -> None:
-    async def act(scene: Scene) -> None:
-        await asyncio.sleep(1000)
-        assert scene.asked == 1 and scene.serves()
-
-    play(act)
+@played()
+async def test_one_that_idles_is_not_asked(scene: Scene) -> None:
+    await asyncio.sleep(1000)
+    assert scene.asked == 1 and scene.serves()

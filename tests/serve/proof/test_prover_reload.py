@@ -8,7 +8,7 @@ import pytest
 from serve.config import HttpConfig, PoolConfig
 from serve.routing import pool as pool_module
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, FakeExams
-from tests.serve.proof.scene import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.routing.stand_ins import Server
 
 
@@ -64,14 +64,12 @@ def test_one_that_lives_on_serves_by_what_it_was_examined_with() -> None:
     play(act)
 
 
-def test_proof_that_is_no_longer_wanted_is_not_asked_for() -> None:
-    async def act(scene: Scene) -> None:
-        commit(scene, await examined(scene, None, enabled=False))
-        scene.exam.says[ADDRESS] = "worse"
-        await asyncio.sleep(1000)
-        assert scene.serves() and scene.member.proof is None and scene.asked == 1
-
-    play(act)
+@played()
+async def test_proof_that_is_no_longer_wanted_is_not_asked_for(scene: Scene) -> None:
+    commit(scene, await examined(scene, None, enabled=False))
+    scene.exam.says[ADDRESS] = "worse"
+    await asyncio.sleep(1000)
+    assert scene.serves() and scene.member.proof is None and scene.asked == 1
 
 
 def test_whether_log_probabilities_are_needed_is_taken_over_at_once() -> None:
@@ -89,14 +87,12 @@ def test_whether_log_probabilities_are_needed_is_taken_over_at_once() -> None:
     play(act, exam, without_logprobs="admit")
 
 
-def test_a_shorter_interval_is_not_waited_for_as_long_as_the_one_before() -> None:
-    async def act(scene: Scene) -> None:
-        scene.serve(10_000_000)
-        commit(scene, await examined(scene, scene.exam, every_s=10))
-        await asyncio.sleep(60)
-        assert scene.asked >= 5
-
-    play(act, every_s=86400)
+@played(every_s=86400)
+async def test_a_shorter_interval_is_not_waited_for_as_long_as_the_one_before(scene: Scene) -> None:
+    scene.serve(10_000_000)
+    commit(scene, await examined(scene, scene.exam, every_s=10))
+    await asyncio.sleep(60)
+    assert scene.asked >= 5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,62 +12,51 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.proof.probe import FailureKind, Probed, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam, verdict
-from tests.serve.proof.scene import ADDRESS, Scene, play
+from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.proof.test_examination import Failing
 
 PLENTY = 10_000_000  # tokens, of which probes may have a share
 
 
-@pytest.mark.parametrize("kind", ["tokenizer", "refused"])
-def test_one_that_cannot_be_proven_any_more_is_refused(kind: FailureKind) -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.errors[ADDRESS] = Unprovable("it has another tokenizer", kind)
-        scene.serve(PLENTY)
-        await scene.until("refused", 400)
-        assert scene.proof.outcomes == {"as_expected": 1, "suspect": 1, "unprovable": 1}
-
-    play(act)
-
-
-def test_a_slice_of_prompts_that_are_too_long_for_it_is_no_fault() -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.errors[ADDRESS] = Unprovable("its context is shorter", "context")
-        scene.serve(PLENTY)
-        await asyncio.sleep(1000)
-        assert scene.serves() and scene.proof.outcomes["suspect"] == 0
-
-    play(act)
+LATER: dict[str, tuple[dict[str, Any], str]] = {
+    "another tokenizer": (
+        {"errors": {ADDRESS: Unprovable("it has another tokenizer", "tokenizer")}},
+        "another tokenizer",
+    ),
+    "it refuses": ({"errors": {ADDRESS: Unprovable("it refuses them", "refused")}}, "refuses"),
+    "no log-probabilities": ({"alternatives": 0}, "no log-probabilities"),
+    "its engine's own word": ({"found": {ADDRESS: ["E4M3 cache"]}}, "E4M3 cache"),
+}
 
 
-def test_one_that_gives_log_probabilities_no_more_is_refused() -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.alternatives = 0
-        scene.serve(PLENTY)
-        await scene.until("refused", 400)
-        assert "no log-probabilities" in scene.proof.reason
-
-    play(act)
-
-
-def test_one_that_is_admitted_without_them_is_proven_once_it_gives_them() -> None:
-    async def act(scene: Scene) -> None:
-        scene.serve(PLENTY)
-        await asyncio.sleep(1000)
-        assert scene.proof.state == "admitted" and scene.proof.outcomes["no_logprobs"] >= 3
-        scene.exam.alternatives = 20
-        await asyncio.sleep(400)
-        assert scene.serves() and scene.proof.state == "proven"
-
-    play(act, FakeExam(alternatives=0), without_logprobs="admit")
+@pytest.mark.parametrize(("change", "said"), LATER.values(), ids=LATER)
+@played()
+async def test_one_that_cannot_be_proven_any_more_is_refused(
+    scene: Scene, change: dict[str, Any], said: str
+) -> None:
+    vars(scene.exam).update(change)
+    scene.serve(PLENTY)
+    await scene.until("refused", 400)
+    assert said in scene.proof.reason
+    assert scene.proof.outcomes["as_expected"] == scene.proof.outcomes["suspect"] == 1
 
 
-def test_what_its_engine_says_of_itself_later_counts_as_well() -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.found[ADDRESS] = ["E4M3 cache where E5M2 was declared"]
-        scene.serve(PLENTY)
-        await scene.until("refused", 400)
+@played()
+async def test_a_slice_of_prompts_that_are_too_long_for_it_is_no_fault(scene: Scene) -> None:
+    scene.exam.errors[ADDRESS] = Unprovable("its context is shorter", "context")
+    scene.serve(PLENTY)
+    await asyncio.sleep(1000)
+    assert scene.serves() and scene.proof.outcomes["suspect"] == 0
 
-    play(act)
+
+@played(lambda: FakeExam(alternatives=0), without_logprobs="admit")
+async def test_one_that_is_admitted_without_them_is_proven_once_it_gives_them(scene: Scene) -> None:
+    scene.serve(PLENTY)
+    await asyncio.sleep(1000)
+    assert scene.proof.state == "admitted" and scene.proof.outcomes["no_logprobs"] >= 3
+    scene.exam.alternatives = 20
+    await asyncio.sleep(400)
+    assert scene.serves() and scene.proof.state == "proven"
 
 
 def test_answers_that_cannot_be_judged_take_it_out() -> None:
@@ -145,24 +135,22 @@ def test_clients_do_not_wait_behind_many_prompts_at_once(setting: int, few: int)
     play(act, concurrency=setting)
 
 
-def test_the_longer_it_lives_the_more_prompts_it_is_measured_on() -> None:
-    async def act(scene: Scene) -> None:
-        def prompts() -> int:
-            assert scene.proof.verdict is not None
-            return scene.proof.verdict.measure.prompts
+@played()
+async def test_the_longer_it_lives_the_more_prompts_it_is_measured_on(scene: Scene) -> None:
+    def prompts() -> int:
+        assert scene.proof.verdict is not None
+        return scene.proof.verdict.measure.prompts
 
-        assert prompts() == 24
-        scene.serve(PLENTY)
-        await asyncio.sleep(1500)
-        assert prompts() == 64  # all of them; what looks wrong is judged by the newest
-        assert scene.exam.judged[-2:] == [24, 64]
-        scene.server.die()
-        await asyncio.sleep(0.001)
-        scene.server.restart()
-        await scene.until("in", 3)
-        assert prompts() == 24
-
-    play(act)
+    assert prompts() == 24
+    scene.serve(PLENTY)
+    await asyncio.sleep(1500)
+    assert prompts() == 64  # all of them; what looks wrong is judged by the newest
+    assert scene.exam.judged[-2:] == [24, 64]
+    scene.server.die()
+    await asyncio.sleep(0.001)
+    scene.server.restart()
+    await scene.until("in", 3)
+    assert prompts() == 24
 
 
 def test_a_backend_that_drifts_is_out_at_once_and_refused_by_a_whole_probe(
@@ -185,16 +173,14 @@ def test_a_backend_that_drifts_is_out_at_once_and_refused_by_a_whole_probe(
     assert any("probing it again: KL" in r.getMessage() for r in caplog.records)
 
 
-def test_a_suspicion_that_a_whole_probe_does_not_confirm_is_forgotten() -> None:
-    async def act(scene: Scene) -> None:
-        scene.exam.says[ADDRESS] = "worse"
-        scene.serve(10_000_000)
-        await scene.until("unproven", 400)
-        scene.exam.says.clear()
-        await scene.until("in", 2)
-        assert scene.proof.outcomes == {"as_expected": 2, "suspect": 1}
-
-    play(act)
+@played()
+async def test_a_suspicion_that_a_whole_probe_does_not_confirm_is_forgotten(scene: Scene) -> None:
+    scene.exam.says[ADDRESS] = "worse"
+    scene.serve(10_000_000)
+    await scene.until("unproven", 400)
+    scene.exam.says.clear()
+    await scene.until("in", 2)
+    assert scene.proof.outcomes == {"as_expected": 2, "suspect": 1}
 
 
 class Partly(FakeExam):
@@ -236,15 +222,12 @@ def test_what_few_prompts_showed_is_not_forgotten_for_others_that_are_right() ->
     play(act, exam)
 
 
-def test_evidence_of_small_probes_adds_up() -> None:
+@played()
+async def test_evidence_of_small_probes_adds_up(scene: Scene) -> None:
     """Two prompts at a time, of which three have to be wrong."""
-
-    async def act(scene: Scene) -> None:
-        scene.serve(24 * RECORD_TOKENS * 99 + 2 * RECORD_TOKENS * 99)
-        scene.exam.says[ADDRESS] = "worse"
-        await asyncio.sleep(400)
-        assert scene.serves() and len(scene.exam.asked[-1][1]) == 2
-        scene.serve(2 * RECORD_TOKENS * 99)
-        await scene.until("refused", 400)
-
-    play(act)
+    scene.serve(24 * RECORD_TOKENS * 99 + 2 * RECORD_TOKENS * 99)
+    scene.exam.says[ADDRESS] = "worse"
+    await asyncio.sleep(400)
+    assert scene.serves() and len(scene.exam.asked[-1][1]) == 2
+    scene.serve(2 * RECORD_TOKENS * 99)
+    await scene.until("refused", 400)

@@ -19,15 +19,20 @@ KEY, VALUE = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_sca
 WEIGHT = "model.layers.0.mlp.up_proj.weight_scale"
 
 
+def sealed(directory: Path, **changed: Any) -> None:
+    """Writes the manifest anew, over the files as they are."""
+    manifest = Manifest.load(directory, verify=False)
+    (directory / "manifest.json").unlink()
+    ArtifactWriter(directory).finish(manifest.model_copy(update=changed))
+
+
 def checkpoint(directory: Path, proofs: Path, change: Change = lambda tensors: None) -> Path:
     """An export with scales; `change` alters its tensors after it was written."""
     shutil.copytree(proofs, directory)
-    manifest = Manifest.load(directory, verify=False)
-    (directory / "manifest.json").unlink()
     scales = {KEY: 0.9, VALUE: 1.0, WEIGHT: 0.25}
     tensors = {n: Tensor.of(np.full(1, x, np.float32)) for n, x in scales.items()}
     write_tensors(directory / "model.safetensors", tensors)
-    ArtifactWriter(directory).finish(manifest)
+    sealed(directory)
     altered = dict(tensors)
     change(altered)
     if altered != tensors:
@@ -86,9 +91,7 @@ def test_what_was_written_after_the_server_began_is_not_what_it_loaded(
     right = checkpoint(tmp_path / "right", proofs)
     served = checkpoint(tmp_path / "served", proofs, change)
     if change is not drop_key:
-        manifest = Manifest.load(served)
-        (served / "manifest.json").unlink()
-        ArtifactWriter(served).finish(manifest.model_copy(update={"software": {"by": "another"}}))
+        sealed(served, software={"by": "another"})
     written = max(path.stat().st_mtime for path in served.iterdir())
     assert findings(served, right, started=written - 60) == []
     assert findings(served, right, started=written - 0.9) != []  # as Linux may round it
@@ -106,9 +109,7 @@ def test_an_artifact_that_gave_way_to_another_has_no_scales_any_more(
     assert structural_findings(report, loaded, declared(), ours) == []
     shutil.rmtree(ours)
     checkpoint(ours, proofs, halve_weight)
-    manifest = Manifest.load(ours, verify=False)
-    (ours / "manifest.json").unlink()
-    ArtifactWriter(ours).finish(manifest)
+    sealed(ours)
     assert load_proofs(ours).identity != loaded.identity
     assert structural_findings(report, loaded, declared(), ours) == []
     shutil.rmtree(ours)
@@ -123,14 +124,9 @@ def test_an_artifact_that_gave_way_to_another_has_no_scales_any_more(
 def test_another_artifact_is_found_and_a_sibling_is_none(proofs: Path, tmp_path: Path) -> None:
     right = checkpoint(tmp_path / "right", proofs)
     other = checkpoint(tmp_path / "other", proofs)
-    manifest = Manifest.load(other)
     for calibration, expected in ((None, "it loaded another artifact, "), ("c" * 64, "")):
         for directory in (right, other):
-            (directory / "manifest.json").unlink()
-            changed = manifest.model_copy(
-                update={"calibration": calibration, "software": {"by": directory.name}}
-            )
-            ArtifactWriter(directory).finish(changed)
+            sealed(directory, calibration=calibration, software={"by": directory.name})
         found = findings(other, right)
         assert len(found) == bool(expected) and all(expected in line for line in found)
         # A path of another machine says nothing of what lies there here.
@@ -141,12 +137,10 @@ def test_a_calibration_knows_the_scales_of_the_cache(proofs: Path, tmp_path: Pat
     served = checkpoint(tmp_path / "served", proofs, drop_key)
     calibration = tmp_path / "calibration"
     shutil.copytree(proofs, calibration)
-    manifest = Manifest.load(calibration).model_copy(update={"kind": "calibration"})
-    (calibration / "manifest.json").unlink()
     scales = {f"{KEY}_e5m2": 0.9, f"{KEY}_e4m3": 0.02, f"{VALUE}_e5m2": 1.0}
     tensors = {n: Tensor.of(np.full((), x, np.float32)) for n, x in scales.items()}
     write_tensors(calibration / "scales.safetensors", tensors)
-    ArtifactWriter(calibration).finish(manifest)
+    sealed(calibration, kind="calibration")
     (served / "manifest.json").unlink()  # as a copy of the weights alone
     assert findings(served, calibration) == [f"{LOADED} lacks 1 k_scale tensor ({KEY})"]
 

@@ -9,10 +9,11 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.config.proof import Proof
-from tests.serve.api.request.test_attempts import ask, busy, dead, failed, pools, refused
+from tests.serve.api.request.test_attempts import TURNS, ask, busy, dead, failed, pools, refused
 from tests.serve.in_process import Client, in_process
 from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.upstreams import Scripted, whole
+from tests.serve.waiting import until
 
 
 class Looked(Scripted):
@@ -31,7 +32,7 @@ async def proven(*backends: Scripted) -> AsyncIterator[Client]:
     """A gateway over these, each of which has proven itself."""
     exams = FakeExams(FakeExam(seconds=0), Proof())
     health = {"probe_after_s": None, "timeout_s": 30}  # that a look may take, and who waits for it
-    settings = pools(routing={"policy": "round_robin"}, health=health)
+    settings = pools(routing=TURNS, health=health)
     async with in_process(("fake", list(backends)), exams=exams, pools=settings) as served:
         assert [m.standing for m in served.gateway.pools["fake"].members] == ["in"] * len(backends)
         yield served
@@ -52,8 +53,7 @@ async def test_who_fails_while_the_other_is_looked_into_waits_for_the_other(fail
     async with proven(failing, other) as served:
         look = doubt(served, 1)
         asking = asyncio.create_task(ask(served))
-        while not failing.asked:
-            await asyncio.sleep(0)
+        await until(lambda: failing.asked)
         await asyncio.sleep(0.05)
         assert not asking.done()
         look.set_result(True)

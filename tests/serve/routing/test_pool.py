@@ -1,8 +1,5 @@
 """Pools: who is available, and when somebody will be."""
 
-import math
-from pathlib import Path
-
 import pytest
 
 from octet.errors import BackendError
@@ -13,11 +10,6 @@ from serve.routing.policies import Ask
 from tests.serve.routing.stand_ins import Server, fail, pool_of, servers
 
 ASK = Ask(10)
-
-
-def test_members_of_which_nothing_is_known_are_available() -> None:
-    it, _ = pool_of(servers(2))
-    assert it.ready and {it.choose(ASK), it.choose(ASK)} == set(it.members)
 
 
 def test_who_was_tried_is_not_chosen_again() -> None:
@@ -113,26 +105,6 @@ def test_who_was_ejected_stays_out_while_the_last_connection_is_looked_into() ->
     assert it.choose(ASK) is other and ejected.standing == "ejected"
 
 
-def test_a_request_that_fails_twice_at_one_member_counts_once() -> None:
-    it, _ = pool_of(servers(2), ejection={"failures": 2})
-    member = it.members[0]
-    fail(member)
-    for _ in range(3):
-        lease = member.lease(1, again=True)
-        lease.failed(BackendError("x"))
-        lease.release()
-    assert member.standing == "in"
-    fail(member)
-    assert member.standing == "ejected"
-
-
-def test_those_that_can_serve_nobody_are_ejected_however_many_they_are() -> None:
-    it, _ = pool_of(servers(3))
-    for member in it.members:
-        member.lease(1).failed(BackendError("Stub process is not healthy", kind="dead"))
-    assert it.choose(ASK) is None
-
-
 def test_a_member_that_is_being_looked_into_is_better_than_nobody() -> None:
     it, _ = pool_of(servers(2))
     first, second = it.members
@@ -212,21 +184,3 @@ def test_members_are_named_by_their_configuration_or_numbered() -> None:
     assert [m.name for m in it.members] == ["fast-1", "left", "fast-3", "fast-2"]
     assert it.precision == "fp8" and it.members[1].config is config.backends[1]
     assert all(m.backend.models == ("m",) for m in it.members)
-
-
-def test_a_list_of_the_available_is_made_anew_only_when_something_changed() -> None:
-    """64 members with their breakers would cost a request ten times what choosing costs."""
-    it, clock = pool_of(servers(3), ejection={"failures": 1, "duration_s": 5})
-    it.choose(ASK)
-    assert not it._stale and it._reopens_at == math.inf
-    fail(it.members[0])
-    it.choose(ASK)
-    assert it._reopens_at == clock.now + 5
-
-
-def test_an_embedded_backend_gets_all_its_settings(tmp_path: Path) -> None:
-    config = PoolConfig.model_validate(
-        {"backends": [{"type": "embedded", "path": tmp_path, "context": 64}]}
-    )
-    (member,) = Pool.from_config("p", config, "m").members
-    assert member.backend.models == ("m",) and member.backend.context_length == 64

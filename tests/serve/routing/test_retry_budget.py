@@ -27,10 +27,6 @@ def test_a_fifth_of_the_active_requests_and_never_fewer_than_three(
     assert it.take() and not it.take()
 
 
-def test_none_at_all_if_so_configured() -> None:
-    assert not budget(1000, budget=0, min_concurrent=0).take()
-
-
 @given(
     st.lists(st.tuples(st.sampled_from("tga"), st.integers(0, 50)), max_size=100),
     st.floats(0, 1),

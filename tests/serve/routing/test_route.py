@@ -44,10 +44,6 @@ def test_an_unknown_name_is_a_404_that_names_the_nearest() -> None:
     assert len(str(refused.value)) < 200
 
 
-def test_the_fallbacks_come_after_the_main_pool() -> None:
-    assert orders(routes(fallback=["bf16", "spare"])) == {("fp8", "bf16", "spare"): 2000}
-
-
 def test_a_canary_gets_its_part_and_falls_back_to_the_main_pool() -> None:
     it = routes(
         canary=[{"pool": "new", "fraction": 0.1}, {"pool": "spare", "fraction": 0.3}],
@@ -82,12 +78,6 @@ def test_the_context_is_that_of_the_shortest_pool_that_may_answer() -> None:
     it = routes(canary=[{"pool": "new", "fraction": 0.1}])
     assert it.resolve("m").context_length == 50
     assert routes(pool="spare").resolve("m").context_length is None
-
-
-def test_a_pool_written_in_place_has_the_name_of_its_model() -> None:
-    config = ModelConfig.model_validate({"pool": [{"type": "vllm", "url": "http://a"}]})
-    pool = Pool.of("fp8", [])
-    assert Routes({"fp8": config}, {"fp8": pool}).resolve("fp8").pools() == [pool]
 
 
 def test_pools_and_names_that_cannot_be_are_refused() -> None:

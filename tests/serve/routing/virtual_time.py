@@ -1,11 +1,14 @@
 """An event loop whose clock jumps to the next timer: hours of health checks in milliseconds."""
 
 import asyncio
+import functools
+import inspect
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+Scene = Callable[..., Coroutine[Any, Any, None]]
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -36,3 +39,20 @@ class _Jump(selectors.DefaultSelector):
 def run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def as_test(scene: Scene, play: Callable[[Scene], None], given: int = 0) -> Callable[..., None]:
+    """A test that plays `scene`: pytest gives the parameters after the first `given`."""
+
+    @functools.wraps(scene)
+    def test(*examples: Any, **arguments: Any) -> None:
+        play(functools.partial(scene, *examples, **arguments))
+
+    own = inspect.signature(scene)
+    cast(Any, test).__signature__ = own.replace(parameters=list(own.parameters.values())[given:])
+    return test
+
+
+def virtual(test: Scene) -> Callable[..., None]:
+    """Runs a coroutine test on a `VirtualTimeLoop`."""
+    return as_test(test, lambda scene: run(scene()))

@@ -76,11 +76,6 @@ def test_a_freed_slot_leaves_nothing_behind_even_nan(spec: ModelSpec) -> None:
     assert cache.acquire() == 0 and cache.lengths[0] == 0
 
 
-def test_size_is_one_byte_an_element(spec: ModelSpec) -> None:
-    cache = SlotCache(spec, 4, 128, "e5m2")
-    assert cache.size_bytes == 4 * 2 * spec.layers * spec.kv_heads * 128 * spec.head_dim
-
-
 @pytest.mark.parametrize(("slots", "positions"), [(0, 10), (1, 0), (1, 201)])
 def test_sizes_that_cannot_be_are_refused(spec: ModelSpec, slots: int, positions: int) -> None:
     with pytest.raises(ConfigError, match=r"at least 1|1 to 200"):

@@ -1,5 +1,6 @@
 """The ONNX runner on real exports of a tiny random model: exact, and the same in any company."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from export.onnx.write import export_onnx
 from octet.errors import ArtifactError, UnsupportedError
 from octet.recipe import Recipe
 from serve.backends.embedded import EmbeddedBackend
-from serve.engine.request import Delta, GenerateRequest
 from serve.runner.onnx import OnnxRunner
 from serve.runner.protocol import SlotCache
 from tests.export.conftest import make_calibration
-from tests.serve.runner_steps import forward, prompt_of
+from tests.fakes import opened
+from tests.serve.runner.contract import CHECKS, Check
+from tests.serve.runner.steps import forward, generate, prompt_of
 
 QUANTIZED = ("fp8", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
 AS_EXPORTED = ("fp8", "fp8-static", "mxfp8")  # ONNX Runtime has no kernel for FP4
@@ -68,19 +70,10 @@ def test_reading_the_cache_as_float16_changes_no_bit(
         )
 
 
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(
-    runners: dict[str, OnnxRunner], name: str
-) -> None:
-    runner, tokens = runners[name], prompt_of(300)
-    cache = SlotCache(runner.spec, 2, 1024, runner.kv_dtype)
-    whole = forward(runner, cache, tokens, [0], [np.arange(300)])[0]
-    parts = [
-        forward(runner, cache, part, [1], [np.arange(part.shape[1])])[0]
-        for part in np.split(tokens, [256, 257, 290], axis=1)
-    ]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-    np.testing.assert_array_equal(cache.codes[0], cache.codes[1])
+def test_contract(runners: dict[str, OnnxRunner], name: str, check: Check) -> None:
+    check(runners[name], np.testing.assert_array_equal)
 
 
 def test_unquantized_logits_are_those_of_transformers(
@@ -99,39 +92,6 @@ def test_unquantized_logits_are_those_of_transformers(
     served = np.concatenate([head, *tail])
     # A float16 cache rounds keys and values to 11 bits: 5e-4 of values of order 1.
     np.testing.assert_allclose(served, reference, atol=5e-3)
-
-
-def test_a_slot_that_was_used_before_gives_the_same_logits(
-    runners: dict[str, OnnxRunner],
-) -> None:
-    runner = runners["fp8"]
-    cache = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
-    fresh = forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[19]])
-    cache.release(0)
-    forward(runner, cache, prompt_of(300), [cache.acquire() or 0], [[0]])
-    cache.codes[0, :, :, 100:300] = 0x7F  # NaN, as a broken request would leave
-    cache.release(0)
-    np.testing.assert_array_equal(
-        forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[19]]), fresh
-    )
-
-
-def test_a_slot_that_changes_hands_between_steps_is_read_anew(
-    runners: dict[str, OnnxRunner],
-) -> None:
-    """The next request in the slot has one token more, as the last one would have had."""
-    runner = runners["fp8"]
-    cache = SlotCache(runner.spec, 2, 1024, runner.kv_dtype)
-    for slot, length in ((0, 21), (1, 19)):
-        forward(runner, cache, prompt_of(length), [cache.acquire() or slot], [[0]])
-    token = np.array([[5], [6]])
-    forward(runner, cache, token, [0, 1], [[0], [0]])
-    cache.release(1)
-    forward(runner, cache, prompt_of(20), [cache.acquire() or 0], [[0]])
-    changed = forward(runner, cache, token, [0, 1], [[0], [0]])[1, 0]
-    fresh = SlotCache(runner.spec, 1, 1024, runner.kv_dtype)
-    forward(runner, fresh, prompt_of(20), [0], [[0]])
-    np.testing.assert_array_equal(changed, forward(runner, fresh, token[1:], [0], [[0]])[0, 0])
 
 
 def test_an_altered_export_is_refused(exports: dict[str, Path], tmp_path: Path) -> None:
@@ -188,36 +148,12 @@ def test_another_kind_of_artifact_is_refused(exports: dict[str, Path]) -> None:
         OnnxRunner(exports["fp8"].parent / "fp8-calibration")
 
 
-async def tokens_of(backend: EmbeddedBackend, prompt: tuple[int, ...], count: int) -> list[int]:
-    request = GenerateRequest(
-        request_id="r", model="m", prompt=prompt, max_tokens=count, temperature=0, ignore_eos=True
-    )
-    deltas = [event async for event in backend.generate(request)]
-    return [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 async def test_greedy_answers_are_the_same_in_any_company(
     exports: dict[str, Path], name: str
 ) -> None:
-    import asyncio
-
-    backend = EmbeddedBackend(exports[name], slots=5, threads=2)
-    await backend.start()
     prompts = [tuple(prompt_of(length)[0].tolist()) for length in PROMPT_LENGTHS]
-    single = [await tokens_of(backend, prompt, 12) for prompt in prompts]
-    together = await asyncio.gather(*(tokens_of(backend, prompt, 12) for prompt in prompts))
-    await backend.close()
+    async with opened(EmbeddedBackend(exports[name], slots=5, threads=2)) as backend:
+        single = [await generate(backend, prompt, 12) for prompt in prompts]
+        together = await asyncio.gather(*(generate(backend, prompt, 12) for prompt in prompts))
     assert list(together) == single
-
-
-async def test_cached_decoding_and_full_recomputation_agree(exports: dict[str, Path]) -> None:
-    backend = EmbeddedBackend(exports["fp8"], threads=2)
-    await backend.start()
-    prompt = tuple(prompt_of(30)[0].tolist())
-    cached = await tokens_of(backend, prompt, 10)
-    recomputed: list[int] = []
-    for _ in range(10):
-        recomputed += await tokens_of(backend, (*prompt, *recomputed), 1)
-    await backend.close()
-    assert recomputed == cached

@@ -6,19 +6,7 @@ import pytest
 
 from serve.telemetry import observation
 from serve.telemetry.metrics import Metrics
-
-
-class Clock:
-    """Stands for `time.perf_counter`, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_s(self, seconds: float) -> None:
-        self.now += seconds
+from tests.serve.clock import Clock
 
 
 @pytest.fixture

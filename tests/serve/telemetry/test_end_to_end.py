@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 
 from serve.backends.base import Backend
-from serve.backends.openai_http import OpenAiHttpBackend
-from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig
 from tests.fake_servers import FakeOpenAI, FakeTriton, running
 from tests.fakes import FakeRunner, fake_backend
 from tests.serve.conftest import Served, serving
+from tests.serve.openai_clients import relay_to, triton_to
 from tests.serve.telemetry.test_observe import TRACEPARENT
 from tests.serve.telemetry.test_traces import Collector, attributes, collector
-from tests.triton_config import triton_at
 
 __all__ = ["collector"]  # the fixture
 
@@ -30,10 +27,10 @@ async def backend_of(kind: str) -> AsyncIterator[tuple[Backend, FakeOpenAI | Fak
         yield fake_backend(FakeRunner()), None
     elif kind == "vllm":
         async with running(FakeOpenAI()) as server:
-            yield OpenAiHttpBackend("fake", HttpConfig(type="vllm", url=server.url)), server
+            yield relay_to(server.url), server
     else:
         async with running(FakeTriton()) as triton:
-            yield TritonBackend("fake", triton_at(triton.url)), triton
+            yield triton_to(triton.url), triton
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
@@ -91,24 +88,6 @@ async def test_the_backend_continues_the_clients_trace(kind: str, collector: Col
     assert spans["text_completion fake"].parent_span_id.hex() == TRACEPARENT.split("-")[2]
     assert attributes(spans["text_completion fake"])["gen_ai.usage.output_tokens"] == 12
     assert sent["x-request-id"] == "mine-1"
-
-
-async def test_one_trace_shows_every_attempt(collector: Collector) -> None:
-    refused = OpenAiHttpBackend("fake", HttpConfig(type="vllm", url="http://127.0.0.1:9"))
-    traces = {"endpoint": collector.endpoint}
-    health = {"probe_after_s": None, "reconnect_s": 60}  # so that it is not looked at again
-    pools = {"fake": {"routing": {"policy": "round_robin"}, "health": health}}
-    backends: list[Backend] = [refused, fake_backend(FakeRunner())]
-    async with serving(("fake", backends), traces=traces, pools=pools) as served:
-        for member in served.gateway.pools["fake"].members:
-            member.come_in()  # as before anybody has looked
-        path = "/v1/completions"
-        for _ in range(2):  # one of them begins with each
-            status, _ = await served.post(path, body_of(path))
-            assert status == 200
-    attempts = [attributes(s) for s in collector.spans() if s.name == "attempt"]
-    assert [a["octet.outcome"] for a in attempts].count("refused") == 1
-    assert [a["octet.outcome"] for a in attempts].count("ok") == 2
 
 
 async def test_tokens_of_an_answer_that_its_client_left() -> None:

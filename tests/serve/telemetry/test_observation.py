@@ -3,7 +3,8 @@
 import pytest
 
 from serve.telemetry.observation import Observation
-from tests.serve.telemetry.conftest import Clock, Figures
+from tests.serve.clock import Clock
+from tests.serve.telemetry.conftest import Figures
 
 OPERATION = {"gen_ai_operation_name": "chat", "gen_ai_request_model": "m", "pool": "main"}
 GAPS = "octet_inter_token_latency_seconds"
@@ -28,12 +29,12 @@ def end(observation: Observation, status: int = 200) -> None:
 
 def test_a_whole_stream(figures: Figures, clock: Clock) -> None:
     observation = observe(figures)
-    clock.pass_s(0.3)
+    clock.now += 0.3
     observation.first_token(2)  # the role, the first token
     for _ in range(4):
-        clock.pass_s(0.02)
+        clock.now += 0.02
         observation.streamed(1)
-    clock.pass_s(5)
+    clock.now += 5
     observation.streamed(0)  # usage and [DONE], late: no gap between tokens
     observation.finished(11, 5)
     end(observation)
@@ -53,28 +54,35 @@ def test_a_whole_stream(figures: Figures, clock: Clock) -> None:
     assert figures.only("octet_requests_total") == {("/v1/chat/completions", "m", "200"): 1}
 
 
-def test_the_first_token_after_a_role_ends_no_gap(figures: Figures, clock: Clock) -> None:
-    """vLLM sends the role by itself, at the moment of the first token."""
-    observation = observe(figures)
-    observation.first_token(1)
-    observation.streamed(1)
-    clock.pass_s(0.02)
-    observation.streamed(1)
-    end(observation)
-    assert figures.value(f"{GAPS}_count", **OPERATION) == 1
-    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(0.02)
+Writes = list[tuple[float, int, int]]  # seconds, events, choices that have ended
+# Choices, events that come first, later ones, tokens by the backend's count; gaps and their sum.
+STREAMS: dict[str, tuple[int, int, Writes, int | None, int, float]] = {
+    # vLLM sends the role by itself, at the moment of the first token.
+    "the first token after a role": (1, 1, [(0, 1, 0), (0.02, 1, 0)], None, 1, 0.02),
+    "tokens that come together": (1, 2, [(0.1, 4, 0)], None, 4, 0.1),
+    "a choice has ended": (2, 4, [(0.02, 2, 1), *[(0.02, 1, 0)] * 10], None, 12, 0.24),
+    "an event only says the end": (1, 2, [*[(0.02, 1, 0)] * 4, (0, 1, 1)], 5, 4, 0.08),
+    "events only say the ends": (3, 6, [*[(0.02, 3, 0)] * 4, (0, 3, 3)], 15, 12, 0.24),
+    "one says it": (2, 4, [(0.02, 2, 0), (0, 1, 1), *[(0.02, 1, 0)] * 3], None, 5, 0.1),
+}
 
 
-def test_tokens_that_come_together_share_the_gap(figures: Figures, clock: Clock) -> None:
-    observation = observe(figures, path="/v1/completions")
-    observation.first_token(1)
-    clock.pass_s(0.1)
-    observation.streamed(4)
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+def test_gaps_are_between_the_tokens_of_a_choice(
+    figures: Figures, clock: Clock, stream: tuple[int, int, Writes, int | None, int, float]
+) -> None:
+    choices, first, writes, tokens, count, total = stream
+    observation = observe(figures, choices=choices)
+    observation.first_token(first)
+    for seconds, events, ended in writes:
+        clock.now += seconds
+        observation.streamed(events, ended=ended)
+    if tokens is not None:
+        observation.finished(3, tokens)
     end(observation)
-    completions = OPERATION | {"gen_ai_operation_name": "text_completion"}
-    assert figures.value(f"{GAPS}_count", **completions) == 4
-    assert figures.value(f"{GAPS}_sum", **completions) == pytest.approx(0.1)
-    assert figures.value(f"{GAPS}_bucket", le="0.05", **completions) == 4
+    assert figures.value(f"{GAPS}_count", **OPERATION) == count
+    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(total)
+    assert figures.value(f"{GAPS}_bucket", le="0.05", **OPERATION) == count
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -90,7 +98,7 @@ def test_choices_that_are_written_in_turns(
     for events in rest:
         observation.streamed(events)
     for _ in range(10):
-        clock.pass_s(0.02)
+        clock.now += 0.02
         for _ in range(choices):
             observation.streamed(1)
     observation.finished(3, 11 * choices)
@@ -101,49 +109,6 @@ def test_choices_that_are_written_in_turns(
     assert total / count == pytest.approx(0.02)
     ((_, mean),) = figures.only("gen_ai_server_time_per_output_token_seconds_sum").items()
     assert mean == pytest.approx(0.02)
-
-
-def test_a_choice_that_has_ended_is_not_waited_for(figures: Figures, clock: Clock) -> None:
-    observation = observe(figures, choices=2)
-    observation.first_token(4)
-    clock.pass_s(0.02)
-    observation.streamed(2, ended=1)
-    for _ in range(10):
-        clock.pass_s(0.02)
-        observation.streamed(1)
-    end(observation)
-    assert figures.value(f"{GAPS}_count", **OPERATION) == 12
-    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(12 * 0.02)
-
-
-@pytest.mark.parametrize("choices", [1, 3])
-def test_an_event_that_only_says_the_end_is_no_token(
-    figures: Figures, clock: Clock, choices: int
-) -> None:
-    observation = observe(figures, choices=choices)
-    observation.first_token(2 * choices)
-    for _ in range(4):
-        clock.pass_s(0.02)
-        observation.streamed(choices)
-    observation.streamed(choices, ended=choices)  # why they ended, at once
-    observation.finished(3, 5 * choices)
-    end(observation)
-    assert figures.value(f"{GAPS}_count", **OPERATION) == 4 * choices
-    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(0.08 * choices)
-
-
-def test_the_end_of_one_choice_among_others_shortens_no_gap(figures: Figures, clock: Clock) -> None:
-    observation = observe(figures, choices=2)
-    observation.first_token(4)
-    clock.pass_s(0.02)
-    observation.streamed(2)
-    observation.streamed(1, ended=1)  # why the first one ended
-    for _ in range(3):
-        clock.pass_s(0.02)
-        observation.streamed(1)
-    end(observation)
-    assert figures.value(f"{GAPS}_count", **OPERATION) == 5
-    assert figures.value(f"{GAPS}_sum", **OPERATION) == pytest.approx(5 * 0.02)
 
 
 def test_tokens_of_a_cut_answer_are_estimated_and_marked(figures: Figures, clock: Clock) -> None:
@@ -173,7 +138,7 @@ def test_a_cut_answer_whose_backend_counted_is_exact(figures: Figures) -> None:
 def test_a_stream_that_broke(figures: Figures, clock: Clock) -> None:
     observation = observe(figures)
     observation.first_token(2)
-    clock.pass_s(0.02)
+    clock.now += 0.02
     observation.streamed(1)
     observation.broken("lost")
     end(observation)

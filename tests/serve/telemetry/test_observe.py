@@ -59,11 +59,6 @@ async def test_an_id_that_could_harm_a_log_is_replaced(figures: Figures, bad: st
     assert set(observation.id) <= set("0123456789abcdef")
 
 
-async def test_requests_have_different_ids(figures: Figures) -> None:
-    ids = {(await ask(figures))[0].id for _ in range(100)}
-    assert len(ids) == 100
-
-
 async def test_the_trace_goes_on_where_tracing_is_off(figures: Figures) -> None:
     headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
     observation, _ = await ask(figures, headers=headers)

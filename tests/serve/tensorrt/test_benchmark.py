@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octet.errors import UnsupportedError
 from serve.tensorrt.benchmark import benchmark, table
-from tests.serve.engines import install
 from tests.serve.fake_gpu import FakeGpu
 
 
@@ -62,11 +60,3 @@ def test_it_is_json_and_a_table(result: dict[str, Any]) -> None:
     assert f"{1e3 * result['profiles']['decode']['latency']['p99']:.3f}" in decode
     assert f"{result['profiles']['decode']['tokens_per_s']:,.0f}" in decode
     assert sum("gpu_compute" in line for line in lines) == 2
-
-
-def test_an_engine_that_cannot_run_here_is_refused(
-    engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, FakeGpu((12, 0)))
-    with pytest.raises(UnsupportedError, match="built for sm89, and this GPU is sm120"):
-        benchmark(engines("e5m2"))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from octet.errors import UnsupportedError
-from serve.tensorrt.gpu import Gpu, Memory, PinnedMemory
+from serve.tensorrt.gpu import Event, Gpu, Memory, PinnedMemory
 from serve.tensorrt.kernels import Arguments, Kernels, compile_kernels, word_bytes
 from tests.serve.fake_gpu import FakeGpu
 
@@ -162,14 +162,19 @@ def test_a_gpu_too_old_for_nvrtc_is_refused() -> None:
         compile_kernels((1, 0), 1, 2, 16)
 
 
+@pytest.fixture
+def gpu() -> Gpu:
+    """The GPU of this machine."""
+    try:
+        return Gpu()
+    except UnsupportedError as error:
+        pytest.skip(f"{error}; there: pytest -m gpu tests/serve/tensorrt/{Path(__file__).name}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("cache", "present"), SIZES)
-def test_a_gpu_does_what_numpy_does(cache: int, present: int, dim: int) -> None:
-    try:
-        gpu = Gpu()
-    except UnsupportedError as error:
-        pytest.skip(f"{error}; there: pytest -m gpu tests/serve/tensorrt/{Path(__file__).name}")
+def test_a_gpu_does_what_numpy_does(gpu: Gpu, cache: int, present: int, dim: int) -> None:
     kernels = Kernels(gpu, cache_bytes=cache, present_bytes=present, dim=dim)
     for live, count in ((64, 1), (70, 3), (6, 2)):
         case = Case(cache, present, dim, live, count)
@@ -195,13 +200,7 @@ def test_a_gpu_does_what_numpy_does(cache: int, present: int, dim: int) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_on_a_gpu_are_cleared_and_times_are_measured() -> None:
-    try:
-        gpu = Gpu()
-    except UnsupportedError as error:
-        pytest.skip(f"{error}; there: pytest -m gpu tests/serve/tensorrt/{Path(__file__).name}")
-    from serve.tensorrt.gpu import Event
-
+def test_rows_on_a_gpu_are_cleared_and_times_are_measured(gpu: Gpu) -> None:
     memory, pinned = Memory(gpu, 1 << 20), PinnedMemory(gpu)
     pinned.reserve(1 << 20)
     values = pinned.array(0, (1 << 20,), np.uint8)

@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,19 +20,21 @@ from serve.settings import settings_of
 from serve.tensorrt import gpu as gpu_module
 from serve.tensorrt.runner import TensorRTRunner
 from serve.triton_entry import TritonEntry
-from tests.serve.engines import install, make_engine, rewritten
+from tests.fakes import opened
+from tests.serve.engines import Engines, install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.serve.fake_tensorrt import VERSION
-from tests.serve.tensorrt.test_runner import forward, generate, prompt_of
+from tests.serve.runner.steps import forward, generate, prompt_of
 from tests.serve.test_triton_entry import arguments, streamed
 from tests.serve.triton_python import PbUtils
 
 
+@pytest.mark.usefixtures("gpu")
 class TestRefusals:
     """Each in one line, and before the plan is read: it is not even there."""
 
     @pytest.fixture
-    def engine(self, engines: Callable[[str], Path], tmp_path: Path) -> Path:
+    def engine(self, engines: Engines, tmp_path: Path) -> Path:
         path = shutil.copytree(engines("e5m2"), tmp_path / "engine")
         (path / "model.plan").unlink()
         return path
@@ -56,11 +57,7 @@ class TestRefusals:
         )
 
     def test_an_engine_of_the_other_builder(
-        self,
-        engines: Callable[[str], Path],
-        tmp_path: Path,
-        gpu: FakeGpu,
-        monkeypatch: pytest.MonkeyPatch,
+        self, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for module in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
             monkeypatch.setitem(sys.modules, module, None)
@@ -81,7 +78,7 @@ class TestRefusals:
             TensorRTRunner(engine)
 
     def test_a_machine_without_cuda_bindings(
-        self, engine: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+        self, engine: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def missing() -> None:
             raise UnsupportedError("running an engine needs cuda-bindings")
@@ -90,40 +87,32 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="needs cuda-bindings"):
             TensorRTRunner(engine)
 
-    def test_a_plan_that_was_altered(
-        self, engines: Callable[[str], Path], tmp_path: Path, gpu: FakeGpu
-    ) -> None:
+    def test_a_plan_that_was_altered(self, engines: Engines, tmp_path: Path) -> None:
         engine = shutil.copytree(engines("e5m2"), tmp_path / "engine")
         with (engine / "model.plan").open("ab") as file:
             file.write(b"x")
         with pytest.raises(ArtifactError, match=r"model\.plan: altered"):
             TensorRTRunner(engine)
 
-    def test_a_plan_that_tensorrt_does_not_take(
-        self, engines: Callable[[str], Path], tmp_path: Path, gpu: FakeGpu
-    ) -> None:
+    def test_a_plan_that_tensorrt_does_not_take(self, engines: Engines, tmp_path: Path) -> None:
         engine = shutil.copytree(engines("e5m2"), tmp_path / "engine")
         (engine / "model.plan").write_bytes(b"no plan")
         rewritten(engine)
         with pytest.raises(ArtifactError, match=r"does not load it: Error Code 1: the plan is"):
             TensorRTRunner(engine)
 
-    def test_an_engine_of_another_graph(
-        self, engine_calibration: Path, tmp_path: Path, gpu: FakeGpu
-    ) -> None:
+    def test_an_engine_of_another_graph(self, engine_calibration: Path, tmp_path: Path) -> None:
         engine = make_engine(engine_calibration, tmp_path / "engine", without="present.1.value")
         with pytest.raises(ArtifactError, match="not those that this release builds"):
             TensorRTRunner(engine)
 
-    def test_more_slots_than_it_decodes_together(
-        self, engines: Callable[[str], Path], gpu: FakeGpu
-    ) -> None:
+    def test_more_slots_than_it_decodes_together(self, engines: Engines) -> None:
         runner = TensorRTRunner(engines("e5m2"))
         with pytest.raises(ConfigError, match=r"slots: 9 is more than the 8 .*--max-batch 9"):
             runner.new_cache(9, 64)
 
     def test_a_longer_context_than_it_was_built_for(
-        self, engine_calibration: Path, tmp_path: Path, gpu: FakeGpu
+        self, engine_calibration: Path, tmp_path: Path
     ) -> None:
         runner = TensorRTRunner(make_engine(engine_calibration, tmp_path / "engine", context=500))
         assert runner.spec.max_positions == 500
@@ -138,8 +127,9 @@ class TestRefusals:
         assert cache.lengths[0] == 500
 
 
+@pytest.mark.usefixtures("gpu")
 class TestServing:
-    def test_octet_serve_takes_an_engine(self, engines: Callable[[str], Path]) -> None:
+    def test_octet_serve_takes_an_engine(self, engines: Engines) -> None:
         engine = engines("e5m2")
         ((name, pool),) = settings_of(engine, None).all_pools.items()
         assert name == json.loads((engine / MANIFEST_FILE).read_text())["model"]["name"]
@@ -151,27 +141,23 @@ class TestServing:
             settings_of(engine_calibration, None)
 
     async def test_the_slots_are_those_that_the_engine_was_built_for(
-        self, engines: Callable[[str], Path], gpu: FakeGpu
+        self, engines: Engines
     ) -> None:
-        backend = EmbeddedBackend(engines("e5m2"))
-        await backend.start()
-        assert backend.stats is not None and backend.stats.slots == 8
-        assert len(await generate(backend, (5, 6, 7), 9)) == 9
-        await backend.close()
+        async with opened(EmbeddedBackend(engines("e5m2"))) as backend:
+            assert backend.stats is not None and backend.stats.slots == 8
+            assert len(await generate(backend, (5, 6, 7), 9)) == 9
 
     async def test_a_configuration_may_ask_for_fewer_and_shorter_ones(
-        self, engines: Callable[[str], Path], gpu: FakeGpu
+        self, engines: Engines
     ) -> None:
         """Which is what a GPU with too little memory needs."""
         asked = EmbeddedConfig(type="embedded", path=engines("e5m2"), slots=2, context=100)
-        backend: Any = make_backend("m", asked)
-        await backend.start()
-        assert backend.context_length == 100 and backend.stats.slots == 2
-        assert backend.stats.cache_bytes == 2 * 4 * 2 * 128 * 64
-        await backend.close()
+        async with opened(make_backend("m", asked)) as backend:
+            assert backend.context_length == 100 and backend.stats.slots == 2
+            assert backend.stats.cache_bytes == 2 * 4 * 2 * 128 * 64
 
     def test_the_triton_entry_takes_the_engine_of_its_version(
-        self, engines: Callable[[str], Path], tmp_path: Path, gpu: FakeGpu
+        self, engines: Engines, tmp_path: Path, gpu: FakeGpu
     ) -> None:
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "engine").symlink_to(engines("e5m2"))
@@ -188,11 +174,7 @@ class TestServing:
         entry.close()
 
     def test_a_runner_is_chosen_by_what_the_directory_holds(
-        self,
-        engines: Callable[[str], Path],
-        references: Callable[[str], OnnxRunner],
-        engine_calibration: Path,
-        gpu: FakeGpu,
+        self, engines: Engines, references: Callable[[str], OnnxRunner], engine_calibration: Path
     ) -> None:
         references("e5m2")
         assert isinstance(load_runner(engines("e5m2")), TensorRTRunner)

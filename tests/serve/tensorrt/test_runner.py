@@ -21,14 +21,16 @@ import pytest
 from octet.errors import BackendError, BackendUnavailable, ConfigError, UnsupportedError
 from octet.hardware.tensorrt_log import logger
 from serve.backends.embedded import EmbeddedBackend
-from serve.engine.request import Delta, GenerateRequest
 from serve.runner.onnx import OnnxRunner
 from serve.tensorrt.gpu import Gpu
 from serve.tensorrt.runner import TensorRTRunner
-from tests.serve.engines import install
+from tests.fakes import opened
+from tests.serve.engines import Engines, install
 from tests.serve.fake_gpu import FakeGpu, cudaError_t
 from tests.serve.fake_tensorrt import IExecutionContext, ILogger
-from tests.serve.runner_steps import forward, prompt_of
+from tests.serve.runner.contract import CHECKS, Check
+from tests.serve.runner.steps import forward, generate, prompt_of
+from tests.serve.waiting import until
 
 CACHES = ("e5m2", "e4m3", "float16")
 
@@ -53,7 +55,7 @@ def real_engine(calibration: Path, cache: str) -> Path:
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
 def open_engine(
     request: pytest.FixtureRequest,
-    engines: Callable[[str], Path],
+    engines: Engines,
     engine_calibration: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[str], TensorRTRunner]]:
@@ -117,52 +119,9 @@ class TestAnswers:
             for row in seen[slot]:
                 close(row, forward(runner, alone, np.array([[100 + slot]]), [0], [[0]])[0, 0])
 
-    def test_a_prompt_in_parts_gives_the_logits_of_one_pass(
-        self, open_engine: Callable[[str], TensorRTRunner]
-    ) -> None:
-        """Also where more logits are asked for than an engine gives at once."""
-        runner, tokens = open_engine("e5m2"), prompt_of(250)
-        cache = runner.new_cache(2, 1024)
-        whole = forward(runner, cache, tokens, [0], [np.arange(250)])[0]
-        parts = [
-            forward(runner, cache, part, [1], [np.arange(part.shape[1])])[0]
-            for part in np.split(tokens, [100, 101, 190], axis=1)
-        ]
-        close(np.concatenate(parts), whole)
-        some = forward(runner, runner.new_cache(1, 1024), tokens, [0], [[3, 240]])[0]
-        close(some, whole[[3, 240]])
-
-    def test_a_slot_that_was_used_before_gives_the_same_logits(
-        self, open_engine: Callable[[str], TensorRTRunner]
-    ) -> None:
-        runner = open_engine("e5m2")
-        cache = runner.new_cache(1, 1024)
-        slot = cache.acquire()
-        assert slot is not None
-        fresh = forward(runner, cache, prompt_of(20), [slot], [[19]])
-        cache.release(slot)
-        forward(runner, cache, prompt_of(250), [cache.acquire() or 0], [[0]])
-        cache.release(slot)
-        cache.acquire()
-        np.testing.assert_array_equal(forward(runner, cache, prompt_of(20), [0], [[19]]), fresh)
-
-    def test_a_slot_that_changes_hands_between_steps_is_read_anew(
-        self, open_engine: Callable[[str], TensorRTRunner]
-    ) -> None:
-        """The next request in the slot has one token more, as the last one would have had."""
-        runner = open_engine("e5m2")
-        cache, fresh = runner.new_cache(2, 1024), runner.new_cache(1, 1024)
-        for slot, length in ((0, 21), (1, 19)):
-            assert cache.acquire() == slot
-            forward(runner, cache, prompt_of(length), [slot], [[0]])
-        token = np.array([[5], [6]])
-        forward(runner, cache, token, [0, 1], [[0], [0]])
-        cache.release(1)
-        assert cache.acquire() == 1
-        forward(runner, cache, prompt_of(20), [1], [[0]])
-        changed = forward(runner, cache, token, [0, 1], [[0], [0]])[1, 0]
-        forward(runner, fresh, prompt_of(20), [0], [[0]])
-        close(changed, forward(runner, fresh, token[1:], [0], [[0]])[0, 0])
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_contract(self, open_engine: Callable[[str], TensorRTRunner], check: Check) -> None:
+        check(open_engine("e5m2"), close)
 
     async def test_the_embedded_backend_generates_what_it_does_from_onnx(
         self,
@@ -176,30 +135,21 @@ class TestAnswers:
         tokenizer = Tokenizer.load(engine_calibration.parent / "e5m2-onnx")
         answers = []
         for runner in (open_engine("e5m2"), references("e5m2")):
-            backend = EmbeddedBackend(
-                Path("m"), slots=8, load=lambda runner=runner: (runner, tokenizer)
-            )
-            await backend.start()
-            prompts = [tuple(prompt_of(3 + 29 * i)[0].tolist()) for i in range(10)]
-            answers.append(await asyncio.gather(*(generate(backend, p, 12) for p in prompts)))
-            await backend.close()
+            async with opened(
+                EmbeddedBackend(Path("m"), slots=8, load=lambda runner=runner: (runner, tokenizer))
+            ) as backend:
+                prompts = [tuple(prompt_of(3 + 29 * i)[0].tolist()) for i in range(10)]
+                answers.append(await asyncio.gather(*(generate(backend, p, 12) for p in prompts)))
         same = sum(a[:4] == b[:4] for a, b in zip(*answers, strict=True))
         assert same >= 8, answers
 
 
-async def generate(backend: EmbeddedBackend, prompt: tuple[int, ...], count: int) -> list[int]:
-    request = GenerateRequest(
-        request_id="r", model="m", prompt=prompt, max_tokens=count, temperature=0, ignore_eos=True
-    )
-    deltas = [event async for event in backend.generate(request)]
-    return [token for delta in deltas if isinstance(delta, Delta) for token in delta.token_ids]
-
-
+@pytest.mark.usefixtures("gpu")
 class TestMemory:
     """What is on the GPU, as the fake shows it."""
 
     def test_a_batch_that_goes_on_is_gathered_once_a_window(
-        self, engines: Callable[[str], Path], gpu: FakeGpu
+        self, engines: Engines, gpu: FakeGpu
     ) -> None:
         runner = TensorRTRunner(engines("e5m2"))
         cache = runner.new_cache(2, 512)
@@ -214,7 +164,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("cache", CACHES)
     def test_a_freed_slot_is_zero_and_its_neighbours_are_not(
-        self, engines: Callable[[str], Path], gpu: FakeGpu, cache: str
+        self, engines: Engines, gpu: FakeGpu, cache: str
     ) -> None:
         runner = TensorRTRunner(engines(cache))
         slots = runner.new_cache(3, 200)
@@ -229,7 +179,7 @@ class TestMemory:
         item = 2 if cache == "float16" else 1
         assert slots.size_bytes == 3 * 4 * 2 * 256 * 64 * item
 
-    def test_it_is_all_given_back(self, engines: Callable[[str], Path], gpu: FakeGpu) -> None:
+    def test_it_is_all_given_back(self, engines: Engines, gpu: FakeGpu) -> None:
         runner = TensorRTRunner(engines("e5m2"))
         cache = runner.new_cache(2, 512)
         forward(runner, cache, prompt_of(100), [0], [[99]])
@@ -239,7 +189,7 @@ class TestMemory:
         assert gpu.allocated == 0
 
     def test_too_little_of_it_is_said_with_what_helps(
-        self, engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+        self, engines: Engines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         install(monkeypatch, FakeGpu(memory=20 << 20))
         runner = TensorRTRunner(engines("float16"))
@@ -248,23 +198,20 @@ class TestMemory:
         runner.new_cache(1, 64)
 
     async def test_a_gpu_that_fails_ends_every_request_and_the_engine(
-        self, engines: Callable[[str], Path], gpu: FakeGpu
+        self, engines: Engines, gpu: FakeGpu
     ) -> None:
         """Nobody waits for an answer that cannot come, and the backend is not ready any more."""
-        backend = EmbeddedBackend(engines("e5m2"), slots=2)
-        await backend.start()
-        tasks = [asyncio.create_task(generate(backend, (5, 6, 7 + i), 200)) for i in range(4)]
-        while not (backend.stats and backend.stats.generated_tokens):
-            await asyncio.sleep(0.01)
-        gpu.fails = cudaError_t.cudaErrorIllegalAddress
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(outcome, BackendError)
-            assert "CUDA: cudaErrorIllegalAddress" in str(outcome)
-        while await backend.ready():
-            await asyncio.sleep(0.01)
-        with pytest.raises(BackendUnavailable):
-            await generate(backend, (5, 6), 2)
-        await backend.close()
+        async with opened(EmbeddedBackend(engines("e5m2"), slots=2)) as backend:
+            tasks = [asyncio.create_task(generate(backend, (5, 6, 7 + i), 200)) for i in range(4)]
+            await until(lambda: backend.stats and backend.stats.generated_tokens)
+            gpu.fails = cudaError_t.cudaErrorIllegalAddress
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(outcome, BackendError)
+                assert "CUDA: cudaErrorIllegalAddress" in str(outcome)
+            while await backend.ready():
+                await asyncio.sleep(0.01)
+            with pytest.raises(BackendUnavailable):
+                await generate(backend, (5, 6), 2)
 
     @pytest.mark.parametrize(
         "first",
@@ -278,43 +225,39 @@ class TestMemory:
         ],
     )
     async def test_one_that_fails_between_requests_ends_the_engine_too(
-        self, engines: Callable[[str], Path], gpu: FakeGpu, first: str
+        self, engines: Engines, gpu: FakeGpu, first: str
     ) -> None:
         """Whichever call is the first to hear of it."""
-        backend = EmbeddedBackend(engines("e5m2"), slots=2)
-        await backend.start()
-        await generate(backend, (5, 6, 7), 3)
-        assert await backend.ready()
-        gpu.fails, gpu.first = cudaError_t.cudaErrorIllegalAddress, first
-        with pytest.raises(
-            BackendError, match=r"cudaErrorIllegalAddress.*restart this process"
-        ) as failed:
+        async with opened(EmbeddedBackend(engines("e5m2"), slots=2)) as backend:
             await generate(backend, (5, 6, 7), 3)
-        assert failed.value.kind == "dead"
-        while await backend.ready():
-            await asyncio.sleep(0.01)
-        with pytest.raises(BackendUnavailable):
-            await generate(backend, (5, 6), 2)
-        await backend.close()
+            assert await backend.ready()
+            gpu.fails, gpu.first = cudaError_t.cudaErrorIllegalAddress, first
+            with pytest.raises(
+                BackendError, match=r"cudaErrorIllegalAddress.*restart this process"
+            ) as failed:
+                await generate(backend, (5, 6, 7), 3)
+            assert failed.value.kind == "dead"
+            while await backend.ready():
+                await asyncio.sleep(0.01)
+            with pytest.raises(BackendUnavailable):
+                await generate(backend, (5, 6), 2)
 
     async def test_an_error_of_one_step_leaves_the_others_alone(
-        self, engines: Callable[[str], Path], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+        self, engines: Engines, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What CUDA refuses without having failed: the next request is answered."""
-        backend = EmbeddedBackend(engines("e5m2"), slots=2)
-        await backend.start()
-        refused = [(cudaError_t.cudaErrorInvalidValue,)]
-        copy = gpu.cudaMemcpyAsync
-        monkeypatch.setattr(
-            gpu, "cudaMemcpyAsync", lambda *args: refused.pop() if refused else copy(*args)
-        )
-        with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
-            await generate(backend, (5, 6, 7), 3)
-        assert len(await generate(backend, (5, 6, 7), 3)) == 3 and await backend.ready()
-        await backend.close()
+        async with opened(EmbeddedBackend(engines("e5m2"), slots=2)) as backend:
+            refused = [(cudaError_t.cudaErrorInvalidValue,)]
+            copy = gpu.cudaMemcpyAsync
+            monkeypatch.setattr(
+                gpu, "cudaMemcpyAsync", lambda *args: refused.pop() if refused else copy(*args)
+            )
+            with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
+                await generate(backend, (5, 6, 7), 3)
+            assert len(await generate(backend, (5, 6, 7), 3)) == 3 and await backend.ready()
 
     def test_a_step_that_tensorrt_does_not_run_says_why(
-        self, engines: Callable[[str], Path], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+        self, engines: Engines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runner = TensorRTRunner(engines("e5m2"))
         cache = runner.new_cache(1, 64)

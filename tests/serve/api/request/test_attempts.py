@@ -1,6 +1,7 @@
 """Who is asked, how often, and what the client is told when nobody answers."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
+from tests.serve.waiting import until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 STREAM = [chunk("a"), chunk("b"), DONE]
 NO_BUDGET = {"budget": 0, "min_concurrent": 0}
+TURNS = {"policy": "round_robin"}
 
 
 def refused() -> BackendUnavailable:
@@ -39,6 +42,11 @@ def pools(**settings: Any) -> dict[str, Any]:
     return {"fake": quiet | settings}
 
 
+def over(*backends: Any, **settings: Any) -> AbstractAsyncContextManager[Client]:
+    """A gateway over one pool of these, with these settings."""
+    return in_process(("fake", list(backends)), pools=pools(**settings))
+
+
 async def ask(served: Client, stream: bool = False) -> tuple[int, str]:
     """Status and text of the answer."""
     reply = await served.request("/v1/completions", BODY | {"stream": stream})
@@ -51,8 +59,7 @@ async def test_a_lost_connection_costs_neither_the_client_nor_the_budget(
     failure: Any, stream: bool
 ) -> None:
     broken, sound = Scripted(failure()), Scripted(STREAM if stream else whole())
-    settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
-    async with in_process(("fake", [broken, sound]), pools=settings) as served:
+    async with over(broken, sound, retries=NO_BUDGET, routing=TURNS) as served:
         for _ in range(4):
             status, text = await ask(served, stream)
             assert status == 200 and ("[DONE]" if stream else '"x"') in text
@@ -65,34 +72,18 @@ async def test_a_lost_connection_costs_neither_the_client_nor_the_budget(
 async def test_all_requests_of_a_model_that_dies_are_answered_elsewhere() -> None:
     """They fail at one moment: many more than the budget lets through at a time."""
     dying, sound = Dying(dead()), Scripted(whole())
-    settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
-    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+    async with over(dying, sound, retries=NO_BUDGET, routing=TURNS) as served:
         asking = [asyncio.create_task(ask(served)) for _ in range(40)]
-        while dying.asked < 20:
-            await asyncio.sleep(0)
+        await until(lambda: dying.asked >= 20)
         dying.died.set()
         answers = await asyncio.gather(*asking)
         assert {status for status, _ in answers} == {200}
         assert (dying.asked, sound.asked) == (20, 40)
 
 
-async def test_the_only_backend_is_asked_again_over_a_new_connection() -> None:
-    once = Scripted(lost(), whole())
-    async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
-        assert (await ask(served))[0] == 200
-        assert once.asked == 2
-
-
-async def test_a_whole_answer_that_is_lost_half_way_is_asked_for_again() -> None:
-    once = Scripted([b'{"choices":', lost()], whole())
-    async with in_process(("fake", [once]), pools=pools(retries=NO_BUDGET)) as served:
-        status, text = await ask(served)
-        assert (status, text) == (200, whole().decode())
-
-
 async def test_one_redispatch_a_request_and_then_the_budget_counts() -> None:
     backend = Scripted(lost())
-    async with in_process(("fake", [backend]), pools=pools(retries=NO_BUDGET)) as served:
+    async with over(backend, retries=NO_BUDGET) as served:
         status, text = await ask(served)
         assert (status, backend.asked) == (502, 2)
         assert "fake-1" in text and "10.0.0.1" not in text
@@ -138,7 +129,7 @@ async def test_who_cannot_take_a_field_is_not_asked_again_when_the_others_fail(
 ) -> None:
     refusal = UnsupportedField("'tools' is not supported", param="tools")
     unfit = Scripted(*[refusal] * 20, whole())  # ends, should it be asked again and again
-    async with in_process(("fake", [unfit, Scripted(failure())]), pools=pools()) as served:
+    async with over(unfit, Scripted(failure())) as served:
         for asked in (1, 2, 3):
             assert (await ask(served))[0] == 502
             assert unfit.asked == asked
@@ -171,11 +162,9 @@ class Converting(Scripted):
 @pytest.mark.parametrize("why", ["gone", "late"])
 async def test_what_a_backend_calls_a_cancellation_is_no_reason_to_try_again(why: str) -> None:
     backend, gone = Converting(lost()), asyncio.Event()
-    settings = pools(timeouts={"total_s": 60 if why == "gone" else 0.1})
-    async with in_process(("fake", [backend]), pools=settings) as served:
+    async with over(backend, timeouts={"total_s": 60 if why == "gone" else 0.1}) as served:
         asking = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
-        while not backend.asked:
-            await asyncio.sleep(0)
+        await until(lambda: backend.asked)
         if why == "gone":
             gone.set()
         async with asyncio.timeout(60):
@@ -185,8 +174,7 @@ async def test_what_a_backend_calls_a_cancellation_is_no_reason_to_try_again(why
 
 async def test_a_late_first_token_is_late_whatever_the_backend_calls_it() -> None:
     converting, sound = Converting(lost()), Scripted(STREAM)
-    settings = pools(timeouts={"first_token_s": 0.1}, routing={"policy": "round_robin"})
-    async with in_process(("fake", [converting, sound]), pools=settings) as served:
+    async with over(converting, sound, timeouts={"first_token_s": 0.1}, routing=TURNS) as served:
         for _ in range(2):
             assert (await ask(served, stream=True))[0] == 200
         assert (converting.asked, sound.asked) == (1, 2)
@@ -204,13 +192,11 @@ async def test_a_place_in_the_budget_is_kept_from_retry_to_retry_and_then_given_
 
 async def test_who_went_out_during_the_pause_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     overloaded, leaving = Scripted(busy(1)), Scripted(whole())
-    settings = pools(routing={"policy": "round_robin"})
-    async with in_process(("fake", [overloaded, leaving]), pools=settings) as served:
+    async with over(overloaded, leaving, routing=TURNS) as served:
         pool = served.gateway.pools["fake"]
         monkeypatch.setattr(pool.budget, "backoff_s", lambda retry: 0.03)
         asking = asyncio.create_task(ask(served))
-        while not overloaded.asked:
-            await asyncio.sleep(0)
+        await until(lambda: overloaded.asked)
         pool.members[1].go_out("away", reachable=False)
         assert (await asking)[0] == 503 and leaving.asked == 0
         assert served.metric("octet_retries_total", pool="fake", reason="overloaded") == 0
@@ -218,8 +204,7 @@ async def test_who_went_out_during_the_pause_is_not_asked(monkeypatch: pytest.Mo
 
 async def test_nobody_available_is_a_503_that_names_the_pool() -> None:
     backend = Scripted(BackendUnavailable("Stub process is not healthy", kind="dead"))
-    settings = pools(ejection={"duration_s": 30}, retries=NO_BUDGET)
-    async with in_process(("fake", [backend]), pools=settings) as served:
+    async with over(backend, ejection={"duration_s": 30}, retries=NO_BUDGET) as served:
         await ask(served)
         reply = await served.request("/v1/completions", BODY)
         assert reply.status == 503 and b"pool 'fake'" in reply.body

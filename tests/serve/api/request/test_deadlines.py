@@ -10,12 +10,11 @@ import pytest
 
 from octet.errors import BackendError
 from serve.api.request.deadlines import Deadlines
-from tests.serve.api.request.test_attempts import pools
+from tests.serve.api.request.test_attempts import BODY, TURNS, over, pools
 from tests.serve.conftest import serving
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
-
-BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
+from tests.serve.waiting import until
 
 
 async def ask(
@@ -83,7 +82,7 @@ async def test_a_client_cannot_have_more_time_than_the_gateway_gives() -> None:
 async def test_a_client_in_a_hurry_ejects_nobody(whose: str) -> None:
     total_s, asked = (0.05, None) if whose == "gateway" else (60, "0.05")
     settings = within(total=total_s)
-    settings["fake"] |= {"ejection": {"failures": 1}, "routing": {"policy": "round_robin"}}
+    settings["fake"] |= {"ejection": {"failures": 1}, "routing": TURNS}
     async with in_process(("fake", [Scripted([None]), Scripted([None])]), pools=settings) as served:
         for _ in range(4):
             assert (await ask(served, asked))[0] == 504
@@ -102,30 +101,15 @@ async def test_a_timeout_that_is_no_time_is_refused(value: str) -> None:
 
 async def test_time_in_the_queue_counts() -> None:
     silent = Scripted([None])
-    settings = pools(admission={"max_tokens": 8})
-    async with in_process(("fake", [silent]), pools=settings) as served:
+    async with over(silent, admission={"max_tokens": 8}) as served:
         first = asyncio.create_task(ask(served, "0.6", stream=False))
-        while not silent.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: silent.running)
         status, answer = await ask(served, "0.2")
         assert status == 504 and silent.asked == 1
         assert "queue" in answer["error"]["message"]
         assert (await first)[0] == 504
         gate = served.gateway.admission.gates["fake"]
         assert (gate.tokens, gate.requests, len(gate.queue)) == (0, 0, 0)
-
-
-async def test_a_backend_without_a_first_token_is_given_up_for_another() -> None:
-    silent, sound = Scripted([None]), Scripted([chunk(), DONE])
-    settings = within(first_token=0.15)
-    settings["fake"]["routing"] = {"policy": "round_robin"}
-    async with in_process(("fake", [silent, sound]), pools=settings) as served:
-        for _ in range(2):
-            events = await served.events("/v1/completions", BODY)
-            assert events[-1] == "[DONE]" and len(events) == 2
-        assert (silent.asked, sound.asked, silent.running) == (1, 2, 0)
-        assert deadlines(served) == {"first_token": 1}
-        assert served.metric("octet_retries_total", pool="fake", reason="timeout") == 1
 
 
 async def test_no_first_token_anywhere_is_a_504() -> None:
@@ -136,6 +120,7 @@ async def test_no_first_token_anywhere_is_a_504() -> None:
         assert 0.25 < now() - started < 0.55
         message = answer["error"]["message"]
         assert status == 504 and "fake-1 sent no token within 0.3 s" in message
+        assert deadlines(served) == {"first_token": 1}
 
 
 async def test_the_time_of_a_first_token_does_not_run_in_a_queue() -> None:
@@ -149,8 +134,7 @@ async def test_the_time_of_a_first_token_does_not_run_in_a_queue() -> None:
         ("fp8", [broken]), ("bf16", [held]), models=models | {"b": {"pool": "bf16"}}, pools=settings
     ) as served:
         first = asyncio.create_task(ask(served, "0.3", model="b"))
-        while not held.running:
-            await asyncio.sleep(0.005)
+        await until(lambda: held.running)
         assert (await served.events("/v1/completions", BODY | {"model": "m"}))[-1] == "[DONE]"
         assert (await first)[0] == 504
 
@@ -198,13 +182,7 @@ async def test_after_the_first_token_a_deadline_is_an_error_event(stage: str) ->
 
 
 async def test_silence_is_counted_anew_with_each_event() -> None:
-    class Steady(Scripted):
-        async def _body(self, pieces: list[Any]) -> Any:
-            for piece in pieces:
-                await asyncio.sleep(0.06)
-                yield piece
-
-    steady = Steady([chunk()] * 8 + [DONE])
+    steady = Scripted([0.06, chunk()] * 8 + [0.06, DONE])
     async with in_process(("fake", [steady]), pools=within(inter_token=0.2)) as served:
         events = await served.events("/v1/completions", BODY)
         assert events[-1] == "[DONE]" and len(events) == 9
@@ -212,16 +190,9 @@ async def test_silence_is_counted_anew_with_each_event() -> None:
 
 
 async def test_a_comment_is_no_sign_of_life_of_a_model() -> None:
-    class Hung(Scripted):
-        """Its server goes on writing what keeps a connection open, as sse-starlette does."""
-
-        async def _body(self, pieces: list[Any]) -> Any:
-            yield chunk()
-            for _ in range(100):
-                await asyncio.sleep(0.02)
-                yield b": ping\r\n\r\n"
-
-    async with in_process(("fake", [Hung([])]), pools=within(inter_token=0.2)) as served:
+    """Its server goes on writing what keeps a connection open, as sse-starlette does."""
+    hung = Scripted([chunk(), *[0.02, b": ping\r\n\r\n"] * 100])
+    async with in_process(("fake", [hung]), pools=within(inter_token=0.2)) as served:
         reply = await served.request("/v1/completions", BODY | {"stream": True})
         assert b": ping" in reply.body and b"was silent for 0.2 s" in reply.body
         assert b"; 1 tokens had been sent" in reply.body

@@ -12,19 +12,18 @@ from octet.errors import BackendUnavailable, RequestError
 from serve.admission.memory import Memory
 from serve.api import operation
 from serve.api.request.exchange import read_body
-from tests.serve.api.request.test_attempts import pools
+from tests.serve.api.request.test_attempts import BODY, over
 from tests.serve.in_process import in_process
 from tests.serve.test_streams import Erratic
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
-
-BODY = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 
 
 async def test_a_task_that_is_cancelled_anywhere_gives_everything_back() -> None:
     """As a server does that shuts down; `in_process` looks at what is held."""
     rng = random.Random(3)
-    settings = pools(admission={"max_tokens": 100}, timeouts={"first_token_s": 0.05})
-    async with in_process(("fake", [Erratic(1), Erratic(2)]), pools=settings) as served:
+    async with over(
+        Erratic(1), Erratic(2), admission={"max_tokens": 100}, timeouts={"first_token_s": 0.05}
+    ) as served:
         for _ in range(10):
             bodies = [BODY | {"stream": rng.random() < 0.7} for _ in range(60)]
             asking = [
@@ -80,9 +79,8 @@ async def test_a_deadline_that_passes_while_a_broken_stream_is_closed_changes_no
         if reply.body.endswith(chunk("2")):
             raise OSError("the client's socket broke")
 
-    settings = pools(timeouts={"total_s": 0.05})
     backend = Slow([chunk("1"), chunk("2"), chunk("3"), DONE])
-    async with in_process(("fake", [backend]), pools=settings) as served:
+    async with over(backend, timeouts={"total_s": 0.05}) as served:
         body = BODY | {"stream": True}
         reply = await served.request("/v1/completions", body, on_piece=cannot_send)
         assert b"internal_error" in reply.body
@@ -116,25 +114,6 @@ async def test_a_defect_of_ours_is_a_500_without_its_details() -> None:
         assert b"secret" not in reply.body
 
 
-async def test_a_draining_gateway_refuses_and_closes_the_connection() -> None:
-    async with in_process(("fake", [Scripted(whole())])) as served:
-        served.gateway.drain(5.0)
-        reply = await served.request("/v1/completions", BODY)
-        assert (reply.status, reply.headers["connection"]) == (503, "close")
-        assert reply.json()["error"]["code"] == "draining" and reply.headers["retry-after"]
-
-
-async def test_usage_is_exact_where_the_client_did_not_ask_for_it() -> None:
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":9}}\n\n'
-    async with in_process(("fake", [Scripted([chunk(), chunk(), usage, DONE])])) as served:
-        events = await served.events("/v1/completions", BODY)
-        assert len(events) == 3 and "usage" not in "".join(events)
-        labels = {"key": "anonymous", "model": "fake", "backend": "fake-1", "precision": ""}
-        for kind, count in (("input", 5), ("output", 9)):
-            counted = {"type": kind, "counted": "backend"}
-            assert served.metric("octet_tokens_total", **labels, **counted) == count
-
-
 async def test_a_field_called_stream_means_nothing_to_what_does_not_stream() -> None:
     backend = Scripted(whole())
     async with in_process(("fake", [backend])) as served:
@@ -161,17 +140,10 @@ async def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_known(declared:
 
 async def test_no_body_is_read_while_memory_is_short() -> None:
     holding = Scripted([chunk(), None])
-    async with in_process(("fake", [holding])) as served:
-        gone = asyncio.Event()
-        request = served.request("/v1/completions", BODY | {"stream": True}, gone=gone)
-        first = asyncio.create_task(request)
-        while not holding.running:
-            await asyncio.sleep(0)
+    async with in_process(("fake", [holding])) as served, served.holding(holding, BODY):
         served.gateway.admission.memory = Memory(1)  # byte
         reply = await served.request("/v1/completions", b"this would be a 400")
         assert (reply.status, reply.json()["error"]["code"]) == (503, "overloaded")
-        gone.set()
-        await first
 
 
 async def test_a_key_pays_for_what_it_got() -> None:

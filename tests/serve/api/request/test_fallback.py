@@ -14,6 +14,7 @@ from tests.serve.api.request.test_attempts import (
     BODY,
     NO_BUDGET,
     STREAM,
+    TURNS,
     Converting,
     busy,
     failed,
@@ -23,6 +24,7 @@ from tests.serve.api.request.test_attempts import (
 )
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import Scripted, chunk, whole
+from tests.serve.waiting import until
 
 ASKED = BODY | {"model": "m"}
 MODELS = {"m": {"pool": "fp8", "fallback": ["bf16"]}}
@@ -49,17 +51,12 @@ async def full(
 ) -> AsyncIterator[tuple[Client, asyncio.Event]]:
     """The first pool has room for one request, which lasts until the event is set."""
     settings = {"fp8": pools(admission={"max_tokens": 8, **admission})["fake"]}
-    async with in_process(
-        ("fp8", [holding]), ("bf16", [other]), models=MODELS, pools=settings
-    ) as served:
-        gone = asyncio.Event()
-        request = served.request("/v1/completions", ASKED | {"stream": True}, gone=gone)
-        first = asyncio.create_task(request)
-        while not holding.running:
-            await asyncio.sleep(0)
+    backends = ("fp8", [holding]), ("bf16", [other])
+    async with (
+        in_process(*backends, models=MODELS, pools=settings) as served,
+        served.holding(holding, ASKED) as gone,
+    ):
         yield served, gone
-        gone.set()
-        await first
 
 
 async def test_a_full_pool_passes_on_to_the_next() -> None:
@@ -82,7 +79,7 @@ async def test_what_nobody_follows_is_no_retry(failure: Any) -> None:
     broken, flaky, sound = Scripted(failure()), Scripted(lost()), Scripted([chunk(), None])
     settings = {
         "fp8": pools(retries={"budget": 0, "min_concurrent": 1})["fake"],
-        "bf16": pools(retries=NO_BUDGET, routing={"policy": "round_robin"})["fake"],
+        "bf16": pools(retries=NO_BUDGET, routing=TURNS)["fake"],
     }
     async with in_process(
         ("fp8", [broken]), ("bf16", [flaky, sound]), models=MODELS, pools=settings
@@ -91,8 +88,7 @@ async def test_what_nobody_follows_is_no_retry(failure: Any) -> None:
         for count in (1, 2, 3):
             request = served.request("/v1/completions", ASKED | {"stream": True}, gone=gone)
             asking.append(asyncio.create_task(request))
-            while sound.running < count:
-                await asyncio.sleep(0)
+            await until(lambda count=count: sound.running >= count)
         assert served.gateway.pools["fp8"].budget.retrying == 0
         for reason in ("refused", "overloaded"):
             assert served.metric("octet_retries_total", pool="fp8", reason=reason) == 0
@@ -108,8 +104,7 @@ async def test_a_wait_counts_at_the_gate_that_it_was_at() -> None:
     async with full(Scripted([chunk(), None], busy(1)), Scripted(whole())) as (served, gone):
         second = asyncio.create_task(served.post("/v1/completions", ASKED))
         gate = served.gateway.admission.gates["fp8"]
-        while not len(gate.queue):
-            await asyncio.sleep(0)
+        await until(lambda: len(gate.queue))
         await asyncio.sleep(0.05)
         gone.set()
         assert (await second)[0] == 200
@@ -135,8 +130,7 @@ async def test_nobody_is_asked_for_a_client_that_has_gone() -> None:
     async with in_process(("fp8", [converting]), ("bf16", [spare]), models=MODELS) as served:
         request = served.request("/v1/completions", ASKED, gone=gone)
         asking = asyncio.create_task(request)
-        while not converting.asked:
-            await asyncio.sleep(0)
+        await until(lambda: converting.asked)
         gone.set()
         assert (await asking).status == 0 and spare.asked == 0
 

@@ -66,13 +66,6 @@ def test_what_cannot_be_told_apart_is_as_exact(stated: Figures) -> None:
     assert order(tier) == ["a"]
 
 
-def test_a_fallback_is_never_less_exact_than_what_was_asked_before(stated: Figures) -> None:
-    stated.kl = {"a": 0.02, "b": 0.001, "c": 0.01}
-    costs = {"a": 1.0, "b": 2.0, "c": 3.0}
-    assert order(model_tier(costs)) == ["a", "b"]
-    assert order(model_tier(costs, allow_less_exact=True)) == ["a", "b", "c"]
-
-
 def test_what_a_tier_allows_comes_last_the_most_exact_first(stated: Figures) -> None:
     stated.kl = {"far": 0.5, "near": 0.05, "fit": 0.02, "exact": 0.001, "mid": 0.015}
     costs = {"far": 1.0, "near": 3.0, "fit": 5.0, "exact": 4.0, "unknown": 0.1, "mid": 9.0}

@@ -16,7 +16,8 @@ from serve.backends.triton_errors import error_of
 from serve.backends.triton_grpc import TritonBackend
 from tests.fake_servers import FakeTriton, running
 from tests.serve.in_process import in_process
-from tests.serve.openai_clients import dead_url, relay_to
+from tests.serve.openai_clients import dead_url, relay_to, triton_to
+from tests.serve.waiting import until
 from tests.triton_config import triton_at
 
 HOST = "LocalHost"  # not as any library writes it: who replaces it as it is configured, misses it
@@ -151,7 +152,7 @@ async def test_of_a_server_with_another_certificate(
 async def test_of_a_triton_that_is_not_there() -> None:
     port = int(dead_url().rpartition(":")[2])
     for host in (HOST, NOWHERE):
-        backend = TritonBackend("fake", triton_at(f"{host}:{port}"))
+        backend = triton_to(f"{host}:{port}")
         require_no_address(await told(backend), port)
 
 
@@ -173,8 +174,7 @@ async def test_of_a_triton_that_goes_away(prompt: str) -> None:
         async with in_process(("fake", [TritonBackend("fake", config)])) as served:
             body = {"model": "fake", "prompt": prompt, "stream": True}
             asking = asyncio.create_task(served.request("/v1/completions", body))
-            while not triton.requests:
-                await asyncio.sleep(0.01)
+            await until(lambda: triton.requests)
             await triton.stop()
             reply = await asking
             require_no_address([f"{reply.headers} {reply.body.decode()}".lower()], port)

@@ -129,38 +129,6 @@ async def test_a_conversation_as_the_client_dumps_it_passes(embedded: Served) ->
     assert status == 200, answer
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"model": "fake", "prompt": "a", "temperature": NaN}',
-        b'{"model": "fake", "prompt": "a", "temperature": 1e999}',
-        b"[" * 100_000,
-        b'{"model": "fake", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-    ],
-)
-async def test_a_body_that_is_no_request(embedded: Served, body: bytes) -> None:
-    for path in PATHS:
-        status, answer = await embedded.post(path, body)
-        assert status == 400
-        check(status, answer)
-
-
-async def test_paths_and_methods(embedded: Served) -> None:
-    status, answer = await embedded.post("/v1/nope", COMPLETION)
-    assert status == 404 and "/v1/nope" in check(status, answer)["message"]
-    async with embedded.session.get("/v1/completions") as response:
-        assert response.status == 405 and response.headers["Allow"] == "POST"
-        assert "GET" in check(405, await response.json())["message"]
-    async with embedded.session.get("/v1/models/nope") as response:
-        assert check(response.status, await response.json())["code"] == "model_not_found"
-
-
 async def test_a_body_over_the_limit_is_refused_however_it_comes() -> None:
     from tests.fakes import fake_backend
 
@@ -218,8 +186,7 @@ async def test_any_json_is_answered_or_refused(
         check(status, answer)
 
 
-@pytest.mark.parametrize("body", ['{"model": "fake", "model": "b"}', '{"a": [{"b": 1, "b": 2}]}'])
-def test_a_repeated_key_is_refused(body: str) -> None:
-    """A backend that gets the bytes might read it the other way."""
-    with pytest.raises(RequestError, match="is repeated"):
-        parse(CompletionRequest, body.encode(), Limits())
+def test_a_number_too_large_for_a_float_is_refused() -> None:
+    body = b'{"model": "fake", "prompt": "a", "temperature": 1e999}'
+    with pytest.raises(RequestError, match="'temperature' should be a finite number"):
+        parse(CompletionRequest, body, Limits())

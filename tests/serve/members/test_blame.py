@@ -4,7 +4,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,19 @@ from serve.api.errors import code_of, error_bytes
 from serve.backends.base import Relay
 from serve.backends.openai_errors import failure
 from serve.backends.triton_errors import error_of
-from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, STREAM, ask, failed, pools
+from tests.serve.api.request.test_attempts import (
+    BODY,
+    NO_BUDGET,
+    STREAM,
+    TURNS,
+    ask,
+    failed,
+    over,
+    pools,
+)
 from tests.serve.in_process import Client, Reply, in_process
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
+from tests.serve.waiting import until
 
 BLAMING = {"request": (400, "invalid", 5), "load": (503, "busy", 5), "model": (500, "CUDA", 2)}
 
@@ -26,8 +35,7 @@ async def test_an_error_event_counts_for_what_it_says(
 ) -> None:
     event = b'data: {"error":{"message":"%s","code":%d}}\n\n' % (message.encode(), status)
     erring, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
-    settings = pools(ejection={"failures": 2}, routing={"policy": "round_robin"})
-    async with in_process(("fake", [erring, sound]), pools=settings) as served:
+    async with over(erring, sound, ejection={"failures": 2}, routing=TURNS) as served:
         for _ in range(10):
             assert (await ask(served, stream=True))[0] == 200
         assert (erring.asked, sound.asked) == (asked, 10 - asked)
@@ -36,34 +44,18 @@ async def test_an_error_event_counts_for_what_it_says(
 async def test_all_requests_of_a_server_that_drains_are_answered_elsewhere_at_once() -> None:
     """vLLM with --shutdown-timeout: what it has it finishes, and new requests it cannot take."""
     said = b'{"error":{"message":"cannot schedule new futures after shutdown","code":500}}'
-    draining, sound = Draining(said), Scripted(whole())
-    settings = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
-    async with in_process(("fake", [draining, sound]), pools=settings) as served:
+    draining, sound = Scripted((500, said)), Scripted(whole())
+    async with over(draining, sound, retries=NO_BUDGET, routing=TURNS) as served:
         asked = [ask(served) for _ in range(20)]
         assert {status for status, _ in await asyncio.gather(*asked)} == {200}
         assert served.gateway.pools["fake"].members[0].standing == "ejected"
-
-
-class Draining(Scripted):
-    async def relay(self, *arguments: Any) -> Any:
-        return replace(await super().relay(*arguments), status=500)
-
-
-async def test_an_engine_that_is_dead_in_mid_stream_is_asked_no_more() -> None:
-    event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
-    dying, sound = Scripted([chunk(), event, DONE]), Scripted(STREAM)
-    settings = pools(routing={"policy": "round_robin"})
-    async with in_process(("fake", [dying, sound]), pools=settings) as served:
-        for _ in range(6):
-            await ask(served, stream=True)
-        assert dying.asked == 1
 
 
 async def test_what_it_said_counts_though_its_client_goes_at_that() -> None:
     """As the official client does at an error event, before [DONE] is there."""
     event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
     dying, gone = Scripted([chunk(), event, None]), asyncio.Event()
-    async with in_process(("fake", [dying]), pools=pools()) as served:
+    async with over(dying) as served:
 
         def leave(reply: Reply) -> None:
             if b"error" in reply.body:
@@ -78,7 +70,7 @@ async def test_what_it_said_counts_though_its_client_goes_at_that() -> None:
 
 async def test_a_stream_that_breaks_after_its_error_event_has_one_error() -> None:
     event = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\n'
-    async with in_process(("fake", [Scripted([chunk(), event])]), pools=pools()) as served:
+    async with over(Scripted([chunk(), event])) as served:
         events = await served.events("/v1/completions", BODY)
         assert len(events) == 2 and "EngineCore" in events[1]
         assert served.gateway.pools["fake"].members[0].standing == "ejected"
@@ -106,8 +98,7 @@ async def test_what_needs_no_engine_hides_no_engine_that_fails(
     path: str, fields: dict[str, str], status: int
 ) -> None:
     failing, sound = Frontend(failed()), Frontend(whole())
-    settings = pools(ejection={"failures": 3}, routing={"policy": "round_robin"})
-    async with in_process(("fake", [failing, sound]), pools=settings) as served:
+    async with over(failing, sound, ejection={"failures": 3}, routing=TURNS) as served:
         member, other = served.gateway.pools["fake"].members
         for _ in range(6):
             assert [(await ask(served))[0] for _ in range(2)] == [200, 200]
@@ -132,10 +123,9 @@ NOT_THERE = b'{"error":{"message":"The model does not support Embeddings API","c
 
 async def test_what_a_server_has_not_implemented_is_no_failure_of_it() -> None:
     """vLLM, of embeddings of a model that generates."""
-    without, able = Without(whole()), Scripted(b'{"data":[{"embedding":[1]}]}')
-    settings = pools(ejection={"failures": 1}, routing={"policy": "round_robin"})
+    without, able = Scripted((501, NOT_THERE)), Scripted(b'{"data":[{"embedding":[1]}]}')
     asked = {"model": "fake", "input": "abc"}
-    async with in_process(("fake", [without, able]), pools=settings) as served:
+    async with over(without, able, ejection={"failures": 1}, routing=TURNS) as served:
         for _ in range(4):
             assert (await served.post("/v1/embeddings", asked))[0] == 200
         assert served.gateway.pools["fake"].members[0].standing == "in"
@@ -145,27 +135,12 @@ async def test_what_a_server_has_not_implemented_is_no_failure_of_it() -> None:
         assert "fake-1" in answer["error"]["message"]
 
 
-class Without(Scripted):
-    async def relay(self, path: str, _body: bytes, _headers: Any) -> Any:
-        self.asked += 1
-        return Relay(501, {"content-type": "application/json"}, self._body([NOT_THERE]))
-
-
 class Poisoned(Scripted):
     """Fails where the prompt says so."""
 
     async def relay(self, path: str, body: bytes, headers: Any) -> Any:
         self.outcomes = [failed() if b"poison" in body else whole()]
         return await super().relay(path, body, headers)
-
-
-async def test_what_one_client_asks_takes_the_only_backend_from_nobody() -> None:
-    async with in_process(
-        ("fake", [Poisoned()]), pools=pools(ejection={"failures": 2}, retries=NO_BUDGET)
-    ) as served:
-        for _ in range(9):
-            assert (await served.post("/v1/completions", BODY | {"prompt": "poison"}))[0] == 502
-        assert (await ask(served))[0] == 200
 
 
 async def test_a_request_counts_once_at_each_member_however_often_it_is_tried() -> None:
@@ -182,12 +157,10 @@ async def test_a_request_counts_once_at_each_member_however_often_it_is_tried() 
 async def on_trial(*outcomes: Any) -> AsyncIterator[tuple[Client, Scripted]]:
     """One backend that was ejected, and may show that it is well again."""
     backend = Scripted(*outcomes)
-    settings = pools(ejection={"duration_s": 0.01})
-    async with in_process(("fake", [backend]), pools=settings) as served:
+    async with over(backend, ejection={"duration_s": 0.01}) as served:
         (member,) = served.gateway.pools["fake"].members
         member.breaker.trip()
-        while member.standing != "trial":
-            await asyncio.sleep(0.005)
+        await until(lambda: member.standing == "trial")
         yield served, backend
 
 
@@ -209,8 +182,7 @@ async def test_a_client_that_leaves_during_the_trial_leaves_room_for_another() -
     async with on_trial([None], whole()) as (served, backend):
         gone = asyncio.Event()
         trial = asyncio.create_task(served.request("/v1/completions", BODY, gone=gone))
-        while not backend.running:
-            await asyncio.sleep(0)
+        await until(lambda: backend.running)
         assert (await ask(served))[0] == 503
         gone.set()
         await trial

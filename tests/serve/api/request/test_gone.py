@@ -11,16 +11,14 @@ import pytest
 
 from octet.errors import BackendUnavailable
 from serve.members import member
-from serve.routing import Member
-from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, pools
+from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, TURNS, pools
 from tests.serve.in_process import Client, Reply, in_process
-from tests.serve.routing.stand_ins import Server
-from tests.serve.routing.test_health import play, until
+from tests.serve.routing.test_health import Scene, played
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 
 SETTINGS = pools(
     retries=NO_BUDGET,
-    routing={"policy": "round_robin"},
+    routing=TURNS,
     health={"probe_after_s": None, "reconnect_s": 0.01},
 )
 
@@ -91,46 +89,40 @@ async def test_what_has_begun_and_what_is_back_in_time_goes_on(
         assert (await asking).body == chunk("a")
 
 
-def test_who_is_not_ready_is_within_reach() -> None:
+@played()
+async def test_who_is_not_ready_is_within_reach(scene: Scene) -> None:
     """It may finish what it has, and end the connections that carry nothing before that."""
-
-    async def scene(server: Server, leaving: Member) -> None:
-        given_up = asyncio.Event()
-        lease = leaving.lease(1)
-        lease.given_up = given_up.set
-        server.says_ready = False
-        await until("not_ready", leaving, 6)
-        await asyncio.sleep(2 * member.GONE_S)
-        server.die()
-        await asyncio.sleep(member.GONE_S - 1)
-        assert leaving.standing == "unreachable" and not given_up.is_set()
-        await asyncio.sleep(2)
-        assert given_up.is_set()
-        lease.release()
-
-    play(scene)
+    given_up = asyncio.Event()
+    lease = scene.member.lease(1)
+    lease.given_up = given_up.set
+    scene.server.says_ready = False
+    await scene.until("not_ready", 6)
+    await asyncio.sleep(2 * member.GONE_S)
+    scene.server.die()
+    await asyncio.sleep(member.GONE_S - 1)
+    assert scene.member.standing == "unreachable" and not given_up.is_set()
+    await asyncio.sleep(2)
+    assert given_up.is_set()
+    lease.release()
 
 
-def test_who_is_gone_behind_a_proxy_is_given_up_too() -> None:
+@played()
+async def test_who_is_gone_behind_a_proxy_is_given_up_too(scene: Scene) -> None:
     """The proxy takes connections, and ends them when it finds nobody behind it."""
-
-    async def scene(server: Server, leaving: Member) -> None:
-        given_up = asyncio.Event()
-        lease = leaving.lease(1)
-        lease.given_up = given_up.set
-        server.says_ready = False
-        server.die()
-        for _ in range(int(member.GONE_S)):
-            await asyncio.sleep(1)
-            server.restart()
-            await until("not_ready", leaving, 1)
-            assert not given_up.is_set()
-            server.die()
+    given_up = asyncio.Event()
+    lease = scene.member.lease(1)
+    lease.given_up = given_up.set
+    scene.server.says_ready = False
+    scene.server.die()
+    for _ in range(int(member.GONE_S)):
         await asyncio.sleep(1)
-        assert given_up.is_set()
-        lease.release()
-
-    play(scene)
+        scene.server.restart()
+        await scene.until("not_ready", 1)
+        assert not given_up.is_set()
+        scene.server.die()
+    await asyncio.sleep(1)
+    assert given_up.is_set()
+    lease.release()
 
 
 class SlowToEnd(Mute):

@@ -5,19 +5,14 @@ backend that cannot honour a field refuses it by name.
 """
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
-from openai import AsyncOpenAI
-
-from serve.backends.openai_http import OpenAiHttpBackend
 from serve.backends.triton_grpc import TritonBackend
-from serve.config import HttpConfig
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import fake_backend
 from tests.serve.conftest import Served, serving
+from tests.serve.openai_clients import relay_to
+from tests.serve.upstreams import DONE, JSON_HEAD, STREAM_HEAD, scripted, send
 from tests.triton_config import triton_at
 
 TOOL = {
@@ -112,109 +107,48 @@ CHUNKS = [
 USAGE = _chunk({}) | {"choices": [], "usage": WHOLE["usage"]}
 
 
-class Upstream:
-    """A server that answers each request with the same bytes, and keeps what it was sent."""
-
-    def __init__(self) -> None:
-        self.received: list[bytes] = []
-        self.answer = json.dumps(WHOLE, ensure_ascii=False, indent=1).encode()
-        dumped = [json.dumps(chunk, ensure_ascii=False) for chunk in CHUNKS]
-        self.events = "".join(f"data: {text}\n\n" for text in dumped).encode()
-        self.usage = f"data: {json.dumps(USAGE)}\n\n".encode()
-        self.done = b"data: [DONE]\n\n"
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        self.received.append(raw)
-        body = json.loads(raw)
-        if not body.get("stream"):
-            return web.Response(body=self.answer, content_type="application/json")
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        asked = (body.get("stream_options") or {}).get("include_usage")
-        stream = self.events + (self.usage if asked else b"") + self.done
-        for start in range(0, len(stream), 37):
-            await response.write(stream[start : start + 37])
-        return response
-
-    @asynccontextmanager
-    async def served(self) -> AsyncIterator[Served]:
-        app = web.Application()
-        app.router.add_post("/{path:.*}", self.handle)
-        app.router.add_get("/{path:.*}", _alive)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        backend = OpenAiHttpBackend("fake", HttpConfig(type="openai", url=url))
-        try:
-            async with serving(("fake", [backend])) as served:
-                yield served
-        finally:
-            await runner.cleanup()
+ANSWER = json.dumps(WHOLE, ensure_ascii=False, indent=1).encode()
+EVENTS = "".join(f"data: {json.dumps(c, ensure_ascii=False)}\n\n" for c in CHUNKS).encode()
+COUNTED = f"data: {json.dumps(USAGE)}\n\n".encode()
+STREAM = EVENTS + COUNTED + DONE
+ANSWERED = send(JSON_HEAD, ANSWER)
+STREAMED = send(STREAM_HEAD, *(STREAM[i : i + 37] for i in range(0, len(STREAM), 37)))
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 
 
-async def _alive(_request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": []})
+async def answer_of(served: Served, raw: bytes) -> bytes:
+    async with served.session.post(PATH, data=raw, headers=JSON) as answer:
+        assert answer.status == 200
+        return await answer.read()
 
 
 async def test_the_bytes_of_requests_and_answers_are_the_same() -> None:
-    upstream = Upstream()
-    async with upstream.served() as served:
-        for path, fields in [("/v1/chat/completions", f) for f, _ in CHATS.values()]:
+    async with (
+        scripted(ANSWERED) as upstream,
+        serving(("fake", [relay_to(upstream.url, type="openai")])) as served,
+    ):
+        for fields, _ in CHATS.values():
             body = {"model": "fake"} | CHAT | fields
-            for raw in (json.dumps(body), json.dumps(body, ensure_ascii=False, indent=2)):
-                headers = {"content-type": "application/json"}
-                async with served.session.post(path, data=raw.encode(), headers=headers) as answer:
-                    assert answer.status == 200 and await answer.read() == upstream.answer
-                assert upstream.received.pop() == raw.encode()
+            for text in (json.dumps(body), json.dumps(body, ensure_ascii=False, indent=2)):
+                assert await answer_of(served, text.encode()) == ANSWER
+                assert upstream.bodies.pop() == text.encode()
 
 
 async def test_the_bytes_of_streams_are_the_same() -> None:
-    upstream = Upstream()
-    async with upstream.served() as served:
+    async with (
+        scripted(STREAMED) as upstream,
+        serving(("fake", [relay_to(upstream.url, type="openai")])) as served,
+    ):
         for fields, _ in CHATS.values():
             body = {"model": "fake", "stream": True} | CHAT | fields
             counted = body | {"stream_options": {"include_usage": True}}
             raw = json.dumps(counted).encode()
-            async with served.session.post(
-                "/v1/chat/completions", data=raw, headers=JSON
-            ) as answer:
-                expected = upstream.events + upstream.usage + upstream.done
-                assert await answer.read() == expected
-            assert upstream.received.pop() == raw
+            assert await answer_of(served, raw) == STREAM
+            assert upstream.bodies.pop() == raw
             # Where the client did not ask for usage, the gateway does, and keeps it to itself.
-            raw = json.dumps(body).encode()
-            async with served.session.post(
-                "/v1/chat/completions", data=raw, headers=JSON
-            ) as answer:
-                assert await answer.read() == upstream.events + upstream.done
-            assert json.loads(upstream.received.pop()) == counted
-
-
-JSON = {"content-type": "application/json"}
-
-
-async def test_the_official_client_reads_tool_calls() -> None:
-    upstream = Upstream()
-    async with (
-        upstream.served() as served,
-        AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-") as client,
-    ):
-        ask: dict[str, Any] = {"model": "fake", "tools": [TOOL], **CHAT}
-        whole = await client.chat.completions.create(**ask)
-        assert whole.choices[0].finish_reason == "tool_calls"
-        assert [call.to_dict() for call in whole.choices[0].message.tool_calls or ()] == [CALL]
-        assert whole.choices[0].message.to_dict()["reasoning_content"] == "hm"
-        assert whole.to_dict()["prompt_logprobs"] == WHOLE["prompt_logprobs"]
-        arguments = reasoning = ""
-        async for chunk in await client.chat.completions.create(**ask, stream=True):
-            delta = chunk.choices[0].delta
-            reasoning += delta.to_dict().get("reasoning", "")
-            for call in delta.tool_calls or ():
-                assert call.function is not None
-                arguments += call.function.arguments or ""
-        assert json.loads(arguments) == {"city": "Kö\u2028ln"} and reasoning == "let me"
+            assert await answer_of(served, json.dumps(body).encode()) == EVENTS + DONE
+            assert json.loads(upstream.bodies.pop()) == counted
 
 
 async def test_a_backend_that_cannot_refuses_by_name() -> None:

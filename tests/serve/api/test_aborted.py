@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from serve.backends.triton_grpc import TritonBackend
 from serve.engine.request import Finished
 from tests.fake_servers import FakeTriton, running
-from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, pools
+from tests.serve.api.request.test_attempts import BODY, NO_BUDGET, TURNS, pools
 from tests.serve.in_process import in_process
+from tests.serve.openai_clients import triton_to
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
-from tests.triton_config import triton_at
 
-SETTINGS = pools(retries=NO_BUDGET, routing={"policy": "round_robin"})
+SETTINGS = pools(retries=NO_BUDGET, routing=TURNS)
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -132,7 +131,7 @@ class Stopping(FakeTriton):
 
 async def test_what_a_model_of_triton_aborts_is_answered_by_another() -> None:
     async with running(Stopping()) as triton:
-        stopping = TritonBackend("fake", triton_at(triton.url))
+        stopping = triton_to(triton.url)
         async with in_process(("fake", [stopping, Scripted(whole("good"))]), pools=SETTINGS) as it:
             for _ in range(4):
                 reply = await it.request("/v1/completions", BODY)

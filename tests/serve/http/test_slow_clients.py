@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.raw_site import CHUNKED, GET, POST, on_each_loop, site
+from tests.serve.http.raw_site import CHUNKED, GET, POST, on_each_loop, site
+from tests.serve.waiting import until
 
 
 @on_each_loop
@@ -19,11 +20,9 @@ async def test_more_connections_than_there_is_room_for() -> None:
         assert await third.refusal() == (503, "too_many_connections")
         third.writer.close()
         silent = await served.connect()
-        while served.protocol.guard.refused != 1:  # the third has gone
-            await asyncio.sleep(0.005)
+        await until(lambda: served.protocol.guard.refused == 1)  # the third has gone
         first.writer.close()
-        while len(served.protocol.guard.connections) > 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(served.protocol.guard.connections) <= 2)
         fourth = await served.connect(GET % b"")  # one that is turned away takes no place
         assert (await fourth.answer())[0] == 200
         assert await silent.ends() == b""  # nothing was asked, nothing is answered

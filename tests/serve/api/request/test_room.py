@@ -1,8 +1,7 @@
 """Who lost its backend waits for room at one that is full; who need not, does not."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -14,11 +13,13 @@ from tests.serve.api.request.test_attempts import (
     ask,
     dead,
     lost,
+    over,
     pools,
     refused,
 )
 from tests.serve.in_process import Client, in_process
 from tests.serve.upstreams import Scripted, chunk, whole
+from tests.serve.waiting import until
 
 
 class Held(Scripted):
@@ -36,13 +37,11 @@ class Held(Scripted):
 async def test_who_lost_its_backend_waits_for_room_at_one_that_is_full(failure: Any) -> None:
     dying, sound = Dying(failure()), Held(whole())
     sound.may = dying.died
-    settings = pools(retries=NO_BUDGET)
-    async with in_process(("fake", [dying, sound]), pools=settings) as served:
+    async with over(dying, sound, retries=NO_BUDGET) as served:
         first, second = served.gateway.pools["fake"].members
         second.max_in_flight = 1
         asking = [asyncio.create_task(ask(served)) for _ in range(10)]
-        while dying.asked < 9:
-            await asyncio.sleep(0)
+        await until(lambda: dying.asked >= 9)
         dying.died.set()
         first.go_out("gone", reachable=False)
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
@@ -51,24 +50,18 @@ async def test_who_lost_its_backend_waits_for_room_at_one_that_is_full(failure: 
         assert (await ask(served))[0] == 503
 
 
-@asynccontextmanager
-async def filled(served: Client, first: Scripted) -> AsyncIterator[None]:
+def filled(served: Client, first: Scripted) -> AbstractAsyncContextManager[Any]:
     """The first backend has all that it may have at once."""
     served.gateway.pools["fake"].members[0].max_in_flight = 1
-    gone = asyncio.Event()
-    request = served.request("/v1/completions", BODY | {"stream": True}, gone=gone)
-    holding = asyncio.create_task(request)
-    while not first.running:
-        await asyncio.sleep(0)
-    yield
-    gone.set()
-    await holding
+    return served.holding(first, BODY)
 
 
 async def test_the_wait_for_room_has_an_end() -> None:
     dying, full = Dying(dead()), Scripted([chunk(), None])
-    settings = pools(retries=NO_BUDGET, admission={"max_wait_s": 0.05})
-    async with in_process(("fake", [full, dying]), pools=settings) as served, filled(served, full):
+    async with (
+        over(full, dying, retries=NO_BUDGET, admission={"max_wait_s": 0.05}) as served,
+        filled(served, full),
+    ):
         dying.died.set()
         assert (await ask(served))[0] == 502 and dying.asked == 1
 

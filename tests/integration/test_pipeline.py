@@ -13,11 +13,12 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.manifest import Manifest
 from tests.integration.conftest import octet
 from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
 from tests.integration.servers.process import free_port
+from tests.plain_divergence import plain_divergence
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -79,7 +80,7 @@ def divergence(client: OpenAI, model: str, record: GoldenRecord) -> float:
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.top_logprobs is not None
     served = {int(k.removeprefix("token_id:")): v for k, v in logprobs.top_logprobs[0].items()}
-    return top_k_divergence(record.top, served)
+    return plain_divergence(record.top, served)
 
 
 def test_vllm_really_stores_e5m2(vllm: VllmServer) -> None:

@@ -20,7 +20,7 @@ from calibrate.rescale import rescale
 from calibrate.simulate.predict import predict
 from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from octet.artifacts.calibration import Calibration
-from octet.artifacts.golden import GoldenRecord, GoldenSet, top_k_divergence
+from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
@@ -28,6 +28,7 @@ from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import ServerFailed, VllmServer, cpu_flags
+from tests.plain_divergence import plain_divergence
 
 pytestmark = pytest.mark.vllm
 
@@ -148,7 +149,7 @@ def divergence(server: VllmServer, record: GoldenRecord) -> float:
     with urllib.request.urlopen(request, timeout=120) as response:
         (choice,) = json.load(response)["choices"]
     top = choice["logprobs"]["top_logprobs"][0]
-    return top_k_divergence(record.top, {int(k.split(":")[1]): v for k, v in top.items()})
+    return plain_divergence(record.top, {int(k.split(":")[1]): v for k, v in top.items()})
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

@@ -53,8 +53,9 @@ def done(
     out = tmp_path_factory.mktemp("calibrated") / "out"
     stream = io.StringIO()
     recipe, console = Recipe.load("fp8-static"), Console(file=stream, width=200)
-    options: Any = {"count": 128, "dtype": "float32", "console": console, "predict": False}
-    run(Options(model=moe, samples=tiny_samples, out=out, recipe=recipe, **options))
+    paths: Any = {"model": moe, "samples": tiny_samples, "out": out}
+    options = Options(**paths, recipe=recipe, count=128, dtype="float32", predict=False)
+    run(options, console=console)
     return Calibration.load(out), " ".join(stream.getvalue().split())
 
 

@@ -10,14 +10,13 @@ hidden states are in memory (`_STATES_BYTES` of them at a time). The cost of eac
 measured on some of the prompts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
@@ -27,14 +26,8 @@ from calibrate.quality.fused_units import find_units
 from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import CACHE
 from calibrate.samples.batches import make_batches, real
-from calibrate.simulate.cache import CacheRounding, round_attention
-from calibrate.simulate.model import (
-    decoded_weights,
-    layer_weights,
-    module_schemes,
-    replace_weights,
-    round_inputs,
-)
+from calibrate.simulate.cache import CacheRounding
+from calibrate.simulate.model import LayerSimulator, Weights, module_schemes, replace_weights
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.artifacts.golden import GoldenSet
 from octet.limit import LEAST_SAMPLES
@@ -88,15 +81,16 @@ class PromptCost:
         golden: GoldenSet,
         *,
         kv_cache: KvCacheDtype | None = None,
-        weights: Callable[[str], NDArray[np.float32] | None] | None = None,
+        weights: Weights | None = None,
         quantized: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
-        self._scales = DeviceScales(scales, torch.device(device))
+        self._device = torch.device(device)
         self._cache: KvCacheDtype = kv_cache or recipe.kv_cache
-        self._given = weights
         self._schemes = module_schemes(self._spec, recipe) if quantized else {}
+        found = DeviceScales(scales, self._device)
+        self._served = LayerSimulator(self._spec, self._schemes, found, weights)
         self._prompts = distinct_prompts(golden)
 
     @property
@@ -133,16 +127,18 @@ class PromptCost:
     ) -> list[Divergence]:
         """Measures variants in one sweep; each is unquantized up to its first quantized layer."""
         batches = make_batches(prompts, [""] * len(prompts), batch_size=_BATCH)
-        original = LayeredModel(self._checkpoint.unchanged(), "float32", self._scales.device)
+        original = LayeredModel(self._checkpoint.unchanged(), "float32", self._device)
         before = [original.embed(batch.token_ids) for batch in batches]
         now: list[list[Tensor] | None] = [None] * len(variants)
         model, plain = original, before
         if self._checkpoint.changes is not None:  # an algorithm changed the weights
-            model = LayeredModel(self._checkpoint, "float32", self._scales.device)
+            model = LayeredModel(self._checkpoint, "float32", self._device)
             plain = [model.embed(batch.token_ids) for batch in batches]
         for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):
             index, layer = pairs[-1]
-            decoded = self._decoded(layer, index, variants)
+            wanted = {name for variant in variants for name in variant.linears}
+            mine = sorted(wanted & self._served.of_layer(index).keys())
+            decoded = self._served.weights(layer, index, mine)
             for number, variant in enumerate(variants):
                 names = variant.linears & decoded.keys()
                 states = now[number]
@@ -165,35 +161,18 @@ class PromptCost:
             advance(batch.tokens)
         return [tally.divergence() for tally in found]
 
-    def _decoded(
-        self, layer: Any, index: int, variants: Sequence[_Variant]
-    ) -> Mapping[str, Tensor]:
-        """Returns dequantized float32 weights of the layer's linears that a variant quantizes."""
-        prefix = f"{self._spec.layer(index)}."
-        names = {n for variant in variants for n in variant.linears if n.startswith(prefix)}
-        found: dict[str, Tensor] = {}
-        for name in sorted(names):
-            given = None if self._given is None else self._given(name)
-            if given is not None:
-                weight = torch.from_numpy(np.asarray(given, np.float32))
-                found[name] = weight.to(self._scales.device)
-        left = {name: self._schemes[name] for name in names - found.keys()}
-        own = layer_weights(layer, prefix.removesuffix("."), self._spec, left)
-        return found | decoded_weights(own, left, self._scales)
-
     @contextmanager
     def _as(
         self, layer: Any, index: int, weights: Mapping[str, Tensor], *, cache: bool
     ) -> Iterator[None]:
         """While active, the layer uses `weights` and rounds the activations of those linears."""
-        prefix = self._spec.layer(index)
-        schemes = {name: self._schemes[name] for name in weights}
-        with ExitStack() as stack:
-            stack.enter_context(replace_weights(layer, prefix, self._spec, weights))
-            stack.enter_context(round_inputs(layer, index, self._spec, schemes, self._scales))
-            if cache:
-                rounding = CacheRounding(self._cache, own=self._cache == self._recipe.kv_cache)
-                stack.enter_context(round_attention(layer, prefix, rounding, self._scales))
+        rounding = None
+        if cache:
+            rounding = CacheRounding(self._cache, own=self._cache == self._recipe.kv_cache)
+        with (
+            replace_weights(layer, self._spec.layer(index), self._spec, weights),
+            self._served.rounding(layer, index, weights, rounding),
+        ):
             yield
 
 

@@ -5,16 +5,17 @@ its GEMM, and keys and values are rounded as they enter the cache. The GEMMs the
 model's own dtype: float32 gives the result of an exact kernel, bfloat16 adds its own noise. The
 cost is a second copy of the quantized weights, and some passes over each linear's activations.
 
-`simulate` is for a whole model in memory. Its parts each handle one decoder layer, so that a model
-can run layer by layer: `decoded_weights` and `replace_weights`, `round_inputs`, and
-`calibrate.simulate.cache.round_attention`.
+`simulate` is for a whole model in memory, `LayerSimulator` for one that runs layer by layer.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calibrate.decoder.experts import expert_weights, tap_experts
@@ -25,9 +26,11 @@ from octet.model.spec import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = [
+    "LayerSimulator",
     "Scales",
     "Schemes",
     "Watch",
+    "Weights",
     "decoded_weights",
     "layer_weights",
     "module_schemes",
@@ -38,6 +41,8 @@ __all__ = [
 ]
 
 Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weight and input scheme
+# weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
+Weights: TypeAlias = Callable[[str], NDArray[np.float32] | None]
 
 
 @contextmanager
@@ -101,6 +106,60 @@ def simulate_modules(
                 rounding = CacheRounding(kv_cache)
                 stack.enter_context(round_attention(layer, prefix, rounding, found, watch))
         yield
+
+
+@dataclass(frozen=True)
+class LayerSimulator:
+    """Makes one decoder layer at a time compute as it would be served.
+
+    `schemes` are those of all quantized linears. `exported(name)` returns an exported weight,
+    float32 [N, K], or None if it follows the recipe.
+    """
+
+    spec: ModelSpec
+    schemes: Schemes
+    scales: DeviceScales
+    exported: Weights | None = None
+
+    def of_layer(self, index: int) -> Schemes:
+        """Returns the schemes of the layer's quantized linears."""
+        prefix = f"{self.spec.layer(index)}."
+        return {name: pair for name, pair in self.schemes.items() if name.startswith(prefix)}
+
+    def weights(self, layer: nn.Module, index: int, names: Collection[str]) -> dict[str, Tensor]:
+        """Returns the weights of the layer's linears `names` as served, float32 [N, K]."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            weight = None if self.exported is None else self.exported(name)
+            if weight is not None:
+                own = torch.from_numpy(np.asarray(weight, np.float32))
+                found[name] = own.to(self.scales.device)
+        left = [name for name in names if name not in found]
+        for name, own in layer_weights(layer, self.spec.layer(index), self.spec, left).items():
+            found |= decoded_weights({name: own.float()}, self.schemes, self.scales)
+        return found
+
+    @contextmanager
+    def rounding(
+        self,
+        layer: nn.Module,
+        index: int,
+        names: Collection[str],
+        cache: CacheRounding | None,
+        scales: DeviceScales | None = None,
+    ) -> Iterator[None]:
+        """While active, rounds the activations of the linears `names`, and keys and values.
+
+        `scales` are used in place of the simulator's own, if given.
+        """
+        used = scales or self.scales
+        schemes = {name: self.schemes[name] for name in names}
+        with ExitStack() as stack:
+            stack.enter_context(round_inputs(layer, index, self.spec, schemes, used))
+            if cache is not None:
+                prefix = self.spec.layer(index)
+                stack.enter_context(round_attention(layer, prefix, cache, used))
+            yield
 
 
 def layer_weights(

@@ -7,7 +7,6 @@ which a server is compared. Attention is causal, so the first position depends o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +18,13 @@ from torch import Tensor
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.samples.batches import golden_batches
-from calibrate.simulate.cache import round_attention
 from calibrate.simulate.faults import (
     TakenScales,
     cache_rounding,
     changes_weights,
     faulty_weights,
 )
-from calibrate.simulate.model import (
-    Schemes,
-    decoded_weights,
-    layer_weights,
-    module_schemes,
-    replace_weights,
-    round_inputs,
-)
+from calibrate.simulate.model import LayerSimulator, Weights, module_schemes, replace_weights
 from calibrate.simulate.packed import Pack, packs
 from calibrate.simulate.scales import DeviceScales, Scales
 from calibrate.simulate.schedule import Run, fault_records, planned
@@ -48,9 +39,6 @@ __all__ = ["Answers", "Weights", "simulated"]
 _TOKENS = {"cpu": 512, "cuda": 16384}  # per batch: fits in a CPU cache, fills a GPU
 _TOGETHER = 2  # a packed row, without padding, holds this many batches' worth
 _KEPT_BYTES = 1 << 30  # layers are read once, not once a sweep, if all fit in this
-
-# weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
-Weights = Callable[[str], NDArray[np.float32] | None]
 
 
 @dataclass
@@ -109,10 +97,10 @@ class _Bench:
         device: torch.device,
     ) -> None:
         self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
-        self._given, self._device = weights, device
+        self._device = device
         self._taken = TakenScales(scales, recipe, device)
-        self._honest = DeviceScales(scales, device)
-        self._schemes = module_schemes(self._spec, recipe)
+        schemes = module_schemes(self._spec, recipe)
+        self._served = LayerSimulator(self._spec, schemes, DeviceScales(scales, device), weights)
         self._models: dict[ComputeDtype, LayeredModel] = {}
         self._golden = golden
         ours = fault_records(golden)
@@ -174,10 +162,10 @@ class _Bench:
 
     def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
         prefix = self._spec.layer(index)
-        mine = {n: pair for n, pair in self._schemes.items() if n.startswith(f"{prefix}.")}
+        mine = self._served.of_layer(index)
         decoded: dict[str, Tensor] = {}
         if any(run.hypothesis.path.weights for run in runs):
-            decoded = self._weights(next(iter(layers.values())), prefix, mine)
+            decoded = self._served.weights(next(iter(layers.values())), index, mine)
         # Runs that use the same weights, in the same dtype, run one after another.
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
@@ -189,44 +177,21 @@ class _Bench:
             weights = decoded if quantized else {}
             if faulty is not None:
                 hypothesis = group[0].hypothesis
-                weights = faulty_weights(decoded, mine, self._honest, self._spec, hypothesis)
+                weights = faulty_weights(decoded, mine, self._served.scales, self._spec, hypothesis)
             layer = layers[dtype]
             model = self._model(dtype)
             with replace_weights(layer, prefix, self._spec, weights):
                 for run in group:
-                    with self._rounding(layer, index, mine, run.hypothesis):
+                    rounded = mine if run.hypothesis.path.activations else ()
+                    cache = cache_rounding(run.hypothesis, self._recipe)
+                    scales = self._taken.of(run.hypothesis)
+                    with self._served.rounding(layer, index, rounded, cache, scales):
                         run.states = [
                             pack.finish(model, layer, states)
                             if index == self._spec.layers - 1
                             else pack.forward(model, layer, states)
                             for pack, states in zip(self._of(run), run.states, strict=True)
                         ]
-
-    def _weights(self, layer: Any, prefix: str, schemes: Schemes) -> dict[str, Tensor]:
-        """Returns the dequantized float32 weights of a layer's quantized linears."""
-        given = {name: self._given(name) for name in schemes} if self._given is not None else {}
-        found = {
-            name: torch.from_numpy(np.asarray(weight, np.float32)).to(self._device)
-            for name, weight in given.items()
-            if weight is not None
-        }
-        left = {name: pair for name, pair in schemes.items() if name not in found}
-        for name, own in layer_weights(layer, prefix, self._spec, left).items():
-            found |= decoded_weights({name: own.float()}, left, self._honest)
-        return found
-
-    @contextmanager
-    def _rounding(
-        self, layer: Any, index: int, schemes: Schemes, hypothesis: Hypothesis
-    ) -> Iterator[None]:
-        prefix, scales = self._spec.layer(index), self._taken.of(hypothesis)
-        rounded = schemes if hypothesis.path.activations else {}
-        cache = cache_rounding(hypothesis, self._recipe)
-        with (
-            round_inputs(layer, index, self._spec, rounded, scales),
-            round_attention(layer, prefix, cache, scales),
-        ):
-            yield
 
     def _model(self, dtype: ComputeDtype) -> LayeredModel:
         if dtype not in self._models:

@@ -7,13 +7,13 @@ from typing import Literal
 from calibrate.quality.gate import Gate
 from calibrate.quality.refused import check_refused, refused_directory
 from calibrate.samples.source import Sampling
-from octet.artifacts.manifest import check_destination
-from octet.errors import ConfigError, UnsupportedError
+from octet.artifacts.manifest import Manifest, check_destination
+from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
-__all__ = ["Options", "validate"]
+__all__ = ["Options", "validate", "validate_rescale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +66,33 @@ def validate(options: Options) -> Checkpoint:
             " one of the two, or use smoothquant"
         )
     options.check()
+    return checkpoint
+
+
+def validate_rescale(
+    calibration: Path,
+    out: Path,
+    *,
+    recipe: Recipe,
+    model: Path | None,
+    gate: Gate | None,
+    force: bool,
+) -> Checkpoint:
+    """Opens the checkpoint that `calibration` is of, as `validate` does; reads no tensor.
+
+    `model` overrides the path that the calibration recorded.
+    """
+    inputs = [calibration, *([model] if model else [])]
+    check_destination(out, force=force, inputs=inputs, kind="calibration")
+    manifest = Manifest.load(calibration, "calibration", verify=False)
+    where = model or Path(manifest.details.get("source", "(not recorded)"))
+    if model is None and not where.is_dir():
+        raise ArtifactError(
+            f"{calibration}: its checkpoint {where} is not there; say where with --model"
+        )
+    checkpoint = Checkpoint.open(where)
+    recipe.check_patterns(checkpoint.spec.linear_names)
+    if gate is not None:
+        gate.check_spec(checkpoint.spec, calibration)
+        check_refused(refused_directory(out))
     return checkpoint

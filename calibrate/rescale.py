@@ -19,9 +19,10 @@ from rich.console import Console
 
 from calibrate.journal.identity import arithmetic_of
 from calibrate.observe.histogram import Histograms
+from calibrate.options import validate_rescale
 from calibrate.quality.gate import Gate, Outcome
 from calibrate.quality.golden_cost import PromptCost, check_prompts, judge_prompts
-from calibrate.quality.refused import check_refused, drop_refused, refused_directory
+from calibrate.quality.refused import drop_refused, refused_directory
 from calibrate.report.console import print_report
 from calibrate.report.document import build_report
 from calibrate.scales.convergence import Convergence, convergence
@@ -30,8 +31,8 @@ from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with
 from calibrate.simulate.predict import expected_divergence
 from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
-from octet.artifacts.manifest import Manifest, check_destination, software
-from octet.errors import ArtifactError, ConfigError
+from octet.artifacts.manifest import Manifest, software
+from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
@@ -58,15 +59,11 @@ def rescale(
     was altered, ConfigError for a recipe that does not fit the model, and GateError for one that
     costs more on the golden prompts than `gate` allows; each leaves `out` unchanged.
     """
-    reads = [calibration, *([model] if model else [])]
-    check_destination(out, force=force, inputs=reads, kind="calibration")
+    opened = validate_rescale(calibration, out, recipe=recipe, model=model, gate=gate, force=force)
     origin = Calibration.load(calibration)
-    checkpoint = _checkpoint(origin, model)
-    recipe.check_patterns(checkpoint.spec.linear_names)
+    checkpoint = _as_calibrated(opened, origin)
     if gate is not None:
-        gate.check_spec(checkpoint.spec, calibration)
         check_prompts(gate, origin.golden)
-        check_refused(refused_directory(out))
     fitted = _fitted(origin, recipe)
 
     told = _report_of(origin)
@@ -137,14 +134,8 @@ def rescale(
     return written
 
 
-def _checkpoint(origin: Calibration, model: Path | None) -> Checkpoint:
-    """Opens and verifies the calibrated checkpoint, with the calibration's changed weights."""
-    where = model or Path(origin.manifest.details.get("source", "(not recorded)"))
-    if model is None and not where.is_dir():
-        raise ArtifactError(
-            f"{origin.path}: its checkpoint {where} is not there; say where with --model"
-        )
-    checkpoint = Checkpoint.open(where)
+def _as_calibrated(checkpoint: Checkpoint, origin: Calibration) -> Checkpoint:
+    """Verifies the calibrated checkpoint, and returns it with the calibration's changed weights."""
     origin.manifest.model.require(checkpoint)
     changed = origin.path / WEIGHTS_FILE
     return checkpoint.with_changes(changed) if changed.exists() else checkpoint

@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from calibrate.options import Options, validate
-from calibrate.quality.gate import Gate
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError
 from octet.interrupts import held_back
@@ -114,6 +112,9 @@ def calibrate(
     that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
     it did not write. Under torchrun, processes share the samples.
     """
+    from calibrate.options import Options, validate
+    from calibrate.quality.gate import Gate
+
     options = Options(
         model=model,
         samples=samples,
@@ -185,8 +186,15 @@ def rescale(
     """
     if recipe is None and kv_cache is None and exclude is None:
         raise ConfigError("what should change? Give --recipe, --kv-cache or --exclude")
-    base = Manifest.load(calibration, "calibration").recipe if recipe is None else recipe
+    from calibrate.options import validate_rescale
+    from calibrate.quality.gate import Gate
+
+    gate = Gate.parse(max_kl, max_ppl_change)
+    base = recipe or Manifest.load(calibration, "calibration", verify=False).recipe
     chosen = chosen_recipe(base, kv_cache, exclude)
+    validate_rescale(  # before torch is loaded
+        calibration, out, recipe=chosen, model=model, gate=gate, force=force
+    )
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
         from calibrate.rescale import rescale as derive
@@ -197,7 +205,7 @@ def rescale(
         out,
         recipe=chosen,
         model=model,
-        gate=Gate.parse(max_kl, max_ppl_change),
+        gate=gate,
         predict=predict,
         force=force,
         console=console_for(as_json),

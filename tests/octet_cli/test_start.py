@@ -44,6 +44,20 @@ NEWER = (
     " pip install -U octet-llm"
 )
 REFUSED = {
+    "calibrate absent --samples texts.jsonl -o out": "absent: no such directory",
+    "calibrate plain --samples texts.jsonl -o out": "plain: not a Hugging Face checkpoint",
+    "calibrate torn --samples texts.jsonl -o out": "torn/config.json: ",
+    "calibrate model --samples absent -o out": "absent: no such file",
+    "calibrate model --samples texts.jsonl -o taken": EXISTS,
+    "calibrate model --samples texts.jsonl -o out --recipe fp9": "unknown recipe 'fp9'",
+    "calibrate model --samples texts.jsonl -o out --exclude x": "recipe fp8+exclude: exclude: no",
+    "calibrate model --samples texts.jsonl -o out --budget kl": "budget 'kl': write kl=0.005",
+    "calibrate model --samples texts.jsonl -o out --max-kl x": "--max-kl 'x': 'x' is not a",
+    "rescale absent -o out --recipe fp8": ABSENT,
+    "rescale newer -o out --recipe fp8": NEWER,
+    "rescale calibration -o taken --recipe fp8": EXISTS,
+    "rescale calibration -o out --recipe fp8": "calibration: its checkpoint (not recorded) is not",
+    "rescale calibration -o out --recipe fp8 --max-kl x": "--max-kl 'x': 'x' is not a positive",
     "verify absent": ABSENT,
     "verify plain": "plain: neither an Octet artifact (no manifest.json) nor a checkpoint",
     "verify newer": NEWER,
@@ -85,8 +99,10 @@ def refusals(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str, list[str]]]:
     directory = tmp_path_factory.mktemp("start")
-    for name in ("plain", "taken", "newer"):
+    for name in ("plain", "taken", "newer", "torn"):
         (directory / name).mkdir()
+    (directory / "torn" / "config.json").write_text("{")
+    (directory / "model").symlink_to(tiny_model)
     (directory / "plain" / "notes.txt").write_text("mine")
     (directory / "taken" / "manifest.json").write_text("{}")
     (directory / "newer" / "manifest.json").write_text('{"schema_version": 2}')

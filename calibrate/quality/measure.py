@@ -18,8 +18,7 @@ from calibrate.quality.sensitivity import (
     measure_sensitivity,
     measurements,
 )
-from calibrate.samples.inputs import Inputs
-from calibrate.samples.split import CALIBRATION
+from calibrate.samples.inputs import CALIBRATION, Inputs
 from calibrate.scales.derive import Quantization
 from calibrate.simulate.model import simulate
 from octet.limit import LEAST_SAMPLES, Limit

@@ -12,8 +12,8 @@ vLLM refuses an E5M2 cache with this layout.
 from collections.abc import Mapping
 from typing import Any
 
+from export.checkpoint.fused import describe
 from export.checkpoint.layout import CacheScale, Tensors, check_cache, float32, kept, weight
-from export.fused import describe
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.spec import Linear

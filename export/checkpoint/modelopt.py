@@ -18,8 +18,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from export.checkpoint.fused import describe
 from export.checkpoint.layout import CacheScale, Tensors, check_cache, e4m3, float32, kept, weight
-from export.fused import describe
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.spec import Linear

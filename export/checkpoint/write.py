@@ -31,11 +31,10 @@ from rich.console import Console
 from export.accuracy_gate import Judge, finish
 from export.checkpoint.compressed_tensors import CompressedTensors
 from export.checkpoint.fp8 import Fp8
+from export.checkpoint.fused import check_fused, check_tensor_parallel
 from export.checkpoint.layout import CacheScale, Layout, Tensors, float32
 from export.checkpoint.modelopt import ModelOpt
 from export.checkpoint.shard_reader import ShardReader
-from export.checkpoint.tensor_parallel import check_tensor_parallel
-from export.fused import check_fused
 from export.source import Source, require_space
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.errors import ConfigError, OctetError, UnsupportedError, nearest

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.samples.rows import Limited, LongPolicy, Row, limit_rows, pack_rows
+from calibrate.samples.plan import Limited, LongPolicy, Row, limit_rows, pack_rows
 from octet.errors import SampleError
 
 END = 0

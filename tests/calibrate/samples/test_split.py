@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from calibrate.samples.inputs import split_samples
 from calibrate.samples.source import load_samples
-from calibrate.samples.split import split_samples
 from octet.errors import SampleError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from export.checkpoint.tensor_parallel import check_tensor_parallel
+from export.checkpoint.fused import check_tensor_parallel
 from export.checkpoint.write import export_checkpoint
 from export.source import Source
 from octet.errors import UnsupportedError

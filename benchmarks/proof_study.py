@@ -4,7 +4,7 @@
 
 DIRECTORY holds what `proof_study_servers.py` recorded and `proof_study_simulate.py` simulated. Each
 draw is a golden set of 64 prompts as `calibrate` would take it, from a pool of them: its reference,
-its hypotheses (faults on 24 of its prompts, as in an artifact) and a server's answers to it. It is
+its scenarios (faults on 24 of its prompts, as in an artifact) and a server's answers to it. It is
 judged as `octet verify URL` does, on all of its prompts at once, and as the gateway does, at up to
 three looks. Draws of the first table share no prompt; those of a hundred seeds take one prompt of
 each length from the pool, so that they overlap, and their bound holds for this pool of prompts.
@@ -28,7 +28,7 @@ from proof_study_simulate import GOLDEN, STEP, load_golden, unpack
 
 from calibrate.simulate.schedule import fault_records
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import HypothesisSet
+from octet.artifacts.scenarios import ScenarioSet
 from octet.proof.causes import ANOTHER_MODEL
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.judge import judge
@@ -56,7 +56,7 @@ def main() -> None:
     golden = load_golden(options.directory / "sim" / GOLDEN)
     wanted = options.only.split(",") if options.only else None
     rows = []
-    artifacts: dict[str, HypothesisSet] = {}
+    artifacts: dict[str, ScenarioSet] = {}
     for server in SERVERS:
         if wanted is not None and server.name not in wanted:
             continue
@@ -82,7 +82,7 @@ def main() -> None:
         simulations=f"on an H200: the same arithmetic, other last bits; kept to {STEP:.1e} nats",
         bound="of right servers not admitted, of wrong ones admitted: none in n, so that their rate"
         " is below 1 - 0.05^(1/n) with 95 % confidence",
-        least_z="of all draws: Vuong's z of the nearest hypothesis that shows, for or against it",
+        least_z="of all draws: Vuong's z of the nearest scenario that shows, for or against it",
     )
     card |= {"note": options.note} if options.note else {}
     report("proof_study", card, rows, options.output)
@@ -93,10 +93,10 @@ def main() -> None:
 
 @dataclass
 class Study:
-    """One server's answers to the pool, with the pool's reference and its artifact's hypotheses."""
+    """One server's answers to the pool, with the pool's reference and its artifact's scenarios."""
 
     golden: GoldenSet
-    hypotheses: HypothesisSet
+    scenarios: ScenarioSet
     answers: Sequence[Response]
     engine: Engine | None  # that is declared
     strata: int = len(LENGTHS)
@@ -104,7 +104,7 @@ class Study:
     @property
     def draws(self) -> int:
         """How many draws share no prompt."""
-        simulated = next(iter(self.hypotheses.logprobs.values())).shape[1]
+        simulated = next(iter(self.scenarios.logprobs.values())).shape[1]
         return min(len(self.answers), simulated) // self.strata
 
     def disjoint(self, draw: int) -> list[int]:
@@ -115,7 +115,7 @@ class Study:
         chosen = np.random.default_rng(seed).integers(self.draws, size=self.strata)
         return [int(draw) * self.strata + n for n, draw in enumerate(chosen)]
 
-    def part(self, records: Sequence[int]) -> tuple[GoldenSet, HypothesisSet, list[Response]]:
+    def part(self, records: Sequence[int]) -> tuple[GoldenSet, ScenarioSet, list[Response]]:
         """As an artifact would hold them, and the answers."""
         golden = self.golden.model_copy(
             update={"records": tuple(self.golden.records[n] for n in records)}
@@ -123,13 +123,13 @@ class Study:
         kept = np.zeros(len(records), bool)
         kept[fault_records(golden)] = True
         logprobs = {}
-        for hypothesis, values in self.hypotheses.logprobs.items():
+        for scenario, values in self.scenarios.logprobs.items():
             mine = values[:, records].copy()
-            if hypothesis.fault is not None:
+            if scenario.fault is not None:
                 mine[:, ~kept] = np.nan
             if not np.isnan(mine).all():
-                logprobs[hypothesis] = mine
-        found = HypothesisSet(golden.weights_sha256, self.hypotheses.recipe, logprobs)
+                logprobs[scenario] = mine
+        found = ScenarioSet(golden.weights_sha256, self.scenarios.recipe, logprobs)
         return golden, found, [replace(self.answers[n], record=i) for i, n in enumerate(records)]
 
 
@@ -153,10 +153,10 @@ class Tally:
 
 
 def _margin(verdict: Verdict, declared: Declared) -> float | None:
-    """Vuong's z between the best honest path and the hypothesis that comes nearest to it.
+    """Vuong's z between the best honest path and the scenario that comes nearest to it.
 
     Of an admitted server how far the nearest that shows is behind; of a refused one how far the
-    likeliest is ahead. None for another model, which no hypothesis explains.
+    likeliest is ahead. None for another model, which no scenario explains.
     """
     if verdict.cause == ANOTHER_MODEL:
         return None
@@ -172,12 +172,12 @@ def _rows(
     tallies = {how: Tally() for how in KINDS}
     divergences = []
     for seed, records in enumerate(draws):
-        golden, hypotheses, responses = study.part(records)
-        declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2", engine=study.engine)
-        at_once = judge(golden, hypotheses, declared, responses)
+        golden, scenarios, responses = study.part(records)
+        declared = declared_paths(scenarios, PRESETS["fp8"], "e5m2", engine=study.engine)
+        at_once = judge(golden, scenarios, declared, responses)
         divergences.append(at_once.measure.kl_mean)
         tallies["at once"].add(at_once, declared)
-        verdict = _in_looks(golden, hypotheses, declared, responses, seed)
+        verdict = _in_looks(golden, scenarios, declared, responses, seed)
         tallies["in looks"].add(verdict, declared)
     for how, tally in tallies.items():
         yield _row(server, f"{len(draws)} {kind}, {how}", len(draws), tally, divergences)
@@ -185,17 +185,17 @@ def _rows(
 
 def _in_looks(
     golden: GoldenSet,
-    hypotheses: HypothesisSet,
+    scenarios: ScenarioSet,
     declared: Declared,
     responses: Sequence[Response],
     seed: int,
 ) -> Verdict:
     """As the gateway admits: until it is decided, or all has been asked."""
-    parts = list(parts_of(order(golden, seed, first=simulated(hypotheses))))
+    parts = list(parts_of(order(golden, seed, first=simulated(scenarios))))
     asked: list[Response] = []
     for part in parts:
         asked += [responses[n] for n in part]
-        verdict = judge(golden, hypotheses, declared, asked, looks=len(parts))
+        verdict = judge(golden, scenarios, declared, asked, looks=len(parts))
         if verdict.outcome != "inconclusive":
             break
     return verdict

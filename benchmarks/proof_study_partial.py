@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     golden = load_golden(options.directory / "sim" / GOLDEN)
-    hypotheses = unpack(options.directory / "sim", "under", golden)
+    scenarios = unpack(options.directory / "sim", "under", golden)
     right, halved, dropped = (
         _answers(options.directory / f"answers-under-{name}.jsonl")
         for name in ("correct", "halved", "nokscale")
@@ -66,7 +66,7 @@ def main() -> None:
             # Another place in each draw: prompts are ordered by length.
             exchanged = (place + 5 * draw) % every == 0 if every else length > LONG
             mixed.append(broken[what](answer) if exchanged else answer)
-        study = Study(golden, hypotheses, mixed, None)
+        study = Study(golden, scenarios, mixed, None)
         found = _found(study, range(min(options.draws, study.draws)))
         which = f"1 in {every}" if every else f"over {LONG} tokens"
         rows += [{"instead": what, "prompts": which, "asked": n, **x} for n, x in found.items()]
@@ -81,13 +81,13 @@ def _found(study: Study, draws: Sequence[int]) -> dict[int, Counter[str]]:
     """Outcomes by how many prompts were asked."""
     found: dict[int, Counter[str]] = {}
     for draw in draws:
-        golden, hypotheses, responses = study.part(study.disjoint(draw))
-        declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2")
-        parts = list(parts_of(order(golden, draw, first=simulated(hypotheses))))
+        golden, scenarios, responses = study.part(study.disjoint(draw))
+        declared = declared_paths(scenarios, PRESETS["fp8"], "e5m2")
+        parts = list(parts_of(order(golden, draw, first=simulated(scenarios))))
         asked: list[Response] = []
         for part in parts:
             asked += [responses[n] for n in part]
-            verdict = judge(golden, hypotheses, declared, asked, looks=len(parts))
+            verdict = judge(golden, scenarios, declared, asked, looks=len(parts))
             tally = found.setdefault(
                 len(asked), Counter({"worse": 0, "inconclusive": 0, "as_expected": 0})
             )

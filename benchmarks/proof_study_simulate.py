@@ -1,10 +1,10 @@
-"""The reference and every hypothesis over the pool of the proof study, where there are cores and a
+"""The reference and every scenario over the pool of the proof study, where there are cores and a
 GPU: `python benchmarks/proof_study_simulate.py INPUTS OUT [--device cuda]`.
 
 INPUTS holds `pool.json` and `<artifact>.npz`, the scales of each artifact's calibration; and the
 reference, if it has been computed before. OUT gets
 `golden.json.gz`, of the unscaled model: the artifacts' keys differ by a power of two, which changes
-no bit of the reference; and `<artifact>-<n>.npz`, hypotheses as `pack` writes them.
+no bit of the reference; and `<artifact>-<n>.npz`, scenarios as `pack` writes them.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 
 MODEL = Path(__file__).parents[1] / "examples" / "python-lm" / "model"
 ARTIFACTS = {"under": -16, "plain": 0, "over": 14}  # keys times two to this power
 GOLDEN = "golden.json.gz"
 STEP = 1 / 2048  # nats to which simulated log-probabilities are kept: far below what rounding moves
 UNKNOWN = -32768
-FILE_BYTES = 15 << 20  # of hypotheses in a file, before it is compressed
+FILE_BYTES = 15 << 20  # of scenarios in a file, before it is compressed
 
 
 def main() -> None:
@@ -81,8 +81,8 @@ def _golden(prompts: list[tuple[str, list[int]]]) -> GoldenSet:
     return golden_set(Checkpoint.open(MODEL), [(text, list(ids)) for text, ids in prompts])
 
 
-def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> HypothesisSet:
-    """Every hypothesis of the artifact, faults too, over all of `golden`."""
+def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> ScenarioSet:
+    """Every scenario of the artifact, faults too, over all of `golden`."""
     from calibrate.simulate import predict
     from calibrate.simulate import schedule as simulate_runs
     from octet.model.checkpoint import Checkpoint
@@ -95,35 +95,35 @@ def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> Hypothes
         if ARTIFACTS[name]:
             model = scale_keys(MODEL, Path(directory) / name, ARTIFACTS[name])
         recipe = PRESETS["fp8"]
-        return predict.hypotheses(Checkpoint.open(model), recipe, scales, golden, device=device)
+        return predict.scenarios(Checkpoint.open(model), recipe, scales, golden, device=device)
 
 
-def pack(out: Path, name: str, golden: GoldenSet, found: HypothesisSet) -> None:
+def pack(out: Path, name: str, golden: GoldenSet, found: ScenarioSet) -> None:
     """Differences from the reference in steps of `STEP`, int16 [repeats, records, 8, 20]."""
     reference = reference_of(golden)
     files: list[dict[str, NDArray[np.int16]]] = [{}]
-    for hypothesis, values in found.logprobs.items():
+    for scenario, values in found.logprobs.items():
         if sum(x.nbytes for x in files[-1].values()) + 2 * values.size > FILE_BYTES:
             files.append({})
         steps = np.round((values - reference) / STEP)
         known = np.where(np.isnan(steps), UNKNOWN, np.clip(steps, -32000, 32000))
-        files[-1][hypothesis.model_dump_json()] = known.astype(np.int16)
+        files[-1][scenario.model_dump_json()] = known.astype(np.int16)
     for number, arrays in enumerate(files):
         np.savez_compressed(out / f"{name}-{number}.npz", **arrays)
 
 
-def unpack(directory: Path, name: str, golden: GoldenSet) -> HypothesisSet:
+def unpack(directory: Path, name: str, golden: GoldenSet) -> ScenarioSet:
     """What `pack` wrote."""
     reference = reference_of(golden)
-    found: dict[Hypothesis, NDArray[np.float32]] = {}
+    found: dict[Scenario, NDArray[np.float32]] = {}
     for path in sorted(directory.glob(f"{name}-*.npz")):
         with np.load(path) as file:
             for key in file.files:
                 steps = file[key]
                 values = np.where(steps == UNKNOWN, np.nan, reference + steps * np.float32(STEP))
-                hypothesis = Hypothesis.model_validate_json(key)
-                found[hypothesis] = values.astype(np.float32)
-    return HypothesisSet(golden.weights_sha256, "fp8", found)
+                scenario = Scenario.model_validate_json(key)
+                found[scenario] = values.astype(np.float32)
+    return ScenarioSet(golden.weights_sha256, "fp8", found)
 
 
 def reference_of(golden: GoldenSet) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from calibrate.simulate.predict import Prediction
 from calibrate.solve import Solution
 from octet.artifacts.calibration import Content
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.storage.tensors import Tensor, write_tensors
 
@@ -69,7 +69,7 @@ def report_files(
         files["convergence.json"] = json.dumps(course.as_json(), indent=1) + "\n"
     if prediction is not None:
         files[EXPECTED_FILE] = prediction.expected.to_json()
-        files[HYPOTHESES_FILE] = prediction.hypotheses.save
+        files[SCENARIOS_FILE] = prediction.scenarios.save
     return files
 
 

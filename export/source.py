@@ -17,7 +17,7 @@ from export.codes import weight_codes
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Kind, Manifest, software
-from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import ArtifactError, ExportError
 from octet.model.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class Source:
         missing. With `shards=False` the shards are not hashed here: a caller that streams them
         hashes them on the way, see `require_shard`.
         """
-        stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE, HYPOTHESES_FILE))
+        stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE, SCENARIOS_FILE))
         opened = Calibration.load(calibration)
         where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
         if model is None and not where.is_dir():
@@ -167,7 +167,7 @@ class Source:
         """
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
         files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
-        files.append(self.calibration.path / HYPOTHESES_FILE)
+        files.append(self.calibration.path / SCENARIOS_FILE)
         files += [self.calibration.path / EXPECTED_FILE] if quantized else []
         files += [self.checkpoint.path / "config.json"] if config else []
         for file in files:

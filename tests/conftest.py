@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, and as much time for each as it takes: neither chance nor a busy
-# machine makes a test fail. `--hypothesis-profile default` looks at others.
+# machine makes a test fail. `--scenario-profile default` looks at others.
 settings.register_profile(
     "octet", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

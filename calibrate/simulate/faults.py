@@ -14,7 +14,7 @@ from calibrate.decoder.rounding import round_to
 from calibrate.simulate.cache import CacheRounding
 from calibrate.simulate.model import Schemes
 from calibrate.simulate.scales import DeviceScales, Scales
-from octet.artifacts.scenarios import FaultKind, Hypothesis
+from octet.artifacts.scenarios import FaultKind, Scenario
 from octet.model.spec import ModelSpec
 from octet.numerics.formats import FORMATS
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
@@ -43,9 +43,9 @@ def mergeable(scheme: TensorScheme) -> bool:
     return scheme.granularity in ("tensor", "channel")
 
 
-def cache_rounding(hypothesis: Hypothesis, recipe: Recipe) -> CacheRounding:
+def cache_rounding(scenario: Scenario, recipe: Recipe) -> CacheRounding:
     """Returns how the cache of a scenario is written and read back."""
-    path, fault = hypothesis.path, hypothesis.fault
+    path, fault = scenario.path, scenario.fault
     return CacheRounding(
         path.kv_cache,
         toward_zero=path.kv_rounding == "truncate",
@@ -55,14 +55,14 @@ def cache_rounding(hypothesis: Hypothesis, recipe: Recipe) -> CacheRounding:
     )
 
 
-def faulty_scales(scales: Scales, recipe: Recipe, hypothesis: Hypothesis) -> Scales:
+def faulty_scales(scales: Scales, recipe: Recipe, scenario: Scenario) -> Scales:
     """Returns the scales that an engine uses under the scenario; weight scales are not changed.
 
     `scales` are those of a calibration. A cache whose bytes are read in another format than they
     were written in uses the scales of the recipe's cache. Raises KeyError, naming the scale, if one
     is missing.
     """
-    fault, cache = hypothesis.fault, hypothesis.path.kv_cache
+    fault, cache = scenario.fault, scenario.path.kv_cache
     if fault is None or fault.kind in _OF_WEIGHTS:
         return scales
     one = np.ones((), np.float32)
@@ -90,19 +90,19 @@ class TakenScales:
         self._scales, self._recipe, self._device = scales, recipe, device
         self._found: dict[tuple[FaultKind | None, KvCacheDtype], DeviceScales] = {}
 
-    def of(self, hypothesis: Hypothesis) -> DeviceScales:
-        fault = hypothesis.fault
-        key = (None if fault is None else fault.kind, hypothesis.path.kv_cache)
+    def of(self, scenario: Scenario) -> DeviceScales:
+        fault = scenario.fault
+        key = (None if fault is None else fault.kind, scenario.path.kv_cache)
         if key not in self._found:
-            taken = faulty_scales(self._scales, self._recipe, hypothesis)
+            taken = faulty_scales(self._scales, self._recipe, scenario)
             self._found[key] = DeviceScales(taken, self._device)
         return self._found[key]
 
 
-def changes_weights(hypothesis: Hypothesis, layer: int) -> bool:
+def changes_weights(scenario: Scenario, layer: int) -> bool:
     """Returns True if the fault changes the dequantized weights of decoder layer `layer`."""
-    fault = hypothesis.fault
-    if fault is None or fault.kind not in _OF_WEIGHTS or not hypothesis.path.weights:
+    fault = scenario.fault
+    if fault is None or fault.kind not in _OF_WEIGHTS or not scenario.path.weights:
         return False
     return fault.layer is None or fault.layer == layer
 
@@ -112,10 +112,10 @@ def faulty_weights(
     schemes: Schemes,
     scales: DeviceScales,
     spec: ModelSpec,
-    hypothesis: Hypothesis,
+    scenario: Scenario,
 ) -> dict[str, Tensor]:
     """Returns a layer's dequantized `weights`, float32 [N, K], under the fault; modifies none."""
-    fault = hypothesis.fault
+    fault = scenario.fault
     assert fault is not None
     if fault.kind == "weight_scales_scaled":
         factor = 1.0 if fault.factor is None else fault.factor

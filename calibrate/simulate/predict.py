@@ -1,6 +1,6 @@
 """Predicts divergence and log-probabilities on the golden prompts, for each way of serving.
 
-Each scenario (`Hypothesis`) is simulated layer by layer (`calibrate.simulate.run`). The comparison
+Each scenario (`Scenario`) is simulated layer by layer (`calibrate.simulate.run`). The comparison
 uses what an API returns: the 20 likeliest tokens. `expected.json` has the divergence after the
 prompt of each serving path, with a range (`octet.proof.expected_range`). `hypotheses.octet` has the
 log-probabilities of the reference's likeliest tokens, at every position, for every scenario.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales
-from calibrate.simulate.scenarios import hypotheses_of, serving_paths
+from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from octet.artifacts.golden import POSITIONS, GoldenSet
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
@@ -31,8 +31,8 @@ __all__ = [
     "Prediction",
     "Weights",
     "expected_divergence",
-    "hypotheses",
     "predict",
+    "scenarios",
     "serving_paths",
 ]
 
@@ -44,7 +44,7 @@ class Prediction:
     """Expected divergence of each serving path, and log-probabilities of each scenario."""
 
     expected: ExpectedSet
-    hypotheses: HypothesisSet
+    scenarios: ScenarioSet
 
 
 def predict(
@@ -64,7 +64,7 @@ def predict(
     export. `advance` receives token counts as work progresses; they add up to the tokens of the
     golden prompts. Raises KeyError, naming the scale, if one is missing.
     """
-    chosen = [Hypothesis(path=path) for path in (serving_paths(recipe) if paths is None else paths)]
+    chosen = [Scenario(path=path) for path in (serving_paths(recipe) if paths is None else paths)]
     runs = simulated(
         checkpoint,
         recipe,
@@ -78,25 +78,25 @@ def predict(
     return _Found(recipe, golden, runs).expected([x.path for x in chosen])
 
 
-def hypotheses(
+def scenarios(
     checkpoint: Checkpoint,
     recipe: Recipe,
     scales: Scales,
     golden: GoldenSet,
-    chosen: Sequence[Hypothesis] | None = None,
+    chosen: Sequence[Scenario] | None = None,
     *,
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda tokens: None,
-) -> HypothesisSet:
-    """Computes log-probabilities on the golden prompts for `chosen`, by default `hypotheses_of`.
+) -> ScenarioSet:
+    """Computes log-probabilities on the golden prompts for `chosen`, by default `scenarios_of`.
 
     Other arguments are as for `predict`. A record is NaN if the scenario gives a log-probability
     that is not finite, or was not simulated on it. A scenario without any record is left out.
     """
     if chosen is None:
-        chosen = hypotheses_of(checkpoint.spec, recipe, scales)
+        chosen = scenarios_of(checkpoint.spec, recipe, scales)
     runs = simulated(checkpoint, recipe, scales, golden, chosen, device=device, advance=advance)
-    return _Found(recipe, golden, runs).hypotheses(chosen)
+    return _Found(recipe, golden, runs).scenarios(chosen)
 
 
 def expected_divergence(
@@ -108,7 +108,7 @@ def expected_divergence(
     device: torch.device | str = "cpu",
     console: Console | None = None,
 ) -> Prediction | None:
-    """Computes `predict` and `hypotheses` from the same runs, with a progress bar.
+    """Computes `predict` and `scenarios` from the same runs, with a progress bar.
 
     Returns None for an architecture that Octet does not know, because it cannot locate the
     attention.
@@ -116,11 +116,11 @@ def expected_divergence(
     if checkpoint.spec.generic:
         return None
     tokens = sum(len(record.prompt_token_ids) for record in golden.records)
-    chosen = hypotheses_of(checkpoint.spec, recipe, scales)
+    chosen = scenarios_of(checkpoint.spec, recipe, scales)
     with progress_bar(console, "Expected divergence", tokens) as advance:
         runs = simulated(checkpoint, recipe, scales, golden, chosen, device=device, advance=advance)
         found = _Found(recipe, golden, runs)
-    return Prediction(found.expected(serving_paths(recipe)), found.hypotheses(chosen))
+    return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
 
 
 class _Found:
@@ -133,7 +133,7 @@ class _Found:
         for number, record in enumerate(golden.records):
             for position, top in enumerate(record.tops):
                 self._tokens[number, position, : len(top.token_ids)] = top.token_ids
-        self._logprobs: dict[Hypothesis, list[NDArray[np.float32]]] = {}
+        self._logprobs: dict[Scenario, list[NDArray[np.float32]]] = {}
         self._divergences: dict[ServingPath, list[NDArray[np.float64]]] = {}
         for run in runs:
             self._add(run)
@@ -142,10 +142,10 @@ class _Found:
         found = {path: np.array(self._divergences[path]) for path in paths}
         return ExpectedSet(recipe=self._recipe.name, expectations=tuple(expectations(found)))
 
-    def hypotheses(self, chosen: Sequence[Hypothesis]) -> HypothesisSet:
-        found = {hypothesis: np.stack(self._logprobs[hypothesis]) for hypothesis in chosen}
+    def scenarios(self, chosen: Sequence[Scenario]) -> ScenarioSet:
+        found = {scenario: np.stack(self._logprobs[scenario]) for scenario in chosen}
         told = {h: values for h, values in found.items() if not np.isnan(values).all()}
-        return HypothesisSet(self._golden.weights_sha256, self._recipe.name, told)
+        return ScenarioSet(self._golden.weights_sha256, self._recipe.name, told)
 
     def _add(self, run: Answers) -> None:
         logprobs = np.full(self._tokens.shape, np.nan, np.float32)
@@ -159,16 +159,16 @@ class _Found:
             wanted = torch.from_numpy(self._tokens[records, positions])
             picked = told.gather(-1, wanted.clamp(min=0).to(told.device)).cpu().numpy()
             logprobs[records, positions] = np.where(wanted.numpy() < 0, np.nan, picked)
-            if run.hypothesis.fault is None:
+            if run.scenario.fault is None:
                 for row in np.flatnonzero(positions == 0):
                     divergences[records[row]] = self._divergence(int(records[row]), told[row])
         asked = np.zeros(self._tokens.shape, np.bool_)
         asked[run.records, run.positions] = True
         broken = (asked & (self._tokens >= 0) & ~np.isfinite(logprobs)).any(axis=(1, 2))
         logprobs[broken] = np.nan
-        self._logprobs.setdefault(run.hypothesis, []).append(logprobs)
-        if run.hypothesis.fault is None:
-            self._divergences.setdefault(run.hypothesis.path, []).append(divergences)
+        self._logprobs.setdefault(run.scenario, []).append(logprobs)
+        if run.scenario.fault is None:
+            self._divergences.setdefault(run.scenario.path, []).append(divergences)
 
     def _divergence(self, number: int, logprobs: Tensor) -> float:
         """Computes the divergence visible through an API.

@@ -29,7 +29,7 @@ from calibrate.simulate.packed import Pack, packs
 from calibrate.simulate.scales import DeviceScales, Scales
 from calibrate.simulate.schedule import Run, fault_records, planned
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis
+from octet.artifacts.scenarios import Scenario
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread
 from octet.recipe import Recipe
@@ -48,7 +48,7 @@ class Answers:
     Row i of `hidden` [n, H] is of record `records[i]` at position `positions[i]`.
     """
 
-    hypothesis: Hypothesis
+    scenario: Scenario
     hidden: Tensor
     records: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -60,7 +60,7 @@ def simulated(
     recipe: Recipe,
     scales: Scales,
     golden: GoldenSet,
-    chosen: Sequence[Hypothesis],
+    chosen: Sequence[Scenario],
     *,
     weights: Weights | None = None,
     device: torch.device | str = "cpu",
@@ -116,12 +116,12 @@ class _Bench:
     def nbytes(self, run: Run) -> int:
         """Returns the size of the run's hidden states."""
         tokens = sum(pack.tokens for pack in self._of(run))
-        itemsize: int = getattr(torch, run.hypothesis.path.compute).itemsize
+        itemsize: int = getattr(torch, run.scenario.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
     def sweep(self, runs: Sequence[Run], progress: Spread) -> None:
         """Runs `runs` through all layers, one layer at a time."""
-        names: list[ComputeDtype] = list(dict.fromkeys(x.hypothesis.path.compute for x in runs))
+        names: list[ComputeDtype] = list(dict.fromkeys(x.scenario.path.compute for x in runs))
         models = [self._model(name) for name in names]
         self._begin(runs)
         for pairs in zip(*(model.sweep() for model in models), strict=True):
@@ -138,8 +138,8 @@ class _Bench:
             np.concatenate(found)
             for found in zip(*((pack.records, pack.at) for pack in self._of(run)), strict=True)
         )
-        model = self._model(run.hypothesis.path.compute)
-        return Answers(run.hypothesis, torch.cat(run.states, 1)[0], records, positions, model)
+        model = self._model(run.scenario.path.compute)
+        return Answers(run.scenario, torch.cat(run.states, 1)[0], records, positions, model)
 
     def _of(self, run: Run) -> list[Pack]:
         return self._packs if run.whole else self._few
@@ -148,7 +148,7 @@ class _Bench:
         """Gives embeddings to runs that start at the first layer; equal embeddings are shared."""
         made: dict[tuple[Any, ...], list[Tensor]] = {}
         for run in runs:
-            key = (run.hypothesis.path.compute, run.repeat, run.whole)
+            key = (run.scenario.path.compute, run.repeat, run.whole)
             if run.start == 0:
                 run.states = made[key] = made.get(key) or self._embed(run)
 
@@ -156,35 +156,35 @@ class _Bench:
         """Gives runs that start at layer `index` the hidden states of their fault-free path."""
         for run in runs:
             if run.start == index and index:
-                path = Hypothesis(path=run.hypothesis.path)
-                honest = next(x for x in runs if x.hypothesis == path and x.repeat == 0)
+                path = Scenario(path=run.scenario.path)
+                honest = next(x for x in runs if x.scenario == path and x.repeat == 0)
                 run.states = honest.states[: len(self._few)]
 
     def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
         prefix = self._spec.layer(index)
         mine = self._served.of_layer(index)
         decoded: dict[str, Tensor] = {}
-        if any(run.hypothesis.path.weights for run in runs):
+        if any(run.scenario.path.weights for run in runs):
             decoded = self._served.weights(next(iter(layers.values())), index, mine)
         # Runs that use the same weights, in the same dtype, run one after another.
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
-            hypothesis = run.hypothesis
-            faulty = hypothesis.fault if changes_weights(hypothesis, index) else None
-            key = (hypothesis.path.compute, hypothesis.path.weights, faulty)
+            scenario = run.scenario
+            faulty = scenario.fault if changes_weights(scenario, index) else None
+            key = (scenario.path.compute, scenario.path.weights, faulty)
             groups.setdefault(key, []).append(run)
         for (dtype, quantized, faulty), group in groups.items():
             weights = decoded if quantized else {}
             if faulty is not None:
-                hypothesis = group[0].hypothesis
-                weights = faulty_weights(decoded, mine, self._served.scales, self._spec, hypothesis)
+                scenario = group[0].scenario
+                weights = faulty_weights(decoded, mine, self._served.scales, self._spec, scenario)
             layer = layers[dtype]
             model = self._model(dtype)
             with replace_weights(layer, prefix, self._spec, weights):
                 for run in group:
-                    rounded = mine if run.hypothesis.path.activations else ()
-                    cache = cache_rounding(run.hypothesis, self._recipe)
-                    scales = self._taken.of(run.hypothesis)
+                    rounded = mine if run.scenario.path.activations else ()
+                    cache = cache_rounding(run.scenario, self._recipe)
+                    scales = self._taken.of(run.scenario)
                     with self._served.rounding(layer, index, rounded, cache, scales):
                         run.states = [
                             pack.finish(model, layer, states)
@@ -202,6 +202,6 @@ class _Bench:
 
     def _embed(self, run: Run) -> list[Tensor]:
         """Returns each pack's embeddings [1, n, H]; later repeats differ in the last bit."""
-        model = self._model(run.hypothesis.path.compute)
+        model = self._model(run.scenario.path.compute)
         noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
         return [pack.embed(model, noise) for pack in self._of(run)]

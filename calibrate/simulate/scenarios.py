@@ -1,6 +1,6 @@
 """Lists the scenarios that are simulated for a recipe: its serving paths, and faults in them.
 
-A scenario is a `Hypothesis`. Paths without a fault are those that engines take
+A scenario is a `Scenario`. Paths without a fault are those that engines take
 (`calibrate.simulate.predict.serving_paths`), the same with only weights quantized, and with nothing
 quantized, as when an engine silently falls back to BF16. Faults come from open reports
 (docs/compatibility.md), as far as they change the logits: scales dropped when a checkpoint is
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from calibrate.simulate.faults import OTHER_CACHE, mergeable
 from calibrate.simulate.scales import Scales
-from octet.artifacts.scenarios import Fault, FaultKind, Hypothesis
+from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
 from octet.model.spec import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["FACTORS", "MOST_LAYERS", "hypotheses_of", "serving_paths", "simulated_paths"]
+__all__ = ["FACTORS", "MOST_LAYERS", "scenarios_of", "serving_paths", "simulated_paths"]
 
 FACTORS = (0.5, 2.0)  # errors of the weight scales of one layer
 MOST_LAYERS = 32  # layers with faults of their own, evenly spaced in deeper models
@@ -82,13 +82,13 @@ def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def hypotheses_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Hypothesis, ...]:
+def scenarios_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Scenario, ...]:
     """Returns all scenarios to simulate.
 
     `scales` are those of a calibration; they determine which faults have an effect. Raises
     KeyError, naming the scale, if one is missing.
     """
-    found = [Hypothesis(path=path) for path in simulated_paths(recipe)]
+    found = [Scenario(path=path) for path in simulated_paths(recipe)]
     own = recipe.kv_cache
     for number, path in enumerate(_main_paths(recipe, own)):
         found += _with(path, _cache_kinds(spec, recipe, scales, path))
@@ -98,7 +98,7 @@ def hypotheses_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Hypo
         for layer in _layers(spec.layers):
             for factor in FACTORS:
                 fault = Fault(kind="weight_scales_scaled", layer=layer, factor=factor)
-                found.append(Hypothesis(path=path, fault=fault))
+                found.append(Scenario(path=path, fault=fault))
     if own in OTHER_CACHE:
         for path in _main_paths(recipe, OTHER_CACHE[own]):
             found += _with(path, _cache_kinds(spec, recipe, scales, path))
@@ -180,8 +180,8 @@ def _layers(count: int) -> list[int]:
     return [int(layer) for layer in chosen]
 
 
-def _with(path: ServingPath, kinds: Iterable[FaultKind]) -> list[Hypothesis]:
-    return [Hypothesis(path=path, fault=Fault(kind=kind)) for kind in kinds]
+def _with(path: ServingPath, kinds: Iterable[FaultKind]) -> list[Scenario]:
+    return [Scenario(path=path, fault=Fault(kind=kind)) for kind in kinds]
 
 
 def _bare(

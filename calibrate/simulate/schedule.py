@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis
+from octet.artifacts.scenarios import Scenario
 
 __all__ = ["REPEATS", "Run", "fault_records", "planned"]
 
@@ -41,7 +41,7 @@ class Run:
     that differs from the path without the fault.
     """
 
-    hypothesis: Hypothesis
+    scenario: Scenario
     repeat: int = 0
     whole: bool = True
     carrier: bool = False
@@ -49,15 +49,15 @@ class Run:
     states: list[Tensor] = field(default_factory=list)
 
 
-def planned(chosen: Sequence[Hypothesis], nbytes: Callable[[Run], int]) -> Iterator[list[Run]]:
+def planned(chosen: Sequence[Scenario], nbytes: Callable[[Run], int]) -> Iterator[list[Run]]:
     """Yields runs whose hidden states together fit in `STATES_BYTES`, or are of one scenario."""
     order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
     part: list[Run] = []
-    for hypothesis in order:
-        if hypothesis.fault is None:
-            runs = [Run(hypothesis, repeat) for repeat in range(REPEATS)]
+    for scenario in order:
+        if scenario.fault is None:
+            runs = [Run(scenario, repeat) for repeat in range(REPEATS)]
         else:
-            runs = [Run(hypothesis, whole=False, start=_first_layer(hypothesis))]
+            runs = [Run(scenario, whole=False, start=_first_layer(scenario))]
         needed = runs + _carriers(part, runs)
         if part and sum(map(nbytes, part + needed)) > STATES_BYTES:
             yield part
@@ -69,12 +69,12 @@ def planned(chosen: Sequence[Hypothesis], nbytes: Callable[[Run], int]) -> Itera
 
 def _carriers(part: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Returns carriers for the paths that `runs` start from and `part` does not have."""
-    honest = {run.hypothesis.path for run in part if run.hypothesis.fault is None}
-    wanted = {run.hypothesis.path for run in runs if run.start} - honest
-    return [Run(Hypothesis(path=path), whole=False, carrier=True) for path in wanted]
+    honest = {run.scenario.path for run in part if run.scenario.fault is None}
+    wanted = {run.scenario.path for run in runs if run.start} - honest
+    return [Run(Scenario(path=path), whole=False, carrier=True) for path in wanted]
 
 
-def _first_layer(hypothesis: Hypothesis) -> int:
+def _first_layer(scenario: Scenario) -> int:
     """Returns the first layer that differs from the path without the fault."""
-    fault = hypothesis.fault
+    fault = scenario.fault
     return 0 if fault is None or fault.layer is None else fault.layer

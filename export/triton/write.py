@@ -21,7 +21,7 @@ from export.triton.config_text import pbtxt
 from export.triton.contents import WRITERS, Backend, Inputs, Job, Plan, check_kernels
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
-from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.errors import ConfigError, UnsupportedError
 
 __all__ = ["Backend", "Entries", "all_entries", "export_all", "export_triton"]
@@ -95,7 +95,7 @@ def _write_entry(out: Path, backend: Backend, inputs: Inputs, *, force: bool) ->
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
             (writer.path / "warmup" / file).write_bytes(data)
-        for file in (GOLDEN_FILE, HYPOTHESES_FILE):
+        for file in (GOLDEN_FILE, SCENARIOS_FILE):
             if (version / where / file).is_file():
                 shutil.copyfile(version / where / file, writer.path / file)
         return writer.finish(_manifest(content, backend, out.name, where))

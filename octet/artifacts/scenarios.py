@@ -1,6 +1,6 @@
 """Stores the log-probabilities expected under each scenario, including known faults.
 
-A scenario (`Hypothesis`) is one way to serve the artifact: a `ServingPath`, or a path with a fault,
+A scenario (`Scenario`) is one way to serve the artifact: a `ServingPath`, or a path with a fault,
 such as an engine that drops the scales of keys. Calibration simulates each, and keeps its
 log-probabilities of the golden records' likeliest tokens. With these, `octet.proof` finds the
 scenario that explains a server's answers, without a model.
@@ -25,10 +25,10 @@ from octet.errors import ArtifactError
 from octet.storage.files import refuse_newer
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["HYPOTHESES_FILE", "Fault", "FaultKind", "Hypothesis", "HypothesisSet"]
+__all__ = ["SCENARIOS_FILE", "Fault", "FaultKind", "Scenario", "ScenarioSet"]
 
 # Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
-HYPOTHESES_FILE = "hypotheses.octet"
+SCENARIOS_FILE = "hypotheses.octet"
 SCHEMA_VERSION = 1
 
 FaultKind = Literal[
@@ -65,7 +65,7 @@ class Fault(BaseModel):
         return ", ".join(parts)
 
 
-class Hypothesis(BaseModel):
+class Scenario(BaseModel):
     """A scenario: a path, served correctly or with a fault."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,7 +80,7 @@ class Hypothesis(BaseModel):
 
 
 @dataclass(frozen=True)
-class HypothesisSet:
+class ScenarioSet:
     """The simulated scenarios and their log-probabilities on the golden records.
 
     `logprobs[h]` is float32 [repeats, records, positions, tokens], in nats (natural logarithm): of
@@ -92,7 +92,7 @@ class HypothesisSet:
 
     weights_sha256: str  # of the GoldenSet that they belong to
     recipe: str  # its name
-    logprobs: Mapping[Hypothesis, NDArray[np.float32]]
+    logprobs: Mapping[Scenario, NDArray[np.float32]]
 
     @property
     def paths(self) -> tuple[ServingPath, ...]:
@@ -100,7 +100,7 @@ class HypothesisSet:
         return tuple(h.path for h in self.logprobs if h.fault is None)
 
     def save(self, directory: Path) -> None:
-        """Writes HYPOTHESES_FILE into `directory`."""
+        """Writes SCENARIOS_FILE into `directory`."""
         told = {
             "schema_version": SCHEMA_VERSION,
             "weights_sha256": self.weights_sha256,
@@ -108,24 +108,24 @@ class HypothesisSet:
             "hypotheses": [h.model_dump(mode="json") for h in self.logprobs],
         }
         tensors = {str(n): Tensor.of(x) for n, x in enumerate(self.logprobs.values())}
-        write_tensors(directory / HYPOTHESES_FILE, tensors, {"octet": json.dumps(told)})
+        write_tensors(directory / SCENARIOS_FILE, tensors, {"octet": json.dumps(told)})
 
     @classmethod
     def load(cls, directory: Path, golden: GoldenSet) -> Self:
         """Loads the set; ArtifactError if it is damaged or belongs to other golden records."""
-        path = directory / HYPOTHESES_FILE
+        path = directory / SCENARIOS_FILE
         file = TensorFile.open(path)
         try:
             told = json.loads(file.metadata["octet"])
             refuse_newer(path, told["schema_version"], SCHEMA_VERSION)
             if told["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema version {told['schema_version']}")
-            names = [Hypothesis.model_validate(item) for item in told["hypotheses"]]
+            names = [Scenario.model_validate(item) for item in told["hypotheses"]]
             found = {name: file.read(str(n)).float32() for n, name in enumerate(names)}
             weights, recipe = str(told["weights_sha256"]), str(told["recipe"])
         except (KeyError, TypeError, ValueError, ValidationError) as error:
             detail = str(error).splitlines()[0]
-            raise ArtifactError(f"{path}: not a set of hypotheses ({detail})") from None
+            raise ArtifactError(f"{path}: not a set of scenarios ({detail})") from None
         records = len(golden.records)
         if weights != golden.weights_sha256 or any(
             x.ndim != 4 or x.shape[1] != records for x in found.values()

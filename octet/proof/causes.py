@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from octet.artifacts.scenarios import Fault, Hypothesis
+from octet.artifacts.scenarios import Fault, Scenario
 from octet.artifacts.serving_path import ServingPath
 
 __all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "partly_wrong"]
@@ -72,12 +72,12 @@ _FAULTS = {
 }
 
 
-def cause_of(hypothesis: Hypothesis, declared: ServingPath) -> Cause:
-    """Returns the cause of a refusal when `hypothesis` explains the answers.
+def cause_of(scenario: Scenario, declared: ServingPath) -> Cause:
+    """Returns the cause of a refusal when `scenario` explains the answers.
 
     `declared` is the conforming path that explains them best.
     """
-    path, fault = hypothesis.path, hypothesis.fault
+    path, fault = scenario.path, scenario.fault
     if fault is None or path.weights != declared.weights:
         return _path(path, declared)
     if fault.kind == "kv_scales_swapped" and path.kv_cache != declared.kv_cache:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from octet.artifacts.scenarios import HypothesisSet
+from octet.artifacts.scenarios import ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
@@ -85,7 +85,7 @@ class Declared:
 
 
 def declared_paths(
-    hypotheses: HypothesisSet | None,
+    scenarios: ScenarioSet | None,
     recipe: Recipe,
     kv_cache: KvCacheDtype,
     *,
@@ -100,7 +100,7 @@ def declared_paths(
     quantized = weights == "quantized"
     found = [
         path
-        for path in (hypotheses.paths if hypotheses is not None else ())
+        for path in (scenarios.paths if scenarios is not None else ())
         if path.kv_cache == kv_cache and path.weights == quantized
     ]
     if engine is not None:

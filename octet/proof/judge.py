@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.proof.causes import (
     ANOTHER_MODEL,
     CLOSER,
@@ -44,7 +44,7 @@ _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 def judge(
     golden: GoldenSet,
-    hypotheses: HypothesisSet | None,
+    scenarios: ScenarioSet | None,
     declared: Declared,
     responses: Sequence[Response],
     *,
@@ -68,13 +68,13 @@ def judge(
         reason = "inconclusive: no answer can be compared with the golden records"
         return Verdict("inconclusive", measured, None, None, None, (), (), reason)
     comparison = None
-    if hypotheses is not None:
-        comparison = Comparison.of(golden, hypotheses, declared.paths, responses)
-    if hypotheses is None or comparison is None or not comparison.conforming:
+    if scenarios is not None:
+        comparison = Comparison.of(golden, scenarios, declared.paths, responses)
+    if scenarios is None or comparison is None or not comparison.conforming:
         verdict = by_bound(measured, declared, bound, count, level=ALPHA / looks)
     else:
-        whole = Comparison.whole(golden, hypotheses, declared.paths)
-        verdict = _Judgement(hypotheses, comparison, whole, declared, measured, looks).verdict()
+        whole = Comparison.whole(golden, scenarios, declared.paths)
+        verdict = _Judgement(scenarios, comparison, whole, declared, measured, looks).verdict()
     partial = sum(not complete(golden.records[x.record], x) for x in responses)
     if verdict.outcome == "as_expected" and partial > len(responses) * _INCOMPLETE:
         why = f"{partial} of {len(responses)} answers end early or leave out log-probabilities"
@@ -94,14 +94,14 @@ class _Judgement:
 
     def __init__(
         self,
-        hypotheses: HypothesisSet,
+        scenarios: ScenarioSet,
         comparison: Comparison,
         whole: Comparison,
         declared: Declared,
         measured: Measure,
         looks: int,
     ) -> None:
-        self._hypotheses, self._comparison, self._whole = hypotheses, comparison, whole
+        self._scenarios, self._comparison, self._whole = scenarios, comparison, whole
         self._declared, self._measured = declared, measured
         self._level = ALPHA / 3 / looks
         self._best = comparison.best
@@ -131,16 +131,16 @@ class _Judgement:
             reason=reason,
         )
 
-    def _is_visible(self, other: Hypothesis) -> bool:
+    def _is_visible(self, other: Scenario) -> bool:
         prompts = self._whole.against(other, self._best)[1]
         return self._excludable(other, prompts) or self._refusable(self._whole, other, prompts)
 
-    def _excludable(self, other: Hypothesis, prompts: int) -> bool:
+    def _excludable(self, other: Scenario, prompts: int) -> bool:
         """Returns whether a conforming server excludes `other` with 1 - BETA on all prompts."""
         least = t_quantile(1 - BETA, prompts - 1)
         return self._separations[other] >= self._exclusion(self._whole, other, prompts) + least
 
-    def _refusable(self, comparison: Comparison, other: Hypothesis, prompts: int) -> bool:
+    def _refusable(self, comparison: Comparison, other: Scenario, prompts: int) -> bool:
         """Returns whether a server of `other` is refused with 1 - BETA."""
         least = t_quantile(1 - BETA, prompts - 1)
         return (
@@ -148,13 +148,13 @@ class _Judgement:
             >= self._threshold(comparison, other, prompts) + least
         )
 
-    def _threshold(self, comparison: Comparison, other: Hypothesis, prompts: int) -> float:
+    def _threshold(self, comparison: Comparison, other: Scenario, prompts: int) -> float:
         """Returns the z of `other` over the best path above which the server is refused."""
         level = self._level / len(comparison.others)
         least, most = (t_quantile(1 - x, prompts - 1) for x in (BETA, level))
         return max(least, most - comparison.separation(self._best, other))
 
-    def _exclusion(self, comparison: Comparison, other: Hypothesis, prompts: int) -> float:
+    def _exclusion(self, comparison: Comparison, other: Scenario, prompts: int) -> float:
         """Returns the z of the best path over `other` above which `other` is excluded."""
         return max(
             0.0, t_quantile(1 - BETA, prompts - 1) - comparison.separation(other, self._best)
@@ -185,7 +185,7 @@ class _Judgement:
             return ANOTHER_MODEL, "worse"
         return CLOSER, "better"
 
-    def _likeliest(self, among: Sequence[Hypothesis]) -> Hypothesis | None:
+    def _likeliest(self, among: Sequence[Scenario]) -> Scenario | None:
         """Returns the likeliest of `among`; None if there is none.
 
         Prefers a fault of the best conforming path that is as likely at 95 %.
@@ -197,7 +197,7 @@ class _Judgement:
                 return other
         return ranked[0] if ranked else None
 
-    def _explains(self, other: Hypothesis, *, all_prompts: bool) -> bool:
+    def _explains(self, other: Scenario, *, all_prompts: bool) -> bool:
         """Returns whether `other` explains the answers.
 
         With `all_prompts` it also has to explain the outliers.
@@ -226,7 +226,7 @@ class _Judgement:
             return "the answers are farther off than they should be"
         return None
 
-    def _is_excluded(self, other: Hypothesis) -> bool:
+    def _is_excluded(self, other: Scenario) -> bool:
         comparison = self._comparison
         z, prompts = comparison.against(other, self._best)
         if self._excludable(other, self._whole.against(other, self._best)[1]):
@@ -234,10 +234,10 @@ class _Judgement:
         usual = t_quantile(1 - BETA, prompts - 1) - comparison.separation(self._best, other)
         return z < usual and self._refusable(comparison, other, prompts)
 
-    def _mean(self, hypothesis: Hypothesis) -> float:
+    def _mean(self, scenario: Scenario) -> float:
         """Returns the mean log-likelihood over that of the best path, on the prompts of both."""
         scores = self._comparison.scores
-        return float(np.nanmean(scores[hypothesis] - scores[self._best]))
+        return float(np.nanmean(scores[scenario] - scores[self._best]))
 
     def _ranking(self) -> tuple[Score, ...]:
         found = []
@@ -254,7 +254,7 @@ class _Judgement:
         See `octet.proof.expected_range`.
         """
         found = {
-            h.path: self._comparison.answers.divergences(self._hypotheses.logprobs[h])
+            h.path: self._comparison.answers.divergences(self._scenarios.logprobs[h])
             for h, candidate in self._comparison.candidates.items()
             if h.fault is None and candidate.repeats > 1
         }

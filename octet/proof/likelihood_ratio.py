@@ -1,6 +1,6 @@
 """Likelihood-ratio tests between scenarios, and how well they can be told apart.
 
-A scenario is a `Hypothesis`; `octet.proof.judge` turns the scores into a verdict.
+A scenario is a `Scenario`; `octet.proof.judge` turns the scores into a verdict.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.hellinger import Answers
 from octet.proof.noise import Candidate, Noise, Values, distance, z_score
@@ -22,7 +22,7 @@ from octet.proof.responses import Response
 __all__ = ["Comparison"]
 
 # Unquantized and in float32: this path is the reference itself.
-_REFERENCE = Hypothesis(
+_REFERENCE = Scenario(
     path=ServingPath(weights=False, activations=False, kv_cache="float16", compute="float32")
 )
 
@@ -32,24 +32,22 @@ class Comparison:
     """Scenarios and answers, on the comparable prompts."""
 
     answers: Answers
-    candidates: dict[Hypothesis, Candidate]
-    conforming: tuple[Hypothesis, ...]
+    candidates: dict[Scenario, Candidate]
+    conforming: tuple[Scenario, ...]
     lengths: tuple[int, ...]  # [n]: tokens of each prompt
-    _separations: dict[tuple[Hypothesis, Hypothesis], float] = field(
-        default_factory=dict, repr=False
-    )
+    _separations: dict[tuple[Scenario, Scenario], float] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
         cls,
         golden: GoldenSet,
-        hypotheses: HypothesisSet,
+        scenarios: ScenarioSet,
         conforming: Sequence[ServingPath],
         responses: Sequence[Response],
     ) -> Self:
         """Takes all scenarios except those that were simulated on none of these prompts."""
         answers = Answers.of(golden, responses)
-        points = {h: answers.points(x) for h, x in hypotheses.logprobs.items()}
+        points = {h: answers.points(x) for h, x in scenarios.logprobs.items()}
         if _REFERENCE not in points and not any(_bare(path) for path in conforming):
             points[_REFERENCE] = answers.reference[None]
         candidates = {
@@ -61,39 +59,39 @@ class Comparison:
 
     @classmethod
     def whole(
-        cls, golden: GoldenSet, hypotheses: HypothesisSet, conforming: Sequence[ServingPath]
+        cls, golden: GoldenSet, scenarios: ScenarioSet, conforming: Sequence[ServingPath]
     ) -> Self:
         """Builds the comparison on all golden records, with the reference's own answers."""
         perfect = [
             Response(n, record.continuation_token_ids, tuple(top.mapping for top in record.tops))
             for n, record in enumerate(golden.records)
         ]
-        return cls.of(golden, hypotheses, conforming, perfect)
+        return cls.of(golden, scenarios, conforming, perfect)
 
     @cached_property
     def noise(self) -> Noise:
         return Noise(list(self.candidates.values()), self.answers.compared.sum(1))
 
     @cached_property
-    def scores(self) -> dict[Hypothesis, Values]:
+    def scores(self) -> dict[Scenario, Values]:
         """[n] by scenario: log-likelihoods of the answers; NaN where it was not simulated."""
         served = self.answers.served
         return {h: self.noise.likelihood(x, served) for h, x in self.candidates.items()}
 
     @cached_property
-    def best(self) -> Hypothesis:
+    def best(self) -> Scenario:
         """The conforming path that explains the answers best."""
         return max(self.conforming, key=lambda h: float(np.nanmean(self.scores[h])))
 
     @cached_property
-    def others(self) -> list[Hypothesis]:
+    def others(self) -> list[Scenario]:
         return [h for h in self.candidates if h not in self.conforming]
 
-    def against(self, other: Hypothesis, conforming: Hypothesis) -> tuple[float, int]:
+    def against(self, other: Scenario, conforming: Scenario) -> tuple[float, int]:
         """Returns Vuong's z of `other` over `conforming`, and the number of prompts."""
         return z_score(self.scores[other] - self.scores[conforming])
 
-    def separation(self, truth: Hypothesis, other: Hypothesis) -> float:
+    def separation(self, truth: Scenario, other: Scenario) -> float:
         """Returns the mean z of `truth` over `other` when repeats of `truth` act as the server.
 
         Both means leave out one repeat, so that neither is over more. 0 if `truth` was simulated
@@ -117,34 +115,34 @@ class Comparison:
             found.append(z_score(own - theirs)[0])
         return float(np.mean(found))
 
-    def misfit(self, hypothesis: Hypothesis) -> tuple[float, int]:
+    def misfit(self, scenario: Scenario) -> tuple[float, int]:
         """Returns z of the answers' distance in excess of a repeat's, above the margin.
 
         Also returns the number of prompts.
         """
-        candidate = self.candidates[hypothesis]
+        candidate = self.candidates[scenario]
         excess = self._logs(candidate, self.answers.served, None) - self._usual
         return z_score(excess, _margin(candidate))
 
-    def outliers(self, hypothesis: Hypothesis) -> Outliers:
+    def outliers(self, scenario: Scenario) -> Outliers:
         """Returns the prompts least likely under the scenario, and their probability.
 
         Distances count above the margin.
         """
-        candidate = self.candidates[hypothesis]
+        candidate = self.candidates[scenario]
         excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
         known = np.flatnonzero(~np.isnan(excess))
         found = find_outliers(excess[known], [self.lengths[n] for n in known], self._heaviness)
         return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
 
-    def nearer(self, hypothesis: Hypothesis, than: Hypothesis | None) -> float:
-        """Returns ln of the factor by which the answers are nearer to `hypothesis` than to `than`.
+    def nearer(self, scenario: Scenario, than: Scenario | None) -> float:
+        """Returns ln of the factor by which the answers are nearer to `scenario` than to `than`.
 
         The factor is of squared distances; the ln is averaged over prompts. `than` None stands for
         a model that gives the reference's likeliest tokens no probability.
         """
         served = self.answers.served
-        mine = self.candidates[hypothesis].squared(served)
+        mine = self.candidates[scenario].squared(served)
         if than is not None:
             other = self.candidates[than].squared(served)
         else:
@@ -153,9 +151,9 @@ class Comparison:
             other = distance(served, nothing)
         return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
 
-    def farther(self, hypothesis: Hypothesis, conforming: Hypothesis) -> bool:
-        """Returns whether `hypothesis` is farther from the reference than `conforming` is."""
-        mine, other = (self._from_reference(h) for h in (hypothesis, conforming))
+    def farther(self, scenario: Scenario, conforming: Scenario) -> bool:
+        """Returns whether `scenario` is farther from the reference than `conforming` is."""
+        mine, other = (self._from_reference(h) for h in (scenario, conforming))
         return float(np.nanmean(mine - other)) > 0
 
     @property
@@ -164,8 +162,8 @@ class Comparison:
         mine = distance(self.answers.served, self.answers.reference)
         return float(np.mean(mine - self._from_reference(self.best))) > 0
 
-    def _from_reference(self, hypothesis: Hypothesis) -> Values:
-        points = self.candidates[hypothesis].points
+    def _from_reference(self, scenario: Scenario) -> Values:
+        points = self.candidates[scenario].points
         return np.asarray(distance(points, self.answers.reference).mean(0))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Computes how likely the answers are under each scenario (`Hypothesis`, h below).
+"""Computes how likely the answers are under each scenario (`Scenario`, h below).
 
 The answers to prompt i are one point x_i (`octet.proof.hellinger`); its positions are not
 independent, so they are taken together. Scenario h was simulated R times, with mean m_hi. FP8
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.scenarios import Hypothesis
+from octet.artifacts.scenarios import Scenario
 from octet.proof.hellinger import Points
 
 __all__ = ["Candidate", "Noise", "Values", "distance", "z_score"]
@@ -46,7 +46,7 @@ class Candidate:
     The points are NaN where it was not simulated.
     """
 
-    hypothesis: Hypothesis
+    scenario: Scenario
     points: Points
 
     @property
@@ -79,7 +79,7 @@ class Noise:
 
     def __init__(self, candidates: Sequence[Candidate], positions: NDArray[np.int64]) -> None:
         self.least = LEAST * positions  # [n]
-        found = {x.hypothesis: x.variance() for x in candidates}
+        found = {x.scenario: x.variance() for x in candidates}
         known = {h: np.maximum(v, self.least) for h, v in found.items() if not np.isnan(v).all()}
         whole = {h: v for h, v in known.items() if not np.isnan(v).any()}
         chaotic = {h: v for h, v in whole.items() if h.path.compute == "bfloat16"} or whole
@@ -95,15 +95,15 @@ class Noise:
         self._levels = {h: float(np.nanmean(v / prompts)) for h, v in known.items()}
         self._quietest = float(levels.min())
 
-    def level(self, hypothesis: Hypothesis) -> float:
+    def level(self, scenario: Scenario) -> float:
         """Returns c_h, with the mean of v_i being 1.
 
         The smallest fitted level for a path that was not simulated twice.
         """
-        twin = hypothesis.path.model_copy(update={"compute": "bfloat16"})
-        if hypothesis.fault is not None and hypothesis in self._levels:
-            return self._levels[hypothesis]
-        own = (Hypothesis(path=path) for path in (hypothesis.path, twin))
+        twin = scenario.path.model_copy(update={"compute": "bfloat16"})
+        if scenario.fault is not None and scenario in self._levels:
+            return self._levels[scenario]
+        own = (Scenario(path=path) for path in (scenario.path, twin))
         return max((self._levels[h] for h in own if h in self._levels), default=self._quietest)
 
     def expected(self, candidate: Candidate, repeats: int | None = None) -> Values:
@@ -111,14 +111,14 @@ class Noise:
 
         `repeats` defaults to all.
         """
-        variance = self.level(candidate.hypothesis) * self.prompts
+        variance = self.level(candidate.scenario) * self.prompts
         factor = 1 + 1 / (repeats or candidate.repeats)
         return np.asarray(np.maximum(variance * factor, self.least))
 
-    def others(self, hypothesis: Hypothesis) -> Values:
-        """Returns [n]: v_i from all fitted scenarios (at least two) except `hypothesis`."""
+    def others(self, scenario: Scenario) -> Values:
+        """Returns [n]: v_i from all fitted scenarios (at least two) except `scenario`."""
         total = np.sum(list(self._shares.values()), 0)
-        return np.asarray((total - self._shares[hypothesis]) / (len(self._shares) - 1))
+        return np.asarray((total - self._shares[scenario]) / (len(self._shares) - 1))
 
     def likelihood(
         self, candidate: Candidate, served: Points, *, without: int | None = None
@@ -136,7 +136,7 @@ def z_score(differences: Values, margin: float = 0.0) -> tuple[float, int]:
     """Returns by how many standard errors the mean exceeds `margin`, and the number of prompts.
 
     Leaves out NaN. For differences of log-likelihoods this is the statistic of Vuong (Econometrica
-    57, 1989) for two non-nested hypotheses. Returns 0 or ±inf if the differences do not scatter.
+    57, 1989) for two non-nested scenarios. Returns 0 or ±inf if the differences do not scatter.
     """
     known = differences[~np.isnan(differences)]
     count = len(known)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
-from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.errors import ArtifactError, CheckpointError
 from octet.recipe import KvCacheDtype, Recipe
 from octet.storage.files import sha256_file
@@ -21,7 +21,7 @@ class Proofs:
     """The proof data of an export or a calibration."""
 
     golden: GoldenSet
-    hypotheses: HypothesisSet | None  # None: nothing was simulated; a divergence bound applies
+    scenarios: ScenarioSet | None  # None: nothing was simulated; a divergence bound applies
     manifest: Manifest
     recipe: Recipe
     kv_cache: KvCacheDtype
@@ -40,17 +40,17 @@ def load_proofs(directory: Path) -> Proofs:
     """
     manifest = Manifest.load(directory, verify=False)
     golden = _golden(directory, manifest)
-    hypotheses = None
-    if _listed(directory, HYPOTHESES_FILE, manifest):
+    scenarios = None
+    if _listed(directory, SCENARIOS_FILE, manifest):
         try:
-            hypotheses = HypothesisSet.load(directory, golden)
+            scenarios = ScenarioSet.load(directory, golden)
         except CheckpointError as error:
             raise ArtifactError(f"{error}; {manifest.remedy}") from None
     recipe = manifest.recipe
     kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
     if isinstance(kv_cache, dict):  # an engine's manifest holds the cache's dtype and shape
         kv_cache = kv_cache["dtype"]
-    return Proofs(golden, hypotheses, manifest, recipe, kv_cache, manifest.identity)
+    return Proofs(golden, scenarios, manifest, recipe, kv_cache, manifest.identity)
 
 
 def _golden(directory: Path, manifest: Manifest) -> GoldenSet:

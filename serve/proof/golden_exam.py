@@ -61,7 +61,7 @@ class GoldenExam:
         if engine is None and embedded:
             engine = "tensorrt" if proofs.manifest.kind == "engine" else "onnxruntime"
         declared = declared_paths(
-            proofs.hypotheses,
+            proofs.scenarios,
             proofs.recipe,
             config.kv_cache or proofs.kv_cache,
             weights=weights,
@@ -71,7 +71,7 @@ class GoldenExam:
         return cls(proofs, declared, bound, directory)
 
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
-        first = simulated(self.proofs.hypotheses)
+        first = simulated(self.proofs.scenarios)
         return list(parts_of(order(self.proofs.golden, seed, context=context, first=first)))
 
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
@@ -104,7 +104,7 @@ class GoldenExam:
         judgement = partial(
             judge,
             proofs.golden,
-            proofs.hypotheses,
+            proofs.scenarios,
             self.declared,
             responses,
             looks=checks,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from octet.artifacts.golden import POSITIONS, GoldenSet
-from octet.artifacts.scenarios import HypothesisSet
+from octet.artifacts.scenarios import ScenarioSet
 
 __all__ = ["FIRST_PART", "Slices", "cost", "order", "parts_of", "simulated"]
 
@@ -23,11 +23,11 @@ def cost(golden: GoldenSet, record: int) -> int:
     return len(golden.records[record].prompt_token_ids) + POSITIONS
 
 
-def simulated(hypotheses: HypothesisSet | None) -> list[int]:
+def simulated(scenarios: ScenarioSet | None) -> list[int]:
     """Returns the records on which every scenario was simulated: these can tell faults apart."""
-    if hypotheses is None or not hypotheses.logprobs:
+    if scenarios is None or not scenarios.logprobs:
         return []
-    known = [~np.isnan(x).all(axis=(0, 2, 3)) for x in hypotheses.logprobs.values()]
+    known = [~np.isnan(x).all(axis=(0, 2, 3)) for x in scenarios.logprobs.values()]
     return np.flatnonzero(np.logical_and.reduce(known)).tolist()
 
 

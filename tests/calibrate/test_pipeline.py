@@ -17,9 +17,9 @@ from rich.console import Console
 
 from calibrate.options import Options
 from calibrate.pipeline import run
-from calibrate.simulate.scenarios import hypotheses_of, serving_paths
+from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from octet.artifacts.calibration import Calibration
-from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import (
     ArtifactError,
@@ -153,11 +153,11 @@ def test_reports_progress_tensors_and_warnings(
     assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
     told = f"expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
     assert told in " ".join(text.split())
-    hypotheses = HypothesisSet.load(tmp_path / "out", result.golden)
-    assert set(hypotheses.logprobs) == set(
-        hypotheses_of(Checkpoint.open(tiny_model).spec, FP8, result.scales)
+    scenarios = ScenarioSet.load(tmp_path / "out", result.golden)
+    assert set(scenarios.logprobs) == set(
+        scenarios_of(Checkpoint.open(tiny_model).spec, FP8, result.scales)
     )
-    assert HYPOTHESES_FILE in result.manifest.files
+    assert SCENARIOS_FILE in result.manifest.files
     assert "layers.0.self_attn.key " in text
     assert "warning: 8 samples are few" in " ".join(text.split())
     assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
@@ -174,7 +174,7 @@ def test_what_serving_costs_need_not_be_predicted(
         )
     )
     assert not (tmp_path / "out" / EXPECTED_FILE).exists()
-    assert not (tmp_path / "out" / HYPOTHESES_FILE).exists()
+    assert not (tmp_path / "out" / SCENARIOS_FILE).exists()
 
 
 def test_refuses_a_weight_with_nan_before_it_runs(

@@ -14,7 +14,7 @@ from calibrate.options import Options
 from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
-from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ArtifactError, ConfigError, OctetError
 from octet.model.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ def test_it_equals_calibrating_afresh(
         "histograms.safetensors",
         "observations.json",
         "golden.json",
-        *((EXPECTED_FILE, HYPOTHESES_FILE) if predict else ()),
+        *((EXPECTED_FILE, SCENARIOS_FILE) if predict else ()),
     } <= same
     reports = [json.loads((x.path / "report.json").read_text()) for x in (derived, fresh)]
     for part in ("tensors", "weights", "convergence", "distributions", "unknown", "warnings"):

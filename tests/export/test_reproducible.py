@@ -14,7 +14,7 @@ import pytest
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
-from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint, sha256_file
 from octet.recipe import KvCacheDtype, Recipe
@@ -57,8 +57,8 @@ def write_calibrations(root: Path, model: Path) -> None:
     for recipe in CHECKPOINTS["compressed-tensors"]:
         plain = root / "plain" / recipe
         found = Calibration.load(make_calibration(plain, model, Recipe.load(recipe), scales=scales))
-        told = HypothesisSet(found.golden.weights_sha256, recipe, {})
-        files = {EXPECTED_FILE: EXPECTED.to_json(), HYPOTHESES_FILE: told.save}
+        told = ScenarioSet(found.golden.weights_sha256, recipe, {})
+        files = {EXPECTED_FILE: EXPECTED.to_json(), SCENARIOS_FILE: told.save}
         Calibration.save(
             root / recipe, found.manifest, {}, {}, found.scales, found.golden, extra_files=files
         )
@@ -122,7 +122,7 @@ def test_a_manifest_says_what_an_export_was_made_of(
     assert {"python", "octet", "numpy"} | packages <= manifest.software.keys()
     ranges = manifest.details["expected_divergence"]
     assert list(ranges.values()) == [{"low": 0.005, "mean": 0.01, "high": 0.02}]
-    for file in (GOLDEN_FILE, HYPOTHESES_FILE):
+    for file in (GOLDEN_FILE, SCENARIOS_FILE):
         assert (twice[0] / name / file).read_bytes() == (calibrated / recipe / file).read_bytes()
 
 

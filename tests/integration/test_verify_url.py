@@ -85,7 +85,7 @@ async def test_an_admission_costs_vllm_few_tokens(vllm: VllmServer, exports: Pat
     """Its time, which depends on who else is at work on the machine, is shown."""
     proofs = load_proofs(exports / "checkpoint")
     async with of_vllm(vllm) as backend:
-        records = order(proofs.golden, 0, first=simulated(proofs.hypotheses))
+        records = order(proofs.golden, 0, first=simulated(proofs.scenarios))
         await probe(backend, proofs.golden, records[-8:])  # the first request of all is slow
         print()
         for count in (8, FIRST_PART, len(records)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest
-from octet.artifacts.scenarios import HYPOTHESES_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from verify.checks.findings import Verification
 from verify.checks.original import Original
@@ -41,7 +41,7 @@ def check_side_files(
     calibration = original.calibration
     if manifest is None or calibration is None:
         return
-    names = [GOLDEN_FILE, HYPOTHESES_FILE]
+    names = [GOLDEN_FILE, SCENARIOS_FILE]
     if manifest.details.get("quantized", True):  # the recipe's cost, which others do not have
         names.append(EXPECTED_FILE)
     for name in names:

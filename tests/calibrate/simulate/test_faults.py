@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from calibrate.simulate.faults import changes_weights, faulty_scales, faulty_weights
 from calibrate.simulate.model import decoded_weights, module_schemes
 from calibrate.simulate.scales import DeviceScales
-from calibrate.simulate.scenarios import hypotheses_of
-from octet.artifacts.scenarios import Fault, FaultKind, Hypothesis
+from calibrate.simulate.scenarios import scenarios_of
+from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
 from octet.numerics import scaling
 from octet.numerics.formats import FORMATS
@@ -59,11 +59,11 @@ def test_weights_are_their_codes_times_what_is_read(
     if preset == "fp8-static":  # as another tool leaves them, each with its own
         for n, name in enumerate(sorted(x for x in scales if x.endswith("weight_scale"))):
             scales[name] = np.float32(scales[name] * 1.25**n)
-    hypothesis = Hypothesis(path=PATH, fault=fault)
-    assert changes_weights(hypothesis, 1)
-    assert changes_weights(hypothesis, 0) == (fault.layer is None)
+    scenario = Scenario(path=PATH, fault=fault)
+    assert changes_weights(scenario, 1)
+    assert changes_weights(scenario, 0) == (fault.layer is None)
     bare = PATH.model_copy(update={"weights": False})
-    assert not changes_weights(Hypothesis(path=bare, fault=fault), 1)
+    assert not changes_weights(Scenario(path=bare, fault=fault), 1)
 
     prefix = f"{spec.layer(1)}."
     schemes = {n: x for n, x in module_schemes(spec, recipe).items() if n.startswith(prefix)}
@@ -72,7 +72,7 @@ def test_weights_are_their_codes_times_what_is_read(
     tensors = {n: torch.from_numpy(x) for n, x in original.items()}
     decoded = decoded_weights(tensors, schemes, there)
     before = {n: x.clone() for n, x in decoded.items()}
-    found = faulty_weights(decoded, schemes, there, spec, hypothesis)
+    found = faulty_weights(decoded, schemes, there, spec, scenario)
     for linear in (x for x in spec.linears() if x.name in schemes):
         scheme = schemes[linear.name][0]
         own, shared = (scales.get(f"{linear.name}.weight{x}_scale") for x in ("", "_global"))
@@ -101,15 +101,15 @@ def test_scales_that_are_not_concerned_stay(bench: Bench) -> None:
     }
     for kind, leaf in kinds.items():
         some = {n: x * 2 for n, x in scales.items()}
-        found = faulty_scales(some, recipe, Hypothesis(path=PATH, fault=Fault(kind=kind)))
+        found = faulty_scales(some, recipe, Scenario(path=PATH, fault=Fault(kind=kind)))
         changed = {n for n, x in found.items() if not np.array_equal(x, some[n])}
         assert changed == {n for n in scales if n.endswith(f".{leaf}")}
         assert all(found[n] == 1 for n in changed)
-    assert faulty_scales(scales, recipe, Hypothesis(path=PATH)) is scales
+    assert faulty_scales(scales, recipe, Scenario(path=PATH)) is scales
     with pytest.raises(KeyError, match="k_scale_e4m3"):
         without = {n: x for n, x in scales.items() if not n.endswith("_e4m3")}
         fault = Fault(kind="kv_scales_swapped")
-        faulty_scales(without, recipe, Hypothesis(path=PATH, fault=fault))
+        faulty_scales(without, recipe, Scenario(path=PATH, fault=fault))
 
 
 def kinds_of(bench: Bench, preset: str, kv_cache: str, **changed: float) -> dict[str, set[str]]:
@@ -119,7 +119,7 @@ def kinds_of(bench: Bench, preset: str, kv_cache: str, **changed: float) -> dict
         n: np.float32(changed.get(n.rsplit(".")[-1], x)) if np.ndim(x) == 0 else x
         for n, x in bench.scales(recipe).items()
     }
-    found = hypotheses_of(bench.checkpoint.spec, recipe, scales)
+    found = scenarios_of(bench.checkpoint.spec, recipe, scales)
     assert len({x.label for x in found}) == len(found)
     kinds: dict[str, set[str]] = {}
     for x in found:

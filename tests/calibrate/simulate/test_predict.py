@@ -12,10 +12,10 @@ import torch
 from calibrate.golden import golden_set
 from calibrate.simulate import predict as predict_module
 from calibrate.simulate.model import module_schemes, simulate_modules
-from calibrate.simulate.predict import hypotheses, predict, serving_paths
+from calibrate.simulate.predict import predict, scenarios, serving_paths
 from calibrate.simulate.run import Answers
 from octet.artifacts.golden import GoldenSet
-from octet.artifacts.scenarios import Hypothesis
+from octet.artifacts.scenarios import Scenario
 from octet.artifacts.serving_path import Expectation, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
@@ -229,7 +229,7 @@ def test_a_record_with_any_answer_that_is_no_number_is_none(
 ) -> None:
     """NaN at its last position alone, too: probability nought of every token it would seem."""
     recipe = recipe_with("fp8")
-    path = Hypothesis(path=ServingPath(kv_cache=recipe.kv_cache))
+    path = Scenario(path=ServingPath(kv_cache=recipe.kv_cache))
     runs = predict_module.simulated
 
     def broken(*args: Any, **options: Any) -> Iterator[Answers]:
@@ -239,6 +239,6 @@ def test_a_record_with_any_answer_that_is_no_number_is_none(
 
     monkeypatch.setattr(predict_module, "simulated", broken)
     scales = bench.scales(recipe)
-    found = hypotheses(bench.checkpoint, recipe, scales, golden, [path]).logprobs[path]
+    found = scenarios(bench.checkpoint, recipe, scales, golden, [path]).logprobs[path]
     assert np.isnan(found[:, 2]).all()
     assert np.isfinite(np.delete(found, 2, axis=1)).all()

@@ -1,4 +1,4 @@
-"""A hypothesis says what the whole model says, served so; a fault what its scales or bytes make."""
+"""A scenario says what the whole model says, served so; a fault what its scales or bytes make."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ from calibrate.simulate import faults as simulate_faults
 from calibrate.simulate import schedule as simulate_runs
 from calibrate.simulate.model import module_schemes, simulate_modules
 from calibrate.simulate.packed import Pack
-from calibrate.simulate.predict import hypotheses
+from calibrate.simulate.predict import scenarios
 from calibrate.simulate.schedule import REPEATS, fault_records
 from octet.artifacts.golden import POSITIONS, GoldenSet
-from octet.artifacts.scenarios import HYPOTHESES_FILE, Fault, FaultKind, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, Fault, FaultKind, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.numerics import scaling
 from octet.numerics.formats import E4M3
@@ -49,8 +49,8 @@ def one(
     bench: Bench, golden: GoldenSet, recipe: Recipe, scales: Any, path: ServingPath, **fault: Any
 ) -> np.ndarray:
     """[records, positions, tokens] of its first repeat."""
-    asked = Hypothesis(path=path, fault=Fault(**fault) if fault else None)
-    found = hypotheses(bench.checkpoint, recipe, scales, golden, [asked])
+    asked = Scenario(path=path, fault=Fault(**fault) if fault else None)
+    found = scenarios(bench.checkpoint, recipe, scales, golden, [asked])
     return found.logprobs[asked][0]
 
 
@@ -213,15 +213,15 @@ def test_a_fault_of_one_layer_is_the_same_from_the_start(
         for layer in (0, 1)
         for factor in (0.5, 2.0)
     ]
-    chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=fault) for fault in faults)]
-    together = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    chosen = [Scenario(path=path), *(Scenario(path=path, fault=fault) for fault in faults)]
+    together = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs
     monkeypatch.setattr(simulate_runs, "STATES_BYTES", 1)
-    apart = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
-    monkeypatch.setattr(simulate_runs, "_first_layer", lambda hypothesis: 0)
-    whole = hypotheses(bench.checkpoint, recipe, scales, golden, chosen).logprobs
-    for hypothesis in chosen:
-        np.testing.assert_array_equal(together[hypothesis], apart[hypothesis])
-        np.testing.assert_array_equal(together[hypothesis], whole[hypothesis])
+    apart = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    monkeypatch.setattr(simulate_runs, "_first_layer", lambda scenario: 0)
+    whole = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs
+    for scenario in chosen:
+        np.testing.assert_array_equal(together[scenario], apart[scenario])
+        np.testing.assert_array_equal(together[scenario], whole[scenario])
     found = [x[0].tobytes() for x in together.values()]
     assert len(set(found)) == len(found)
 
@@ -230,19 +230,19 @@ def test_scales_are_made_once_for_all_layers(
     bench: Bench, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are those of the whole model: of experts, many thousands."""
-    made: list[Hypothesis] = []
+    made: list[Scenario] = []
     faulty_scales = simulate_faults.faulty_scales
 
-    def counting(scales: Any, recipe: Recipe, hypothesis: Hypothesis) -> Any:
-        made.append(hypothesis)
-        return faulty_scales(scales, recipe, hypothesis)
+    def counting(scales: Any, recipe: Recipe, scenario: Scenario) -> Any:
+        made.append(scenario)
+        return faulty_scales(scales, recipe, scenario)
 
     monkeypatch.setattr(simulate_faults, "faulty_scales", counting)
     recipe = recipe_with("fp8", kv_cache="e5m2")
     path = ServingPath(kv_cache="e5m2")
     faults: list[FaultKind] = ["k_scale_dropped", "v_scale_dropped"]
-    chosen = [Hypothesis(path=path), *(Hypothesis(path=path, fault=Fault(kind=x)) for x in faults)]
-    hypotheses(bench.checkpoint, recipe, bench.scales(recipe), golden, chosen)
+    chosen = [Scenario(path=path), *(Scenario(path=path, fault=Fault(kind=x)) for x in faults)]
+    scenarios(bench.checkpoint, recipe, bench.scales(recipe), golden, chosen)
     assert made == chosen
 
 
@@ -276,10 +276,10 @@ def test_faults_run_on_some_records(
     monkeypatch.setattr(simulate_runs, "FAULT_RECORDS", 4)
     recipe = recipe_with("fp8", kv_cache="e5m2")
     path = ServingPath(kv_cache="e5m2")
-    honest = Hypothesis(path=path)
-    fault = Hypothesis(path=path, fault=Fault(kind="weight_scales_dropped"))
+    honest = Scenario(path=path)
+    fault = Scenario(path=path, fault=Fault(kind="weight_scales_dropped"))
     told: list[int] = []
-    found = hypotheses(
+    found = scenarios(
         bench.checkpoint, recipe, bench.scales(recipe), golden, [fault, honest], advance=told.append
     )
     assert list(found.logprobs) == [fault, honest] and found.paths == (path,)
@@ -290,19 +290,17 @@ def test_faults_run_on_some_records(
     assert np.isnan(found.logprobs[fault][0][~simulated]).all()
     assert sum(told) == sum(LENGTHS)
     found.save(tmp_path)
-    assert (tmp_path / HYPOTHESES_FILE).stat().st_size < 4 * 3 * len(
-        LENGTHS
-    ) * POSITIONS * 20 + 2048
-    again = HypothesisSet.load(tmp_path, golden)
+    assert (tmp_path / SCENARIOS_FILE).stat().st_size < 4 * 3 * len(LENGTHS) * POSITIONS * 20 + 2048
+    again = ScenarioSet.load(tmp_path, golden)
     np.testing.assert_array_equal(again.logprobs[fault], found.logprobs[fault])
 
 
 def test_an_answer_that_is_no_number_is_left_out(bench: Bench, golden: GoldenSet) -> None:
     """E4M3 of 384 and more, read as E5M2, is none."""
     recipe = recipe_with("fp8", kv_cache="e4m3")
-    fault = Hypothesis(
+    fault = Scenario(
         path=ServingPath(kv_cache="e4m3", **EXACT), fault=Fault(kind="kv_bytes_reread")
     )
     scales = {n: x / 99 if n.endswith("k_scale") else x for n, x in bench.scales(recipe).items()}
-    found = hypotheses(bench.checkpoint, recipe, scales, golden, [fault])
+    found = scenarios(bench.checkpoint, recipe, scales, golden, [fault])
     assert not found.logprobs

@@ -8,7 +8,7 @@ import pytest
 from calibrate.simulate.scenarios import (
     FACTORS,
     MOST_LAYERS,
-    hypotheses_of,
+    scenarios_of,
     serving_paths,
     simulated_paths,
 )
@@ -46,7 +46,7 @@ def test_a_deep_model_has_no_more_faults(layers: int, bench: Bench) -> None:
     spec: ModelSpec = bench.checkpoint.spec.model_copy(update={"layers": layers})
     one = {n: x for n, x in bench.scales(recipe).items() if ".0." in n}
     scales = {n.replace(".0.", f".{i}."): x for i in range(layers) for n, x in one.items()}
-    found = [x.fault for x in hypotheses_of(spec, recipe, scales) if x.fault]
+    found = [x.fault for x in scenarios_of(spec, recipe, scales) if x.fault]
     at = sorted({x.layer for x in found if x.layer is not None})
     assert len(at) == min(layers, MOST_LAYERS) and (at[0], at[-1]) == (0, layers - 1)
     assert np.ptp(np.diff(at)) <= 1  # evenly spaced

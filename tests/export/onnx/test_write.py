@@ -18,7 +18,7 @@ from export.source import Source
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest
-from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet, ServingPath
 from octet.errors import ArtifactError, OctetError
 from octet.model.checkpoint import Checkpoint
@@ -289,7 +289,7 @@ def test_of_full_precision_no_quantization_is_expected(
     one = Expectation(path=path, mean=0.01, low=0.005, high=0.02, prompts=64)
     ExpectedSet(recipe="fp8", expectations=(one,)).save(calibration)
     golden = GoldenSet.load(calibration)
-    HypothesisSet(golden.weights_sha256, "fp8", {}).save(calibration)
+    ScenarioSet(golden.weights_sha256, "fp8", {}).save(calibration)
     rewritten(calibration)
     plain = export_onnx(calibration, tmp_path / "plain", quantize=False)
     assert plain.details["quantized"] is False
@@ -298,12 +298,12 @@ def test_of_full_precision_no_quantization_is_expected(
     quantized = export_onnx(calibration, tmp_path / "quantized", kv_cache="float16")
     assert quantized.details["expected_divergence"][path.label]["mean"] == 0.01
     assert EXPECTED_FILE in quantized.files
-    # To serve it unquantized is a hypothesis like others.
-    assert HYPOTHESES_FILE in plain.files and HYPOTHESES_FILE in quantized.files
-    HypothesisSet(golden.weights_sha256, "another", {}).save(tmp_path / "plain")
+    # To serve it unquantized is a scenario like others.
+    assert SCENARIOS_FILE in plain.files and SCENARIOS_FILE in quantized.files
+    ScenarioSet(golden.weights_sha256, "another", {}).save(tmp_path / "plain")
     rewritten(tmp_path / "plain")
     (problem,) = verify(tmp_path / "plain", calibration=calibration).problems
-    assert (problem.where, problem.what) == (HYPOTHESES_FILE, "is not the calibration's")
+    assert (problem.where, problem.what) == (SCENARIOS_FILE, "is not the calibration's")
 
 
 def test_a_cache_that_was_not_calibrated_is_refused(

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
-from octet.artifacts.scenarios import HYPOTHESES_FILE, Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.errors import ArtifactError, CheckpointError
 
@@ -21,21 +21,21 @@ def golden(records: int = 1, weights: str = "w") -> GoldenSet:
     )
 
 
-def made() -> HypothesisSet:
+def made() -> ScenarioSet:
     fault = Fault(kind="weight_scales_scaled", layer=3, factor=0.5)
-    return HypothesisSet(
+    return ScenarioSet(
         "w",
         "fp8",
         {
-            Hypothesis(path=PATH): np.full((2, 1, 1, 2), -1.5, np.float32),
-            Hypothesis(path=PATH, fault=fault): np.full((1, 1, 1, 2), np.nan, np.float32),
+            Scenario(path=PATH): np.full((2, 1, 1, 2), -1.5, np.float32),
+            Scenario(path=PATH, fault=fault): np.full((1, 1, 1, 2), np.nan, np.float32),
         },
     )
 
 
 def test_a_set_survives_the_disk(tmp_path) -> None:
     made().save(tmp_path)
-    found = HypothesisSet.load(tmp_path, golden())
+    found = ScenarioSet.load(tmp_path, golden())
     assert found.paths == (PATH,) and found.recipe == "fp8"
     assert [h.label for h in found.logprobs] == [h.label for h in made().logprobs]
     for before, after in zip(made().logprobs.values(), found.logprobs.values(), strict=True):
@@ -46,19 +46,19 @@ def test_a_set_survives_the_disk(tmp_path) -> None:
 def test_it_belongs_to_one_golden_set(tmp_path, other: GoldenSet) -> None:
     made().save(tmp_path)
     with pytest.raises(ArtifactError, match="belongs to other golden records"):
-        HypothesisSet.load(tmp_path, other)
+        ScenarioSet.load(tmp_path, other)
 
 
 def test_a_file_that_is_not_one_is_refused(tmp_path) -> None:
     made().save(tmp_path)
-    file = tmp_path / HYPOTHESES_FILE
+    file = tmp_path / SCENARIOS_FILE
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
     with pytest.raises(CheckpointError, match="truncated"):
-        HypothesisSet.load(tmp_path, golden())
+        ScenarioSet.load(tmp_path, golden())
     file.write_bytes(whole.replace(b"schema_version", b"schema_versiom"))
-    with pytest.raises(ArtifactError, match="not a set of hypotheses"):
-        HypothesisSet.load(tmp_path, golden())
+    with pytest.raises(ArtifactError, match="not a set of scenarios"):
+        ScenarioSet.load(tmp_path, golden())
     file.write_bytes(whole.replace(rb"schema_version\": 1", rb"schema_version\": 2"))
     with pytest.raises(ArtifactError, match=r"schema version 2, .*: pip install -U octet-llm$"):
-        HypothesisSet.load(tmp_path, golden())
+        ScenarioSet.load(tmp_path, golden())

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from octet.artifacts.scenarios import Fault, FaultKind, Hypothesis
+from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.causes import ANOTHER_MODEL, cause_of
 
@@ -41,14 +41,14 @@ BARE = ServingPath(kv_cache="float16", weights=False, activations=False)
     ],
 )
 def test_a_server_declared_as_e5m2(path, fault, sentence: str) -> None:
-    found = cause_of(Hypothesis(path=path, fault=fault), E5M2)
+    found = cause_of(Scenario(path=path, fault=fault), E5M2)
     assert found.sentence == sentence
     assert found.remedy
 
 
 def test_every_fault_has_words_of_its_own() -> None:
     faults = [Fault(kind=kind, layer=1, factor=0.5) for kind in get_args(FaultKind)]
-    found = [cause_of(Hypothesis(path=E5M2, fault=fault), E5M2) for fault in faults]
+    found = [cause_of(Scenario(path=E5M2, fault=fault), E5M2) for fault in faults]
     assert len({cause.sentence for cause in found}) == len(faults)
     for cause in (*found, ANOTHER_MODEL):
         assert "known fault" not in cause.sentence, cause.name
@@ -56,9 +56,9 @@ def test_every_fault_has_words_of_its_own() -> None:
 
 
 def test_a_quantized_model_where_the_original_was_declared() -> None:
-    assert cause_of(Hypothesis(path=E5M2), BARE).name == "quantized"
+    assert cause_of(Scenario(path=E5M2), BARE).name == "quantized"
 
 
 def test_another_way_of_serving_names_it() -> None:
     truncated = E5M2.model_copy(update={"kv_rounding": "truncate"})
-    assert "truncate" in cause_of(Hypothesis(path=truncated), E5M2).sentence
+    assert "truncate" in cause_of(Scenario(path=truncated), E5M2).sentence

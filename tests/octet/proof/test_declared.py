@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import declared_paths
 from octet.recipe import PRESETS
@@ -13,15 +13,15 @@ TRUNCATED = ServingPath(kv_cache="e5m2", kv_rounding="truncate")
 WEIGHTS = ServingPath(kv_cache="e5m2", activations=False)
 BARE = ServingPath(kv_cache="e5m2", weights=False, activations=False)
 E4M3 = ServingPath(kv_cache="e4m3", queries=True)
-SET = HypothesisSet(
+SET = ScenarioSet(
     "w",
     "fp8",
     {
-        Hypothesis(path=path): np.zeros((2, 1, 1, 1), np.float32)
+        Scenario(path=path): np.zeros((2, 1, 1, 1), np.float32)
         for path in (NEAREST, FLOAT32, TRUNCATED, WEIGHTS, BARE, E4M3)
     }
     | {
-        Hypothesis(path=NEAREST, fault=Fault(kind="kv_bytes_reread")): np.zeros(
+        Scenario(path=NEAREST, fault=Fault(kind="kv_bytes_reread")): np.zeros(
             (1, 1, 1, 1), np.float32
         )
     },

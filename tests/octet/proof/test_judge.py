@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
@@ -31,15 +31,15 @@ FAULT_RECORDS = 24
 
 
 def verdict(
-    world: World, seed: int, responses: list[Response], known: tuple[Hypothesis, ...] = tuple(SIZES)
+    world: World, seed: int, responses: list[Response], known: tuple[Scenario, ...] = tuple(SIZES)
 ) -> Verdict:
-    hypotheses = world.hypotheses(seed, known=known, fault_records=FAULT_RECORDS)
-    declared = declared_paths(hypotheses, RECIPE, "e5m2")
-    return judge(world.golden, hypotheses, declared, responses)
+    scenarios = world.scenarios(seed, known=known, fault_records=FAULT_RECORDS)
+    declared = declared_paths(scenarios, RECIPE, "e5m2")
+    return judge(world.golden, scenarios, declared, responses)
 
 
 @pytest.mark.parametrize("truth", [HONEST, FLOAT32], ids=lambda h: h.path.compute)
-def test_honest_servers_are_as_expected(truth: Hypothesis) -> None:
+def test_honest_servers_are_as_expected(truth: Scenario) -> None:
     """20 of 20: with 95 % confidence, at most 14 % are not (Clopper and Pearson)."""
     for seed in range(20):
         world = make_world(seed)
@@ -67,7 +67,7 @@ def test_kernels_of_another_noise_are_honest_too(noisier: float) -> None:
     ],
     ids=["unquantized", "e4m3", "k_scale", "halved"],
 )
-def test_others_are_refused_and_named(truth: Hypothesis, outcome: str, cause: str) -> None:
+def test_others_are_refused_and_named(truth: Scenario, outcome: str, cause: str) -> None:
     for seed in range(10):
         world = make_world(seed)
         found = verdict(world, seed, world.server(truth, seed))
@@ -105,7 +105,7 @@ def test_a_fine_tuned_model_is_another_one() -> None:
 
 
 def test_a_fallback_is_refused_though_nobody_simulated_it() -> None:
-    """The reference itself is always a hypothesis: what computes in full precision is near it."""
+    """The reference itself is always a scenario: what computes in full precision is near it."""
     known = (HONEST, FLOAT32, NO_K_SCALE)
     for seed in range(5):
         world = make_world(seed)
@@ -154,12 +154,12 @@ def test_the_last_answer_to_a_record_counts() -> None:
 def test_an_unquantized_pool_is_held_to_the_unquantized_path() -> None:
     for seed in range(5):
         world = make_world(seed)
-        hypotheses = world.hypotheses(seed)
-        declared = declared_paths(hypotheses, RECIPE, "e5m2", weights="original")
+        scenarios = world.scenarios(seed)
+        declared = declared_paths(scenarios, RECIPE, "e5m2", weights="original")
         assert declared.paths == (BARE.path,)
-        honest = judge(world.golden, hypotheses, declared, world.server(BARE, seed))
+        honest = judge(world.golden, scenarios, declared, world.server(BARE, seed))
         assert honest.outcome == "as_expected", honest.reason
-        other = judge(world.golden, hypotheses, declared, world.server(HONEST, seed))
+        other = judge(world.golden, scenarios, declared, world.server(HONEST, seed))
         assert other.outcome == "worse" and other.cause is not None
         assert other.cause.name == "quantized"
 
@@ -167,11 +167,11 @@ def test_an_unquantized_pool_is_held_to_the_unquantized_path() -> None:
 def test_more_looks_ask_for_more_evidence() -> None:
     """Between honesty and a fault: what one look refuses, a thousand do not."""
     world = make_world(0)
-    hypotheses = world.hypotheses(0)
-    declared = declared_paths(hypotheses, RECIPE, "e5m2")
+    scenarios = world.scenarios(0)
+    declared = declared_paths(scenarios, RECIPE, "e5m2")
     responses = world.server(HALVED, 0, records=range(8))
-    once = judge(world.golden, hypotheses, declared, responses)
-    often = judge(world.golden, hypotheses, declared, responses, looks=10**9)
+    once = judge(world.golden, scenarios, declared, responses)
+    often = judge(world.golden, scenarios, declared, responses, looks=10**9)
     assert once.outcome == "worse" and often.outcome == "inconclusive"
 
 
@@ -180,7 +180,7 @@ class TestWithoutSimulation:
 
     DECLARED = Declared((), "fp8 weights, e5m2 cache")
 
-    def judged(self, truth: Hypothesis, bound: float | None, records: range) -> Verdict:
+    def judged(self, truth: Scenario, bound: float | None, records: range) -> Verdict:
         world = make_world(0)
         responses = world.server(truth, 0, records=records)
         return judge(world.golden, None, self.DECLARED, responses, bound=bound)
@@ -200,9 +200,9 @@ class TestWithoutSimulation:
 
     def test_a_declaration_that_nobody_simulated_says_so(self) -> None:
         world = make_world(0)
-        hypotheses = world.hypotheses(0)
-        declared = declared_paths(hypotheses, RECIPE, "float16")
-        found = judge(world.golden, hypotheses, declared, world.server(HONEST, 0), bound=0.1)
+        scenarios = world.scenarios(0)
+        declared = declared_paths(scenarios, RECIPE, "float16")
+        found = judge(world.golden, scenarios, declared, world.server(HONEST, 0), bound=0.1)
         assert declared.paths == () and "without a simulation" in found.reason
 
 
@@ -217,22 +217,22 @@ def test_a_verdict_is_json_with_every_figure() -> None:
 
 def test_a_hypothesis_without_numbers_is_no_candidate() -> None:
     world = make_world(0)
-    whole = world.hypotheses(0)
+    whole = world.scenarios(0)
     nan = {h: np.full_like(x, np.nan) if h == E4M3 else x for h, x in whole.logprobs.items()}
-    hypotheses = HypothesisSet(whole.weights_sha256, whole.recipe, nan)
+    scenarios = ScenarioSet(whole.weights_sha256, whole.recipe, nan)
     declared = Declared((HONEST.path,), "")
-    found = judge(world.golden, hypotheses, declared, world.server(HONEST, 0))
+    found = judge(world.golden, scenarios, declared, world.server(HONEST, 0))
     assert E4M3.label not in [score.label for score in found.ranking]
     assert ServingPath(kv_cache="e4m3").label == E4M3.label
 
 
 @pytest.mark.parametrize("truth", [BARE, E4M3, NO_K_SCALE, HALVED], ids=lambda h: h.label)
-def test_nothing_visible_is_admitted_however_few_prompts_were_asked(truth: Hypothesis) -> None:
+def test_nothing_visible_is_admitted_however_few_prompts_were_asked(truth: Scenario) -> None:
     for seed in range(4):
         world = make_world(seed)
-        hypotheses = world.hypotheses(seed)
-        declared = declared_paths(hypotheses, RECIPE, "e5m2")
+        scenarios = world.scenarios(seed)
+        declared = declared_paths(scenarios, RECIPE, "e5m2")
         answers = world.server(truth, seed)
         for count in (4, 8, 16):
-            found = judge(world.golden, hypotheses, declared, answers[:count], looks=3)
+            found = judge(world.golden, scenarios, declared, answers[:count], looks=3)
             assert found.outcome != "as_expected", (seed, count, found.reason)

@@ -1,11 +1,11 @@
-"""Noise that is a level of the hypothesis times a sensitivity of the prompt."""
+"""Noise that is a level of the scenario times a sensitivity of the prompt."""
 
 import math
 
 import numpy as np
 import pytest
 
-from octet.artifacts.scenarios import Fault, Hypothesis
+from octet.artifacts.scenarios import Fault, Scenario
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.noise import Candidate, Noise, z_score
 
@@ -26,7 +26,7 @@ def candidates(sensitivity: np.ndarray, repeats: int = 2) -> list[Candidate]:
     for path, level in zip(PATHS, LEVELS, strict=True):
         noise = rng.normal(size=(repeats, RECORDS, 1, AXES))
         points = noise * np.sqrt(level * sensitivity / AXES)[:, None, None]
-        found.append(Candidate(Hypothesis(path=path), points))
+        found.append(Candidate(Scenario(path=path), points))
     return found
 
 
@@ -34,7 +34,7 @@ def test_levels_and_sensitivities_are_found() -> None:
     sensitivity = np.random.default_rng(1).lognormal(0, 1, RECORDS)
     sensitivity /= sensitivity.mean()
     noise = Noise(candidates(sensitivity), np.ones(RECORDS, int))
-    found = [noise.level(Hypothesis(path=path)) for path in PATHS]
+    found = [noise.level(Scenario(path=path)) for path in PATHS]
     np.testing.assert_allclose(found, LEVELS, rtol=0.15)
     off = np.log(noise.prompts / sensitivity)
     assert off.std() < 0.35  # of 48 degrees of freedom each: √(2/48) is 0.2
@@ -51,14 +51,14 @@ def test_a_repeat_is_as_far_from_the_others_as_expected() -> None:
 
 
 def test_one_simulation_has_the_level_of_its_path() -> None:
-    fault = Hypothesis(path=PATHS[0], fault=Fault(kind="k_scale_dropped"))
-    twin = Hypothesis(path=PATHS[1].model_copy(update={"compute": "float32"}))
-    unknown = Hypothesis(path=ServingPath(kv_cache="float16", compute="float32", weights=False))
+    fault = Scenario(path=PATHS[0], fault=Fault(kind="k_scale_dropped"))
+    twin = Scenario(path=PATHS[1].model_copy(update={"compute": "float32"}))
+    unknown = Scenario(path=ServingPath(kv_cache="float16", compute="float32", weights=False))
     found = candidates(np.ones(RECORDS))
     exact = Candidate(twin, np.zeros((2, RECORDS, 1, AXES)))
     noise = Noise([*found, exact], np.ones(RECORDS, int))
-    assert noise.level(fault) == noise.level(Hypothesis(path=PATHS[0]))
-    assert noise.level(twin) == noise.level(Hypothesis(path=PATHS[1]))
+    assert noise.level(fault) == noise.level(Scenario(path=PATHS[0]))
+    assert noise.level(twin) == noise.level(Scenario(path=PATHS[1]))
     assert noise.level(unknown) == pytest.approx(min(LEVELS), rel=0.15)
 
 
@@ -67,7 +67,7 @@ def test_the_truth_is_the_likeliest_however_noisy_it_is() -> None:
     rng = np.random.default_rng(5)
     centres = rng.normal(size=(len(PATHS), RECORDS, 1, AXES)) * math.sqrt(min(LEVELS) / AXES)
     found = [
-        Candidate(candidate.hypothesis, candidate.points + centre)
+        Candidate(candidate.scenario, candidate.points + centre)
         for candidate, centre in zip(candidates(np.ones(RECORDS)), centres, strict=True)
     ]
     noise = Noise(found, np.ones(RECORDS, int))

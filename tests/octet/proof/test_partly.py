@@ -21,7 +21,7 @@ Spoil = Callable[[Response], Response]
 def judged(seed: int, answers: list[Response], bound: float | None = None) -> Verdict:
     """By simulations; by a bound alone if there is one."""
     world = make_world(seed)
-    known = None if bound else world.hypotheses(seed, fault_records=FAULT_RECORDS)
+    known = None if bound else world.scenarios(seed, fault_records=FAULT_RECORDS)
     declared = declared_paths(known, PRESETS["fp8"], "e5m2")
     return judge(world.golden, known, declared, answers, looks=3, bound=bound)
 

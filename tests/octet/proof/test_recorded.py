@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
-from octet.artifacts.scenarios import Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.proof.declared import declared_paths
 from octet.proof.judge import judge
 from octet.proof.responses import Response
@@ -55,9 +55,9 @@ def golden() -> GoldenSet:
 
 
 @cache
-def simulated() -> dict[Hypothesis, np.ndarray]:
+def simulated() -> dict[Scenario, np.ndarray]:
     data = recorded()
-    names = [Hypothesis.model_validate(x) for x in json.loads(str(data["hypotheses"]))]
+    names = [Scenario.model_validate(x) for x in json.loads(str(data["hypotheses"]))]
     return {h: data[f"simulated_{n}"].astype(np.float32) for n, h in enumerate(names)}
 
 
@@ -72,10 +72,10 @@ def responses(ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray) -> list
     ]
 
 
-def judged(answers: list[Response], known: dict[Hypothesis, np.ndarray], engine: Any) -> Verdict:
-    hypotheses = HypothesisSet("w", "fp8", known)
-    declared = declared_paths(hypotheses, PRESETS["fp8"], "e5m2", engine=engine)
-    return judge(golden(), hypotheses, declared, answers, looks=3)
+def judged(answers: list[Response], known: dict[Scenario, np.ndarray], engine: Any) -> Verdict:
+    scenarios = ScenarioSet("w", "fp8", known)
+    declared = declared_paths(scenarios, PRESETS["fp8"], "e5m2", engine=engine)
+    return judge(golden(), scenarios, declared, answers, looks=3)
 
 
 @pytest.mark.parametrize("engine", ["vllm-cpu", None])
@@ -113,7 +113,7 @@ BARE = [h for h in simulated() if h.fault is None and not h.path.weights]
 
 
 @pytest.mark.parametrize("truth", BARE, ids=lambda h: h.label)
-def test_what_is_not_quantized_is_seen_with_every_cache(truth: Hypothesis) -> None:
+def test_what_is_not_quantized_is_seen_with_every_cache(truth: Scenario) -> None:
     """One of its repeats plays the server, and tells of the reference's tokens alone."""
     known = simulated()
     mine = known[truth]

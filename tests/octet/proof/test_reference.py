@@ -10,7 +10,7 @@ import pytest
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
-from octet.artifacts.scenarios import HYPOTHESES_FILE, HypothesisSet
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.errors import ArtifactError
 from octet.model.spec import ModelSpec
 from octet.proof.reference import load_proofs
@@ -42,7 +42,7 @@ def write(
     path: Path,
     identity: ModelIdentity,
     golden: GoldenSet | None,
-    hypotheses: HypothesisSet | None = None,
+    scenarios: ScenarioSet | None = None,
     **details: Any,
 ) -> Path:
     manifest = Manifest(
@@ -56,24 +56,24 @@ def write(
         (writer.path / "model.safetensors").write_bytes(b"weights")
         if golden is not None:
             golden.save(writer.path)
-        if hypotheses is not None:
-            hypotheses.save(writer.path)
+        if scenarios is not None:
+            scenarios.save(writer.path)
         writer.finish(manifest)
     return path
 
 
-def hypotheses_of(golden: GoldenSet) -> HypothesisSet:
-    made = WORLD.hypotheses(0)
-    return HypothesisSet(golden.weights_sha256, made.recipe, made.logprobs)
+def scenarios_of(golden: GoldenSet) -> ScenarioSet:
+    made = WORLD.scenarios(0)
+    return ScenarioSet(golden.weights_sha256, made.recipe, made.logprobs)
 
 
 def test_an_export_brings_all_that_a_judge_needs(tmp_path: Path, identity: ModelIdentity) -> None:
     golden = golden_of(identity)
-    path = write(tmp_path / "a", identity, golden, hypotheses_of(golden), kv_cache="e4m3")
+    path = write(tmp_path / "a", identity, golden, scenarios_of(golden), kv_cache="e4m3")
     (path / "model.safetensors").unlink()  # which is the server's, and not read
     found = load_proofs(path)
-    assert found.golden == golden and found.hypotheses is not None
-    assert len(found.hypotheses.paths) == 4
+    assert found.golden == golden and found.scenarios is not None
+    assert len(found.scenarios.paths) == 4
     assert (found.kv_cache, found.recipe, found.weights) == ("e4m3", PRESETS["fp8"], "quantized")
     assert found.identity == Manifest.load(path, verify=False).identity
 
@@ -81,7 +81,7 @@ def test_an_export_brings_all_that_a_judge_needs(tmp_path: Path, identity: Model
 def test_an_engine_and_an_unquantized_export(tmp_path: Path, identity: ModelIdentity) -> None:
     engine = write(tmp_path / "a", identity, golden_of(identity), kv_cache={"dtype": "e5m2"})
     assert load_proofs(engine).kv_cache == "e5m2"
-    assert load_proofs(engine).hypotheses is None
+    assert load_proofs(engine).scenarios is None
     plain = write(tmp_path / "b", identity, golden_of(identity), quantized=False)
     assert load_proofs(plain).weights == "original"
 
@@ -92,16 +92,16 @@ def test_golden_records_of_another_model(tmp_path: Path, identity: ModelIdentity
         load_proofs(path)
 
 
-def test_hypotheses_of_other_golden_records(tmp_path: Path, identity: ModelIdentity) -> None:
-    path = write(tmp_path / "a", identity, golden_of(identity), WORLD.hypotheses(0))
+def test_scenarios_of_other_golden_records(tmp_path: Path, identity: ModelIdentity) -> None:
+    path = write(tmp_path / "a", identity, golden_of(identity), WORLD.scenarios(0))
     with pytest.raises(ArtifactError, match="belongs to other golden records"):
         load_proofs(path)
 
 
-@pytest.mark.parametrize("name", [GOLDEN_FILE, HYPOTHESES_FILE])
+@pytest.mark.parametrize("name", [GOLDEN_FILE, SCENARIOS_FILE])
 def test_a_truncated_file(tmp_path: Path, identity: ModelIdentity, name: str) -> None:
     golden = golden_of(identity)
-    path = write(tmp_path / "a", identity, golden, hypotheses_of(golden))
+    path = write(tmp_path / "a", identity, golden, scenarios_of(golden))
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ArtifactError, match=rf"{name}: truncated or altered") as error:

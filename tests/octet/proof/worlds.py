@@ -1,6 +1,6 @@
 """Models whose truth is known: reference logits, errors of paths and faults, and chaotic noise.
 
-A hypothesis answers with the reference's logits, plus an error of its own that is always the same,
+A scenario answers with the reference's logits, plus an error of its own that is always the same,
 plus noise that differs between repeats. Some prompts are more sensitive than others: both are
 larger there. A server is one more repeat.
 """
@@ -12,23 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.artifacts.golden import GoldenRecord, GoldenSet, Top
-from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.responses import Response
 
 TOKENS, TOLD = 60, 20  # of the vocabulary; of them in an answer
 
-HONEST = Hypothesis(path=ServingPath(kv_cache="e5m2"))
-FLOAT32 = Hypothesis(path=ServingPath(kv_cache="e5m2", compute="float32"))
-E4M3 = Hypothesis(path=ServingPath(kv_cache="e4m3"))
-BARE = Hypothesis(path=ServingPath(kv_cache="e5m2", weights=False, activations=False))
-NO_K_SCALE = Hypothesis(path=HONEST.path, fault=Fault(kind="k_scale_dropped"))
-HALVED = Hypothesis(path=HONEST.path, fault=Fault(kind="weight_scales_scaled", layer=3, factor=0.5))
-NO_V_SCALE = Hypothesis(path=HONEST.path, fault=Fault(kind="v_scale_dropped"))
+HONEST = Scenario(path=ServingPath(kv_cache="e5m2"))
+FLOAT32 = Scenario(path=ServingPath(kv_cache="e5m2", compute="float32"))
+E4M3 = Scenario(path=ServingPath(kv_cache="e4m3"))
+BARE = Scenario(path=ServingPath(kv_cache="e5m2", weights=False, activations=False))
+NO_K_SCALE = Scenario(path=HONEST.path, fault=Fault(kind="k_scale_dropped"))
+HALVED = Scenario(path=HONEST.path, fault=Fault(kind="weight_scales_scaled", layer=3, factor=0.5))
+NO_V_SCALE = Scenario(path=HONEST.path, fault=Fault(kind="v_scale_dropped"))
 
 # Of logits, in nats: its own error and the noise of a repeat. What is less quantized is a part of
 # the honest path's error; that of a dropped v_scale of 0.98 is lost in the noise.
-SIZES: Mapping[Hypothesis, tuple[float, float]] = {
+SIZES: Mapping[Scenario, tuple[float, float]] = {
     HONEST: (0.15, 0.1),
     FLOAT32: (0.15, 0.07),
     E4M3: (0.1, 0.08),
@@ -41,21 +41,21 @@ SIZES: Mapping[Hypothesis, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class World:
-    """`logits` float64 [records, positions, tokens] of the reference; errors of each hypothesis."""
+    """`logits` float64 [records, positions, tokens] of the reference; errors of each scenario."""
 
     golden: GoldenSet
     logits: NDArray[np.float64]
-    errors: Mapping[Hypothesis, NDArray[np.float64]]
+    errors: Mapping[Scenario, NDArray[np.float64]]
     sensitivity: NDArray[np.float64]  # [records]
 
-    def hypotheses(
+    def scenarios(
         self,
         seed: int,
         *,
-        known: Iterable[Hypothesis] = tuple(SIZES),
+        known: Iterable[Scenario] = tuple(SIZES),
         repeats: int = 2,
         fault_records: int | None = None,
-    ) -> HypothesisSet:
+    ) -> ScenarioSet:
         """`repeats` of paths and one of faults, on the first so many records."""
         rng = np.random.default_rng([seed, 1])
         index = np.array([[t.token_ids for t in r.tops] for r in self.golden.records])
@@ -66,11 +66,11 @@ class World:
             if h.fault is not None and fault_records is not None:
                 told[:, fault_records:] = np.nan
             found[h] = told
-        return HypothesisSet(self.golden.weights_sha256, "fp8", found)
+        return ScenarioSet(self.golden.weights_sha256, "fp8", found)
 
     def server(
         self,
-        truth: Hypothesis,
+        truth: Scenario,
         seed: int,
         *,
         noisier: float = 1.0,
@@ -105,7 +105,7 @@ class World:
         return found
 
     def _answer(
-        self, truth: Hypothesis, rng: np.random.Generator, noisier: float = 1.0
+        self, truth: Scenario, rng: np.random.Generator, noisier: float = 1.0
     ) -> NDArray[np.float64]:
         """Log-probabilities [records, positions, tokens] of one more repeat."""
         # Chaos moves a few directions together, and some prompts' far more than others'.

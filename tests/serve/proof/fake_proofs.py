@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 from octet.artifacts.manifest import Manifest, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
-from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.recipe import PRESETS
 from serve.engine.sampler import log_softmax
@@ -30,10 +30,10 @@ Model = Callable[[list[int]], NDArray[np.float32]]
 PATH = ServingPath(kv_cache="e5m2")
 # Noise on logits: of an honest path, of a fault, of full precision.
 HONEST, WORSE, UNQUANTIZED = 0.05, 0.6, 1e-3
-_NOISE: Mapping[Hypothesis, float] = {
-    Hypothesis(path=PATH): HONEST,
-    Hypothesis(path=PATH, fault=Fault(kind="k_scale_dropped")): WORSE,
-    Hypothesis(path=PATH.model_copy(update={"weights": False, "activations": False})): UNQUANTIZED,
+_NOISE: Mapping[Scenario, float] = {
+    Scenario(path=PATH): HONEST,
+    Scenario(path=PATH, fault=Fault(kind="k_scale_dropped")): WORSE,
+    Scenario(path=PATH.model_copy(update={"weights": False, "activations": False})): UNQUANTIZED,
 }
 _FILES = {"model.safetensors": "0" * 64}
 
@@ -85,9 +85,9 @@ def _record(prompt: str) -> GoldenRecord:
 
 
 def write_proofs(
-    directory: Path, *, hypotheses: bool = True, weights: str = _FILES["model.safetensors"]
+    directory: Path, *, scenarios: bool = True, weights: str = _FILES["model.safetensors"]
 ) -> Path:
-    """Golden records, hypotheses, the tokenizer and a manifest of the model with those `weights`,
+    """Golden records, scenarios, the tokenizer and a manifest of the model with those `weights`,
     which are not there; by default the one that the golden records are of."""
     golden = fake_golden()
     files = {"model.safetensors": weights}
@@ -95,8 +95,8 @@ def write_proofs(
     with write_artifact(directory) as writer:
         golden.save(writer.path)
         byte_tokenizer().inner.save(str(writer.path / "tokenizer.json"))
-        if hypotheses:
-            _hypotheses(golden).save(writer.path)
+        if scenarios:
+            _scenarios(golden).save(writer.path)
         writer.finish(
             Manifest(
                 kind="checkpoint",
@@ -122,9 +122,9 @@ def _simulated(spread: float) -> NDArray[np.float32]:
     return found
 
 
-def _hypotheses(golden: GoldenSet) -> HypothesisSet:
-    logprobs = {hypothesis: _simulated(spread) for hypothesis, spread in _NOISE.items()}
-    return HypothesisSet(golden.weights_sha256, "fp8", logprobs)
+def _scenarios(golden: GoldenSet) -> ScenarioSet:
+    logprobs = {scenario: _simulated(spread) for scenario, spread in _NOISE.items()}
+    return ScenarioSet(golden.weights_sha256, "fp8", logprobs)
 
 
 def _logprobs(model: Model, tokens: list[int]) -> NDArray[np.float32]:
@@ -133,7 +133,7 @@ def _logprobs(model: Model, tokens: list[int]) -> NDArray[np.float32]:
 
 
 def served(spread: float = HONEST, *, server: FakeOpenAI | None = None) -> FakeOpenAI:
-    """A vLLM of the fake model with so much noise: one more repeat of that hypothesis."""
+    """A vLLM of the fake model with so much noise: one more repeat of that scenario."""
     server = server or FakeOpenAI()
     server.engine = fake_backend(FakeRunner(model=noisy(spread, 1)))
     return server

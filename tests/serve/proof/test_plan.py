@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from octet.artifacts.golden import POSITIONS
-from octet.artifacts.scenarios import Fault, Hypothesis, HypothesisSet
+from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from serve.proof.plan import FIRST_PART, Slices, cost, order, parts_of, simulated
 from tests.serve.proof.fake_proofs import fake_golden
@@ -44,8 +44,8 @@ def test_records_that_tell_faults_apart_come_first() -> None:
     whole = np.zeros((2, 64, POSITIONS, 20), np.float32)
     some = np.full((1, 64, POSITIONS, 20), np.nan, np.float32)
     some[:, known] = 0
-    fault = Hypothesis(path=path, fault=Fault(kind="k_scale_dropped"))
-    found = simulated(HypothesisSet("", "fp8", {Hypothesis(path=path): whole, fault: some}))
+    fault = Scenario(path=path, fault=Fault(kind="k_scale_dropped"))
+    found = simulated(ScenarioSet("", "fp8", {Scenario(path=path): whole, fault: some}))
     assert found == known and simulated(None) == []
     assert sorted(order(GOLDEN, 5, first=found)[:4]) == known
     assert sorted(order(GOLDEN, 5, first=found)) == list(range(64))

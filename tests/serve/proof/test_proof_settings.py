@@ -159,7 +159,7 @@ def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
 
 
 def test_check_says_where_only_the_mean_is_judged(tmp_path: Path) -> None:
-    bare, path = write_proofs(tmp_path / "bare", hypotheses=False), tmp_path / "octet.yaml"
+    bare, path = write_proofs(tmp_path / "bare", scenarios=False), tmp_path / "octet.yaml"
     backends = "backends: [{type: vllm, url: 'http://h:2'}]"
     path.write_text(f"models: {{a: {{pool: {{{backends}, proof: {{golden: {bare}}}}}}}}}")
     said = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"]).stdout

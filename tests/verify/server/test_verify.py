@@ -80,7 +80,7 @@ def test_what_the_engine_says_is_enough_to_be_wrong(verify: Verify, proofs: Path
 
 
 def test_without_simulations_a_bound_is_what_there_is(verify: Verify, tmp_path: Path) -> None:
-    proofs = write_proofs(tmp_path / "plain", hypotheses=False)
+    proofs = write_proofs(tmp_path / "plain", scenarios=False)
     with serving(served(HONEST)) as server:
         code, out, _ = verify(server.url, "--golden", proofs)
     assert code == 0 and "against a bound of 0.1" in words(out)

@@ -198,8 +198,8 @@ def _nlls(
     found = [torch.zeros(0, dtype=torch.float64)]
     for start in range(0, len(following), step):
         (logits,) = model.logits([hidden[:, start : start + step]])
-        told, wanted = logits[0].double().log_softmax(-1), following[start : start + step, None]
-        found.append(-told.gather(-1, wanted.to(told.device))[:, 0].cpu())
+        logprobs, wanted = logits[0].double().log_softmax(-1), following[start : start + step, None]
+        found.append(-logprobs.gather(-1, wanted.to(logprobs.device))[:, 0].cpu())
     sizes = [len(ids) - 1 for ids in prompts]
     return [float(part.sum()) for part in torch.split(torch.cat(found), sizes)]
 

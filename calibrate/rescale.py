@@ -66,8 +66,8 @@ def rescale(
         check_prompts(gate, origin.golden)
     fitted = _fitted(origin, recipe)
 
-    told = _report_of(origin)
-    experts = told.get("experts") or {}
+    old_report = _report_of(origin)
+    experts = old_report.get("experts") or {}
     least = experts.get("min_tokens", MIN_TOKENS)
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
     histograms = Histograms(counts, origin.observations)
@@ -93,10 +93,10 @@ def rescale(
         experts=experts or None,
         warnings=[
             *(judged.warnings if judged else ()),
-            *told.get("notes", fallback_warnings(experts)),
+            *old_report.get("notes", fallback_warnings(experts)),
         ],
-        facts=_facts(told, judged),
-        **{part: told.get(part) for part in _MEASURED if same},
+        facts=_facts(old_report, judged),
+        **{part: old_report.get(part) for part in _MEASURED if same},
     )
     if judged is not None and not judged.met:
         refused = refused_directory(out)
@@ -183,13 +183,13 @@ def _convergence(
 
 def _report_of(origin: Calibration) -> dict[str, Any]:
     path = origin.path / "report.json"
-    told = json.loads(path.read_text()) if path.exists() else {}
-    return told if isinstance(told, dict) else {}
+    old_report = json.loads(path.read_text()) if path.exists() else {}
+    return old_report if isinstance(old_report, dict) else {}
 
 
-def _facts(told: Mapping[str, Any], judged: Outcome | None) -> dict[str, Any]:
+def _facts(old_report: Mapping[str, Any], judged: Outcome | None) -> dict[str, Any]:
     """Returns the origin's facts, with its gate, which was for its recipe, replaced by `judged`."""
-    facts = {key: value for key, value in (told.get("facts") or {}).items() if key != "gate"}
+    facts = {key: value for key, value in (old_report.get("facts") or {}).items() if key != "gate"}
     return facts | (judged.facts if judged else {})
 
 

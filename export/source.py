@@ -182,8 +182,8 @@ class Source:
         `warnings` in `details` are added to those of the checkpoint. The recipe's expected cost is
         left out if the export is not `quantized`.
         """
-        told = [*self.checkpoint.warnings, *details.get("warnings", ())]
-        details = details | self._algorithm() | ({"warnings": told} if told else {})
+        warnings = [*self.checkpoint.warnings, *details.get("warnings", ())]
+        details = details | self._algorithm() | ({"warnings": warnings} if warnings else {})
         origin = self.calibration.manifest
         return Manifest(
             kind=kind,

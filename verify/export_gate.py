@@ -134,14 +134,14 @@ class ExportGate:
         from verify.artifact import verify
 
         found = verify(directory, model=self.model, calibration=self.calibration).as_json()
-        told = {key: found[key] for key in ("problems", "layers", "tensors")}
+        recorded = {key: found[key] for key in ("problems", "layers", "tensors")}
         kept = ("kv_cache", "format", "target", "expected_divergence", "proof")
         more = {key: manifest.details[key] for key in kept if key in manifest.details}
         with keep_refused(path) as refused:
             recipe = manifest.recipe.model_dump(mode="json")
             text = outcome.evidence(kind=manifest.kind, recipe=recipe, **more)
             (refused / EVIDENCE_FILE).write_text(text)
-            (refused / "verification.json").write_text(json.dumps(told, indent=1) + "\n")
+            (refused / "verification.json").write_text(json.dumps(recorded, indent=1) + "\n")
             GoldenSet.load(directory).save(refused)
 
 
@@ -198,6 +198,6 @@ def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
 
 def _cache(manifest: Manifest) -> KvCacheDtype:
     """Returns the cache dtype that the export is for; an engine's manifest has further details."""
-    told = manifest.details.get("kv_cache", manifest.recipe.kv_cache)
-    found: KvCacheDtype = told["dtype"] if isinstance(told, dict) else told
+    recorded = manifest.details.get("kv_cache", manifest.recipe.kv_cache)
+    found: KvCacheDtype = recorded["dtype"] if isinstance(recorded, dict) else recorded
     return found

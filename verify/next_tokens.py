@@ -86,8 +86,8 @@ def _of_checkpoint(
 
     fit_threads()
     written = Written.open(directory)
-    asked = manifest.details.get("kv_cache")
-    cache: KvCacheDtype = cache_of(written, manifest.recipe.kv_cache, asked)
+    exported = manifest.details.get("kv_cache")
+    cache: KvCacheDtype = cache_of(written, manifest.recipe.kv_cache, exported)
     if manifest.model.spec.generic:
         cache = "float16"
         found.notes.append(

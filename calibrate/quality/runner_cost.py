@@ -69,11 +69,11 @@ def judge_answers(
     gate.check_samples(list(map(len, prompts)), f"{ON} that fit into its context", remedy)
     with progress_bar(console, "Gate", sum(map(len, prompts))) as advance:
         ways = measure_answers(checkpoint, prompts, runs, device=device, advance=advance)
-    told = [
+    outcomes = [
         gate.judge(cost, ON, f"{who}, {way}")
         for cost, way in zip(ways, ("reading", "decoding"), strict=True)
     ]
-    pairs = zip(*(outcome.judged for outcome in told), strict=True)
+    pairs = zip(*(outcome.judged for outcome in outcomes), strict=True)
     return Outcome(tuple(max(pair, key=lambda judged: judged.bound) for pair in pairs))
 
 

@@ -157,8 +157,8 @@ class _Bench:
         for run in runs:
             if run.start == index and index:
                 path = Scenario(path=run.scenario.path)
-                honest = next(x for x in runs if x.scenario == path and x.repeat == 0)
-                run.states = honest.states[: len(self._few)]
+                conforming = next(x for x in runs if x.scenario == path and x.repeat == 0)
+                run.states = conforming.states[: len(self._few)]
 
     def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
         prefix = self._spec.layer(index)

@@ -69,8 +69,8 @@ def planned(chosen: Sequence[Scenario], nbytes: Callable[[Run], int]) -> Iterato
 
 def _carriers(part: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Returns carriers for the paths that `runs` start from and `part` does not have."""
-    honest = {run.scenario.path for run in part if run.scenario.fault is None}
-    wanted = {run.scenario.path for run in runs if run.start} - honest
+    conforming = {run.scenario.path for run in part if run.scenario.fault is None}
+    wanted = {run.scenario.path for run in runs if run.start} - conforming
     return [Run(Scenario(path=path), whole=False, carrier=True) for path in wanted]
 
 

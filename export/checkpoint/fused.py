@@ -178,9 +178,9 @@ def describe(source: Source, linear: Linear) -> str:
     if schemes is None:
         return "full precision"
     weights, inputs = schemes
-    told = f"{weights.kind} {weights.granularity} weights"
+    text = f"{weights.kind} {weights.granularity} weights"
     other = "" if inputs.kind == weights.kind else f"{inputs.kind} "
-    return f"{told} with {other}{inputs.granularity} inputs"
+    return f"{text} with {other}{inputs.granularity} inputs"
 
 
 def _stored(schemes: Schemes) -> tuple[object, ...] | None:

@@ -46,27 +46,27 @@ def check_names(targets: Iterable[str]) -> list[str]:
 
 
 def resolve_targets(
-    name: Name, asked: Sequence[str] | None, gpu: Gpu | None, kinds: Iterable[SchemeKind]
+    name: Name, wanted: Sequence[str] | None, gpu: Gpu | None, kinds: Iterable[SchemeKind]
 ) -> list[str]:
-    """Returns the targets that the builder `name` compiles for: `asked`, or else this GPU's.
+    """Returns the targets that the builder `name` compiles for: `wanted`, or else this GPU's.
 
     Without a GPU, TensorRT-RTX compiles for those of sm89 and sm120 that support the formats
     `kinds`. Raises UnsupportedError for a target that is unknown, or that this builder lacks.
     """
     if name != RTX:
         assert gpu is not None
-        if asked is not None and list(asked) != [gpu.target]:
+        if wanted is not None and list(wanted) != [gpu.target]:
             raise UnsupportedError(
-                f"target {', '.join(asked)}: {name} builds for the GPU that is here ({gpu.name},"
+                f"target {', '.join(wanted)}: {name} builds for the GPU that is here ({gpu.name},"
                 f" {gpu.target}); leave --target out, or take --builder tensorrt-rtx"
             )
         return [gpu.target]
-    if asked is None:
+    if wanted is None:
         if gpu is not None:
-            asked = [gpu.target]
+            wanted = [gpu.target]
         else:
-            asked = [item for item in _DEFAULTS if all(_holds(item, kind) for kind in kinds)]
-    for target in asked:
+            wanted = [item for item in _DEFAULTS if all(_holds(item, kind) for kind in kinds)]
+    for target in wanted:
         if target not in _ALL:
             raise UnsupportedError(f"{RTX}: unknown target '{target}'{nearest(target, _RTX_FP8)}")
         if target not in RTX_TARGETS:
@@ -75,7 +75,7 @@ def resolve_targets(
                 f" it builds for {', '.join(_RTX_FP8)}; for {target}, build on such a GPU with"
                 " TensorRT (--builder tensorrt)"
             )
-    return list(asked)
+    return list(wanted)
 
 
 def check_recipe_on(name: Name, targets: Sequence[str], gpu: Gpu | None, source: Source) -> None:

@@ -96,8 +96,8 @@ class Job:
         """Copies the plan there; returns its manifest with the details that the judge adds."""
         assert self.inputs.plan is not None
         manifest = self.inputs.plan.copy(directory)
-        told = {} if self.judge is None else self.judge(directory, manifest, directory)
-        return manifest.model_copy(update={"details": manifest.details | told})
+        judged = {} if self.judge is None else self.judge(directory, manifest, directory)
+        return manifest.model_copy(update={"details": manifest.details | judged})
 
 
 # The entry, the manifest of its content, and the path of the content in the version.

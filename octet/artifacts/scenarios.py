@@ -101,14 +101,14 @@ class ScenarioSet:
 
     def save(self, directory: Path) -> None:
         """Writes SCENARIOS_FILE into `directory`."""
-        told = {
+        header = {
             "schema_version": SCHEMA_VERSION,
             "weights_sha256": self.weights_sha256,
             "recipe": self.recipe,
             "hypotheses": [h.model_dump(mode="json") for h in self.logprobs],
         }
         tensors = {str(n): Tensor.of(x) for n, x in enumerate(self.logprobs.values())}
-        write_tensors(directory / SCENARIOS_FILE, tensors, {"octet": json.dumps(told)})
+        write_tensors(directory / SCENARIOS_FILE, tensors, {"octet": json.dumps(header)})
 
     @classmethod
     def load(cls, directory: Path, golden: GoldenSet) -> Self:
@@ -116,13 +116,13 @@ class ScenarioSet:
         path = directory / SCENARIOS_FILE
         file = TensorFile.open(path)
         try:
-            told = json.loads(file.metadata["octet"])
-            refuse_newer(path, told["schema_version"], SCHEMA_VERSION)
-            if told["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"schema version {told['schema_version']}")
-            names = [Scenario.model_validate(item) for item in told["hypotheses"]]
+            header = json.loads(file.metadata["octet"])
+            refuse_newer(path, header["schema_version"], SCHEMA_VERSION)
+            if header["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema version {header['schema_version']}")
+            names = [Scenario.model_validate(item) for item in header["hypotheses"]]
             found = {name: file.read(str(n)).float32() for n, name in enumerate(names)}
-            weights, recipe = str(told["weights_sha256"]), str(told["recipe"])
+            weights, recipe = str(header["weights_sha256"]), str(header["recipe"])
         except (KeyError, TypeError, ValueError, ValidationError) as error:
             detail = str(error).splitlines()[0]
             raise ArtifactError(f"{path}: not a set of scenarios ({detail})") from None

@@ -124,11 +124,11 @@ class Checkpoint:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the user before any work on this checkpoint, one line each."""
-        told = []
+        warnings = []
         if self.spec.generic:
             linears, layer = list(self.spec.linears()), f"{self.spec.layer(0)}."
             first = [x.name.removeprefix(layer) for x in self.spec.linears(0)]
-            told.append(
+            warnings.append(
                 f"{self.spec.architecture} is an architecture that Octet does not know: it takes"
                 f" every matrix below {self.spec.prefix} for a linear, {len(linears)} in all"
                 f" (in layer 0: {', '.join(first)})"
@@ -136,11 +136,11 @@ class Checkpoint:
         unknown = self._undescribed()
         if unknown:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            told.append(
+            warnings.append(
                 f"config.json describes no tensor {', '.join(unknown[:3])}{more}: what is not"
                 " described is never quantized, and has no part in what transformers computes"
             )
-        return tuple(told)
+        return tuple(warnings)
 
     def _undescribed(self) -> list[str]:
         if self.spec.generic:

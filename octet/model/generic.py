@@ -137,10 +137,10 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
     whole = whole or [prefix for prefix, indices in found.items() if indices > wanted]
     if len(whole) == 1:
         return whole[0]
-    told = f"{len(whole)} stacks of so many ({', '.join(whole)})" if whole else "none such"
+    stacks = f"{len(whole)} stacks of so many ({', '.join(whole)})" if whole else "none such"
     raise UnsupportedError(
         f"{where}: is not supported: of an architecture that Octet does not know, it takes the"
-        f" {layers} decoder layers from tensors named <prefix>.layers.<i>.*, and there are {told}"
+        f" {layers} decoder layers from tensors named <prefix>.layers.<i>.*, and there are {stacks}"
     )
 
 

@@ -18,35 +18,35 @@ _SAME = 1e-6  # relative: the float32 error of 1/x and back
 
 
 def cache_of(
-    written: Written, recipe_cache: KvCacheDtype | None, asked: object = None
+    written: Written, recipe_cache: KvCacheDtype | None, exported: object = None
 ) -> KvCacheDtype:
     """Returns the cache format of the files, by the manifest, else by the configuration."""
     caches: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
     for known in caches:
-        if asked == known:
+        if exported == known:
             return known
     if written.quantization is not None and written.quantization.kv_scheme:
         return "e4m3"
     return "e5m2" if recipe_cache in (None, "e4m3") else recipe_cache
 
 
-def check_cache_scheme(written: Written, asked: object, found: Verification) -> None:
-    """Adds a problem if the declared scheme of the cache does not match the format `asked` for.
+def check_cache_scheme(written: Written, exported: object, found: Verification) -> None:
+    """Adds a problem if the declared scheme of the cache does not match the format `exported` for.
 
     Engines make an E4M3 cache if the configuration declares the scheme, and none if it does not.
     `quant_method: fp8` cannot declare it: there an option of the engine selects the cache.
     """
     quantization = written.quantization
-    if quantization is None or asked not in get_args(KvCacheDtype):
+    if quantization is None or exported not in get_args(KvCacheDtype):
         return
-    if asked != "e4m3" and quantization.kv_scheme:
-        what = f"declares an E4M3 cache, and this was exported for {asked}"
-        why = ": vLLM refuses the two together" if asked == "e5m2" else ""
+    if exported != "e4m3" and quantization.kv_scheme:
+        what = f"declares an E4M3 cache, and this was exported for {exported}"
+        why = ": vLLM refuses the two together" if exported == "e5m2" else ""
         found.problem("configuration", "config.json", what + why)
-    elif asked == "e4m3" and quantization.dialect != "fp8" and not quantization.kv_scheme:
+    elif exported == "e4m3" and quantization.dialect != "fp8" and not quantization.kv_scheme:
         what = "declares no E4M3 cache (kv_cache_scheme), and this was exported for one"
         found.problem("configuration", "config.json", f"{what}: engines make one of 16 bits")
-    elif asked == "e4m3" and not quantization.static_kv:
+    elif exported == "e4m3" and not quantization.static_kv:
         what = "declares scales of the cache that are made at run time, and these are calibrated"
         found.problem("configuration", "config.json", what)
 

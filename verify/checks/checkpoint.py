@@ -47,9 +47,9 @@ def verify_checkpoint(
     names = check_names(
         written, shapes.keys(), linears, _fused(spec), found, ours=manifest is not None
     )
-    asked = manifest.details.get("kv_cache") if manifest is not None else None
-    cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, asked)
-    check_cache_scheme(written, asked, found)
+    exported = manifest.details.get("kv_cache") if manifest is not None else None
+    cache = cache_of(written, manifest.recipe.kv_cache if manifest is not None else None, exported)
+    check_cache_scheme(written, exported, found)
     check_cache_scales(written, names, cache, original, found)
     check_calibrated_scales(written, names, original, found)
     _check_second_opinion(written, linears, found)

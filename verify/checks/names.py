@@ -260,9 +260,9 @@ def _check_fused(
     quantization = written.quantization
     if quantization is None:
         return
-    told = {problem.where for problem in found.problems}
+    reported = {problem.where for problem in found.problems}
     for modules in fused:
-        if told & set(modules):
+        if reported & set(modules):
             continue  # one cause is reported once
         groups = {module: quantization.group_of(module) for module in modules}
         if len({None if group is None else group.stored for group in groups.values()}) > 1:

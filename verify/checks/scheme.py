@@ -33,10 +33,10 @@ def check_recipe(
     if written.quantization is None:
         found.problem("configuration", "config.json", "has no quantization_config")
         return
-    told = {problem.where for problem in found.problems}
+    reported = {problem.where for problem in found.problems}
     wrong: dict[str, list[str]] = {}
     for linear in spec.linears():
-        if linear.name in told:
+        if linear.name in reported:
             continue
         scheme = manifest.recipe.scheme_of(linear.name)
         group = names.quantized.get(linear.name)

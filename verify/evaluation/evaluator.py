@@ -35,13 +35,13 @@ def evaluate(
     then. Raises ConfigError for a target with another tokenizer, NumericsError for NaN or Inf, and
     what `Target.answers` raises.
     """
-    asked = [*targets] if reference is None else [reference, *targets]
-    for target in asked:
+    every = [*targets] if reference is None else [reference, *targets]
+    for target in every:
         require_same_tokens(target, sequences)
-    found = [_answers(target, sequences, k, out, advance, note) for target in asked]
+    found = [_answers(target, sequences, k, out, advance, note) for target in every]
     base = found[0] if reference is not None else None
     scores = [
-        Scores.of(target.name, answers, base) for target, answers in zip(asked, found, strict=True)
+        Scores.of(target.name, answers, base) for target, answers in zip(every, found, strict=True)
     ]
     if reference is None:
         return Evaluation(sequences, k, None, tuple(scores))

@@ -76,17 +76,20 @@ class Harness:
             return _figures(json.loads(found[-1].read_text())["results"])
 
     def _arguments(self, target: AskedByUrl) -> list[str]:
-        asked = {"model": target.model, "base_url": f"{target.url}/v1/completions"}
-        asked |= {"num_concurrent": str(self.concurrency), "max_retries": "3"}
+        model_args = {"model": target.model, "base_url": f"{target.url}/v1/completions"}
+        model_args |= {"num_concurrent": str(self.concurrency), "max_retries": "3"}
         if target.longest is not None:  # else it silently cuts prompts at 2,047 tokens
-            asked["max_length"] = str(target.longest + 1)
+            model_args["max_length"] = str(target.longest + 1)
         if self.tokenizer is not None:
-            asked |= {
+            model_args |= {
                 "tokenizer": str(self.tokenizer.resolve()),
                 "tokenizer_backend": "huggingface",
             }
         arguments = ["run", "--model", "local-completions", "--tasks", ",".join(self.tasks)]
-        arguments += ["--model_args", ",".join(f"{key}={value}" for key, value in asked.items())]
+        arguments += [
+            "--model_args",
+            ",".join(f"{key}={value}" for key, value in model_args.items()),
+        ]
         arguments += ["--include_path", str(self.include)] if self.include else []
         return arguments + (["--limit", str(self.limit)] if self.limit else [])
 

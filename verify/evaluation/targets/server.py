@@ -47,8 +47,8 @@ class Server:
         # One token has to be generated after the prompt.
         self.longest: int | None = length - 1 if isinstance(length, int) else None
         kept = ("id", "root", "max_model_len", "owned_by")
-        told = {key: str(said[key]) for key in kept if said.get(key) is not None}
-        self.identity: Mapping[str, str] = {"url": self.url, **told, **self._version()}
+        reported = {key: str(said[key]) for key in kept if said.get(key) is not None}
+        self.identity: Mapping[str, str] = {"url": self.url, **reported, **self._version()}
 
     def encode(self, text: str) -> list[int] | None:
         """Tokenizes by vLLM's /tokenize; None for a server without it.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verify.evaluation.comparison import Comparison
     from verify.evaluation.lm_eval import Harness
     from verify.evaluation.scores import Evaluation
-    from verify.evaluation.target import AskedByUrl
+    from verify.evaluation.target import ServedTarget
 
 __all__ = ["evaluate"]
 
@@ -92,12 +92,12 @@ def evaluate(
 
     from verify.evaluation.evaluator import evaluate as score
     from verify.evaluation.lm_eval import Harness
-    from verify.evaluation.target import AskedByUrl
+    from verify.evaluation.target import ServedTarget
     from verify.evaluation.targets.open import open_target, read_samples
 
     origin = None if reference is None else open_target(str(reference), None, 1)
     opened = [open_target(name, api_key_env, concurrency) for name in targets]
-    servers = [target for target in opened if isinstance(target, AskedByUrl)]
+    servers = [target for target in opened if isinstance(target, ServedTarget)]
     harness = None
     if tasks is not None:
         names = tuple(tasks.split(","))
@@ -138,7 +138,7 @@ def _require_room(out: Path | None, html: Path | None) -> None:
 
 
 def _tasks(
-    harness: "Harness | None", servers: "Sequence[AskedByUrl]"
+    harness: "Harness | None", servers: "Sequence[ServedTarget]"
 ) -> "tuple[list[dict[str, Interval]], OctetError | None]":
     """Returns the harness' figures per server, and the error that ended it early, if any.
 

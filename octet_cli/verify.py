@@ -146,7 +146,7 @@ def _verify_url(
     as_json: bool,
     console: Console | None,
 ) -> int:
-    from verify.server.connect import SCHEMES, Asked
+    from verify.server.connect import SCHEMES, Query
 
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
@@ -159,8 +159,8 @@ def _verify_url(
     from verify.server.verify import verify_url
 
     given = {name: value for name, value in served.items() if value is not None}
-    asked = Asked(url=url, model=model, every_prompt=show_all, **given)
-    return verify_url(asked, as_json=as_json, console=console)
+    query = Query(url=url, model=model, every_prompt=show_all, **given)
+    return verify_url(query, as_json=as_json, console=console)
 
 
 def report(found: "Verification", console: Console, *, show_all: bool = False) -> None:

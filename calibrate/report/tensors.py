@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from calibrate.observe.histogram import SMALL, CodeDtype, Histogram, magnitudes
 from calibrate.scales.activations import METHODS, Quality, find_scale, measure
-from calibrate.scales.tensor_scheme import Treatment, treatment_of
+from calibrate.scales.tensor_scheme import ObservedScheme, scheme_of
 from octet.artifacts.calibration import Observation
 from octet.recipe import Recipe, ScaleMethod
 
@@ -127,7 +127,7 @@ def report_tensors(
         name: _report(
             name,
             observation,
-            treatment_of(recipe, observation),
+            scheme_of(recipe, observation),
             histograms[name],
             chosen.get(name),
             (global_scales or {}).get(name),
@@ -165,7 +165,7 @@ def role_of(modules: Sequence[str]) -> str:
 def _report(
     name: str,
     observation: Observation,
-    treatment: Treatment,
+    treatment: ObservedScheme,
     histogram: Histogram,
     scale: float | None,
     global_scale: float | None,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import measure
-from calibrate.scales.tensor_scheme import Treatment, treatment_of
+from calibrate.scales.tensor_scheme import ObservedScheme, scheme_of
 from octet.artifacts.calibration import Observation
 from octet.recipe import Recipe
 
@@ -174,7 +174,7 @@ def convergence(
     """
     before = _before(counts)
     tensors = {
-        name: _course(chunks[name], observation, treatment_of(recipe, observation), before)
+        name: _course(chunks[name], observation, scheme_of(recipe, observation), before)
         for name, observation in observations.items()
     }
     return Convergence(tuple(counts), tensors)
@@ -183,7 +183,7 @@ def convergence(
 def _course(
     chunks: NDArray[np.int64],
     observation: Observation,
-    treatment: Treatment,
+    treatment: ObservedScheme,
     before: int | None,
 ) -> Course:
     sums = [Histogram(counts, observation.code_dtype) for counts in np.cumsum(chunks, axis=0)]

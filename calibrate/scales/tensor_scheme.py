@@ -10,14 +10,14 @@ from octet.numerics import formats
 from octet.numerics.formats import Format
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
-__all__ = ["Treatment", "treatment_of"]
+__all__ = ["ObservedScheme", "scheme_of"]
 
 _PER = {"tensor": "per tensor", "channel": "per channel", "token": "per token"}
 _SCALES = {"float32": "", "e8m0": ", power-of-two scales", "e4m3": ", E4M3 scales"}
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ObservedScheme:
     """How some linears' activations (`scheme`) or the KV cache (`kv_cache`) are quantized.
 
     Neither is set for activations that stay in full precision. `query` marks queries, which are
@@ -83,15 +83,15 @@ class Treatment:
         return f"{scheme.format} {per}, {when}{_SCALES[scheme.scale_format]}{whole}"
 
 
-def treatment_of(recipe: Recipe, observation: Observation) -> Treatment:
+def scheme_of(recipe: Recipe, observation: Observation) -> ObservedScheme:
     """Returns the scheme of an observed tensor; if its linears differ, that of a quantized one."""
     if observation.kind == "query":
         e4m3 = recipe.kv_cache == "e4m3"
-        return Treatment(kv_cache="e4m3", query=True) if e4m3 else Treatment()
+        return ObservedScheme(kv_cache="e4m3", query=True) if e4m3 else ObservedScheme()
     if observation.kind != "input":
-        return Treatment(kv_cache=recipe.kv_cache)
+        return ObservedScheme(kv_cache=recipe.kv_cache)
     for consumer in observation.consumers:
         schemes = recipe.scheme_of(consumer)
         if schemes is not None:
-            return Treatment(scheme=schemes[1])
-    return Treatment()
+            return ObservedScheme(scheme=schemes[1])
+    return ObservedScheme()

@@ -19,7 +19,7 @@ from typing import Any
 
 from octet.errors import BackendError, ConfigError
 from octet.statistics import Interval
-from verify.evaluation.target import AskedByUrl
+from verify.evaluation.target import ServedTarget
 
 __all__ = ["Harness"]
 
@@ -40,7 +40,7 @@ class Harness:
     concurrency: int = 4
     api_key_env: str | None = None
 
-    def require_installed(self, target: AskedByUrl) -> None:
+    def require_installed(self, target: ServedTarget) -> None:
         """Raises ConfigError if the harness is not installed.
 
         The message has the command that evaluates `target` from elsewhere.
@@ -51,7 +51,7 @@ class Harness:
                 f" elsewhere: {shlex.join(['lm_eval', *self._arguments(target)])}"
             )
 
-    def figures(self, target: AskedByUrl) -> dict[str, Interval]:
+    def figures(self, target: ServedTarget) -> dict[str, Interval]:
         """Returns "task metric" -> result, with a 95 % interval if the harness reports an error.
 
         Raises BackendError if the harness fails, with the command that would show more.
@@ -75,7 +75,7 @@ class Harness:
                 )
             return _figures(json.loads(found[-1].read_text())["results"])
 
-    def _arguments(self, target: AskedByUrl) -> list[str]:
+    def _arguments(self, target: ServedTarget) -> list[str]:
         model_args = {"model": target.model, "base_url": f"{target.url}/v1/completions"}
         model_args |= {"num_concurrent": str(self.concurrency), "max_retries": "3"}
         if target.longest is not None:  # else it silently cuts prompts at 2,047 tokens

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from octet.proof.top_k import TopK
 
-__all__ = ["Answer", "AskedByUrl", "Target", "digest_of", "top_k"]
+__all__ = ["Answer", "ServedTarget", "Target", "digest_of", "top_k"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def digest_of(ids: Sequence[int]) -> str:
 
 
 @runtime_checkable
-class AskedByUrl(Protocol):
+class ServedTarget(Protocol):
     """A target that is a running server."""
 
     url: str  # without /v1

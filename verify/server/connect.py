@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from serve.backends.base import Backend
     from serve.config import BackendConfig
 
-__all__ = ["SCHEMES", "Asked", "reached"]
+__all__ = ["SCHEMES", "Query", "reached"]
 
 SCHEMES = ("http", "https", "grpc", "triton")
 _ASIDE_S = 10.0  # timeout of the request that finds out why a server does not answer
 
 
 @dataclass(frozen=True)
-class Asked:
+class Query:
     """The command line's description of a server."""
 
     url: str
@@ -41,17 +41,17 @@ class Asked:
     timeout_s: float = 120.0
 
 
-async def reached(asked: Asked) -> "Backend":
+async def reached(query: Query) -> "Backend":
     """Starts a backend and returns it once it is ready. Raises OctetError."""
-    if asked.url.partition("://")[0] in ("http", "https"):
-        backend = await _openai(asked)
+    if query.url.partition("://")[0] in ("http", "https"):
+        backend = await _openai(query)
     else:
-        backend = await _started(*_triton(asked))
+        backend = await _started(*_triton(query))
     if not await backend.ready():
         await backend.close()
-        if asked.url.startswith("http"):
-            await _require_answer(asked.url)
-        raise BackendUnavailable(f"{asked.url}: does not answer, or is not ready")
+        if query.url.startswith("http"):
+            await _require_answer(query.url)
+        raise BackendUnavailable(f"{query.url}: does not answer, or is not ready")
     return backend
 
 
@@ -71,23 +71,23 @@ async def _require_answer(url: str) -> None:
         pass  # it answers
 
 
-async def _openai(asked: Asked) -> "Backend":
+async def _openai(query: Query) -> "Backend":
     """Starts a backend for an HTTP server; of type vllm for vLLM, which returns tokens by id."""
     from serve.config import HttpConfig
     from serve.config.backends import key_in
     from serve.proof.engine_report import engine_report
 
-    key = key_in(asked.api_key_env)
+    key = key_in(query.api_key_env)
 
     def config(kind: Literal["vllm", "openai"], model: str | None) -> HttpConfig:
         try:
-            return HttpConfig(type=kind, url=asked.url, model=model, api_key=key)
+            return HttpConfig(type=kind, url=query.url, model=model, api_key=key)
         except ValidationError as error:
-            raise _refused(asked, error) from None
+            raise _refused(query, error) from None
 
-    backend = await _started(asked.model or "", config("openai", asked.model))
+    backend = await _started(query.model or "", config("openai", query.model))
     try:
-        model = asked.model or await _only_model(asked.url, backend)
+        model = query.model or await _only_model(query.url, backend)
         report = await engine_report(backend)
     finally:
         await backend.close()
@@ -117,24 +117,24 @@ async def _only_model(url: str, backend: "Backend") -> str:
     return str(names[0])
 
 
-def _triton(asked: Asked) -> "tuple[str, BackendConfig]":
+def _triton(query: Query) -> "tuple[str, BackendConfig]":
     from serve.config import TritonConfig
 
-    parts = urlsplit(asked.url)
-    model = parts.path.strip("/") or asked.model
-    if not model or (asked.model and asked.model != model):
-        raise ConfigError(f"{asked.url}: name its model once: with --model, or after the port")
-    tokenizer = asked.golden if (asked.golden / "tokenizer.json").is_file() else None
+    parts = urlsplit(query.url)
+    model = parts.path.strip("/") or query.model
+    if not model or (query.model and query.model != model):
+        raise ConfigError(f"{query.url}: name its model once: with --model, or after the port")
+    tokenizer = query.golden if (query.golden / "tokenizer.json").is_file() else None
     try:
         return model, TritonConfig(
             type="triton", url=parts.netloc, model=model, tokenizer=tokenizer
         )
     except ValidationError as error:
-        raise _refused(asked, error) from None
+        raise _refused(query, error) from None
 
 
-def _refused(asked: Asked, error: ValidationError) -> ConfigError:
-    return ConfigError(f"{asked.url}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
+def _refused(query: Query, error: ValidationError) -> ConfigError:
+    return ConfigError(f"{query.url}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
 
 
 async def _started(model: str, config: "BackendConfig") -> "Backend":

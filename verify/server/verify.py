@@ -12,7 +12,7 @@ from octet.errors import BackendUnavailable
 from octet.proof.divergence import measure
 from octet.proof.reference import load_proofs
 from octet.proof.responses import Response
-from verify.server.connect import Asked, reached
+from verify.server.connect import Query, reached
 
 if TYPE_CHECKING:
     from serve.backends.base import Backend
@@ -26,15 +26,15 @@ _NO_LOGPROBS = (
 )
 
 
-def verify_url(asked: Asked, *, as_json: bool = False, console: Console | None = None) -> int:
+def verify_url(query: Query, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prints the report and returns its exit code: 0 conforming, 1 non-conforming, 2 not checkable.
 
     Raises an OctetError for a server that cannot be queried at all.
     """
     from verify.server.report import show
 
-    checked = None if asked.checkpoint is None else _checkpoint(asked.checkpoint, asked.golden)
-    found = asyncio.run(_check(asked, console))
+    checked = None if query.checkpoint is None else _checkpoint(query.checkpoint, query.golden)
+    found = asyncio.run(_check(query, console))
     if checked is not None:
         found.findings += [line for line in checked.findings if line not in found.findings]
         found.unchecked += checked.unchecked
@@ -42,29 +42,29 @@ def verify_url(asked: Asked, *, as_json: bool = False, console: Console | None =
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        show(found, Console(), show_all=asked.every_prompt)
+        show(found, Console(), show_all=query.every_prompt)
     return found.exit_code
 
 
-async def _check(asked: Asked, console: Console | None) -> "ServerReport":
+async def _check(query: Query, console: Console | None) -> "ServerReport":
     from serve.config.proof import Proof
     from serve.proof.engine_report import engine_report, structural_findings
     from serve.proof.golden_exam import GoldenExam
     from verify.server.report import ServerReport
 
     settings = Proof(
-        golden=asked.golden, weights=asked.weights, kv_cache=asked.kv_cache, engine=asked.engine
+        golden=query.golden, weights=query.weights, kv_cache=query.kv_cache, engine=query.engine
     )
-    exam = GoldenExam.load(asked.golden, settings)
-    backend = await reached(asked)
+    exam = GoldenExam.load(query.golden, settings)
+    backend = await reached(query)
     try:
         engine = await engine_report(backend)
         model = backend.models[0]
-        found = ServerReport(asked.url, model, exam.declared.label, exam.identity, engine)
+        found = ServerReport(query.url, model, exam.declared.label, exam.identity, engine)
         if engine is not None:
-            found.findings += structural_findings(engine, exam.proofs, exam.declared, asked.golden)
+            found.findings += structural_findings(engine, exam.proofs, exam.declared, query.golden)
         found.notes += _of_scales(exam)
-        await _ask(backend, exam, asked, found, console)
+        await _ask(backend, exam, query, found, console)
     finally:
         await backend.close()
     return found
@@ -84,7 +84,7 @@ def _of_scales(exam: "GoldenExam") -> list[str]:
 async def _ask(
     backend: "Backend",
     exam: "GoldenExam",
-    asked: Asked,
+    query: Query,
     found: "ServerReport",
     console: Console | None,
 ) -> None:
@@ -94,22 +94,22 @@ async def _ask(
     """
     from serve.proof.probe import Unprovable
 
-    looks = exam.parts(asked.seed, backend.context_length)
-    if not looks:
+    parts = exam.parts(query.seed, backend.context_length)
+    if not parts:
         raise Unprovable.in_context(backend.name, backend.context_length)
-    if asked.every_prompt:
-        looks = [tuple(record for look in looks for record in look)]
-    looks.append(())  # for prompts that are still missing then
+    if query.every_prompt:
+        parts = [tuple(record for look in parts for record in look)]
+    parts.append(())  # for prompts that are still missing then
     responses: list[Response] = []
     missing: list[int] = []
-    for look in looks:
+    for look in parts:
         records = (*look, *missing)
         if not records:
             break
         if console is not None:
             console.print(f"asking {len(records)} golden prompts ...", style="dim")
         probed = await exam.probe(
-            backend, records, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+            backend, records, concurrency=query.concurrency, timeout_s=query.timeout_s
         )
         responses += probed.responses
         if not responses:
@@ -118,7 +118,7 @@ async def _ask(
         found.add(probed, len(missing))
         if not probed.alternatives and probed.responses:
             break
-        found.verdict = await exam.judge(responses, len(looks))
+        found.verdict = await exam.judge(responses, len(parts))
         if found.verdict.outcome in ("better", "worse"):
             break
         if missing and not await backend.ready():
@@ -126,16 +126,16 @@ async def _ask(
             return
         if found.verdict.outcome == "as_expected" and not missing:
             break
-    await _add_prompts(backend, exam, asked, found, responses, len(looks))
+    await _add_prompts(backend, exam, query, found, responses, len(parts))
 
 
 async def _add_prompts(
     backend: "Backend",
     exam: "GoldenExam",
-    asked: Asked,
+    query: Query,
     found: "ServerReport",
     responses: list[Response],
-    looks: int,
+    parts: int,
 ) -> None:
     """Adds the change in perplexity, if measurable; without log-probabilities, the agreement."""
     from verify.server.perplexity import with_prompts
@@ -149,10 +149,10 @@ async def _add_prompts(
         found.unchecked.append("perplexity: the golden records are of an earlier release")
     else:
         scored, why_not = await with_prompts(
-            backend, golden, responses, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+            backend, golden, responses, concurrency=query.concurrency, timeout_s=query.timeout_s
         )
         if why_not is None:
-            found.verdict = await exam.judge(scored, looks)
+            found.verdict = await exam.judge(scored, parts)
         else:
             found.unchecked.append(f"perplexity: {why_not}")
 

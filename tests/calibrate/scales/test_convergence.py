@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.convergence import TOLERANCE_DB, Convergence, convergence
-from calibrate.scales.tensor_scheme import treatment_of
+from calibrate.scales.tensor_scheme import scheme_of
 from octet.numerics.formats import E4M3
 from octet.recipe import Recipe
 from tests.calibrate.report_data import COUNTS, chunks, observation, observations
@@ -151,7 +151,7 @@ def test_json_states_the_tolerances_and_has_no_infinity() -> None:
 def test_what_a_recipe_does_is_said_in_words(recipe: str, said: str) -> None:
     loaded = Recipe.load(recipe)
     inputs = observation("input", ("model.layers.0.mlp.down_proj",))
-    assert str(treatment_of(loaded, inputs)) == said
+    assert str(scheme_of(loaded, inputs)) == said
     excluded = loaded.model_copy(update={"exclude": ("*.down_proj",)})
-    assert str(treatment_of(excluded, inputs)) == "full precision"
-    assert str(treatment_of(loaded, observation("key", ("x",)))) == "e5m2 cache, one scale a layer"
+    assert str(scheme_of(excluded, inputs)) == "full precision"
+    assert str(scheme_of(loaded, observation("key", ("x",)))) == "e5m2 cache, one scale a layer"

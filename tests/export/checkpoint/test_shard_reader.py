@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import export.checkpoint.shard_reader
-from export.checkpoint.shard_reader import ShardReader
+import export.checkpoint.write
+from export.checkpoint.write import ShardReader
 from octet.storage.files import Digest, file_digests, xxh3
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
@@ -22,8 +22,8 @@ SHAPES = {"a": (300, 70), "b": (), "c": (0, 4), "d": (5,), "e": (64, 64)}
 @pytest.fixture
 def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TensorFile:
     """Tensors of several parts, of none, and of less than one; a part is 4096 bytes."""
-    monkeypatch.setattr(export.checkpoint.shard_reader, "_PART", 4096)
-    monkeypatch.setattr(export.checkpoint.shard_reader, "_AHEAD", 3 * 4096)
+    monkeypatch.setattr(export.checkpoint.write, "_PART", 4096)
+    monkeypatch.setattr(export.checkpoint.write, "_AHEAD", 3 * 4096)
     rng = np.random.default_rng(0)
     tensors = {k: Tensor.of(np.asarray(rng.random(v, np.float32))) for k, v in SHAPES.items()}
     write_tensors(tmp_path / "shard.safetensors", tensors, {"format": "pt"})

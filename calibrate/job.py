@@ -15,7 +15,7 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every step of a calibration reads; without a console, nothing is printed."""
+    """The input of every step of a calibration; without a console, nothing is printed."""
 
     options: Options
     checkpoint: Checkpoint

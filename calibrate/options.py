@@ -18,7 +18,7 @@ __all__ = ["Options", "validate", "validate_rescale"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Sampling):
-    """What to calibrate, on which samples, and how."""
+    """The options of a calibration: what to calibrate, on which samples, and how."""
 
     model: Path  # directory of a checkpoint
     out: Path

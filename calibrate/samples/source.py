@@ -186,7 +186,7 @@ MINIMUM = 128  # below this, calibration needs --allow-few-samples
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which samples to read, and how they become batches."""
+    """Selects the samples to read, and how they become batches."""
 
     samples: Path
     held_out: Path | None = None  # for golden records and divergence; default: the next samples

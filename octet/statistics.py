@@ -1,31 +1,10 @@
 """Confidence intervals of a mean per token, where samples, not tokens, are independent.
 
 The mean is the ratio θ = Σxᵢ / Σmᵢ over n samples with a sum xᵢ over mᵢ tokens. With residuals
-uᵢ = xᵢ - θ·mᵢ its linearised standard error is se = sqrt(n/(n-1) · Σuᵢ²) / Σmᵢ, and Student's
-interval is θ ± t·se with n - 1 degrees of freedom.
+uᵢ = xᵢ - θ·mᵢ its standard error is sqrt(n/(n-1) · Σuᵢ²) / Σmᵢ. Each end of an interval is the
+outer one of Student's and of Hall's for skewed sums (J. R. Statist. Soc. B 54 (1992) 221).
 
-Sums of divergences are skewed: T = (θ̂ - θ)/se is then asymmetric to order 1/√n, and Student's
-interval lies too low. Hall's transformation (J. R. Statist. Soc. B 54 (1992) 221) removes that,
-g(T) = T + a·T² + a²·T³/3 + b with b = s/(6√n) and a = (s/3 - κ)/√n. s is the skewness of u.
-κ = cov(u, m)/(m̄·σᵤ), zero in Hall's case of a plain mean, accounts for estimating se² at θ̂:
-Σ(xᵢ - θ̂·mᵢ)² = Σuᵢ²·(1 - 2κ·T/√n + ...). Inverted, T = ((1 + 3a·(t - b))^⅓ - 1)/a.
-
-With a few dozen samples s itself is uncertain, which costs Hall's interval up to 1 % of coverage if
-there is little skewness. So each end of the interval is the outer one of Hall's and Student's: as
-far out as the observed skewness requires, and never further in than without any. The coverage still
-converges to 95 %; benchmarks/evaluate_coverage.py measures it, and that of other methods.
-
-An `upper_bound`, which gates and budgets compare with a limit, is the upper end alone, with 5 %
-beyond it. Measured (benchmarks/bound_coverage.py), the truth was beyond it in at most 6.7 % of
-draws of 16 samples or more and 8.0 % of 8; beyond Student's in 8.6 % and 10.0 %.
-
-Student's t distribution is that of the mean of a few samples whose spread is estimated from them.
-For n degrees of freedom, and with θ = atan(t / √n), the probability of |T| < t is (Abramowitz and
-Stegun, 26.7.3 and 26.7.4)
-
-    n = 1       2θ/π
-    n odd       2/π · (θ + sinθ · (cosθ + 2/3 cos³θ + ... + 2·4···(n-3) / (3·5···(n-2)) cosⁿ⁻²θ))
-    n even      sinθ · (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + ... + 1·3···(n-3) / (2·4···(n-2)) cosⁿ⁻²θ)
+docs/explanation/intervals.md has the formulas and their measured coverage.
 """
 
 import math

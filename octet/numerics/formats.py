@@ -1,38 +1,11 @@
-"""Number formats of 4 to 8 bits: limits, encode, decode, rounding and overflow.
+"""Number formats of 4 to 8 bits: E4M3, E5M2, E2M1, E3M2, E2M3 and E8M0.
 
-| format | bits | largest finite | Inf | NaN | meaning                                         |
-|--------|------|----------------|-----|-----|-------------------------------------------------|
-| E4M3   | 8    | 448            | no  | yes | `float8_e4m3fn`: weights and activations        |
-| E5M2   | 8    | 57,344         | yes | yes | the top byte of an IEEE half: the KV cache      |
-| E2M1   | 4    | 6              | no  | no  | elements of NVFP4 and MXFP4                     |
-| E3M2   | 6    | 28             | no  | no  | elements of MXFP6                               |
-| E2M3   | 6    | 7.5            | no  | no  | elements of MXFP6                               |
-| E8M0   | 8    | 2^127          | no  | yes | unsigned power of two: the scale of an MX block |
+Codes are uint8, one per element, in the low bits; the sign is the top bit of a code. `encode`
+rounds to nearest, ties to even, and saturates: a value beyond the largest finite one, Inf included,
+becomes that one with its sign. A NaN stays a NaN, or raises NumericsError in a format without one.
+Some of this differs from torch and ml_dtypes.
 
-Sources: "FP8 Formats for Deep Learning" (arXiv 2209.05433) and "OCP Microscaling Formats (MX)",
-version 1.0. Codes are uint8, one per element, in the low bits; the sign is the top bit of a code.
-
-`encode` rounds to nearest, ties to even, and saturates: a value beyond the largest finite one, Inf
-included, becomes that one with its sign. A NaN stays a NaN. Differences from ml_dtypes 0.5 and
-torch 2.13:
-
-- 480 → E4M3 is 448 here and in torch, NaN in ml_dtypes; the same for all above 464, Inf too.
-- 61,440 and above, Inf too → E5M2 is 57,344 here, Inf in torch and ml_dtypes: one overflow must
-  not turn a row of attention into NaN. ONNX (`saturate=1`) and CUDA do the same as here.
-- A float64 is rounded once here; torch and ml_dtypes convert to float32 first, so round twice.
-- NaN → E5M2 is 0x7F with the sign kept here and in torch, 0x7E in ml_dtypes.
-- NaN → E2M1, E3M2, E2M3 has no code: `NumericsError`. ml_dtypes gives -0.
-- 0 → E8M0, which has no zero, is 2^-127 (code 0) here and in torch, NaN in ml_dtypes: the scale
-  of a block of zeros must not turn the block into NaN. Negative numbers → E8M0 are NaN here and in
-  ml_dtypes; torch drops their sign.
-- E8M0 does not saturate here or in either library: 1.5·2^127 and above is NaN, because a clipped
-  scale would be silently wrong for its whole block. Ties go up, and so does everything between
-  2^-127 and 2^-126, as in torch and ml_dtypes. Scales of MX blocks are rounded differently: OCP's
-  rule is `encode_e8m0_scale`, and the engines' rules are in `octet.numerics.microscaling`.
-
-Speed: no format here has more than 3 mantissa bits, so the upper 16 bits of a float32 and one bit
-for whether any lower bit was set ("round to odd") decide the result. For each format, a table of
-65,536 entries, built from the definition of rounding, maps these 16 bits to the code.
+docs/explanation/number-formats.md has the limits, sources and differences.
 """
 
 from dataclasses import dataclass

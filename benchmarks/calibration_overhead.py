@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 from card import conditions, report
+from observing import observing
 
 from calibrate.decoder.loading import ComputeDtype, load_model
-from calibrate.observe.counting_cpu import CpuCounter
-from calibrate.observe.observer import Observer, observe
+from calibrate.observe.counting_cpu import Counter, CpuCounter, make_counter
 from calibrate.samples.batches import Batch, make_batches, tokenize
 from calibrate.samples.source import load_samples
 from calibrate.samples.tokens import load_tokenizer
@@ -107,22 +107,16 @@ def measure(
 
         return run
 
-    def watched(observer: Observer) -> Callable[[], None]:
-        def run() -> None:
-            for batch in batches:
-                observer.run(batch)
-
-        return run
+    def observed(counter_of: Callable[[int], Counter]) -> float:
+        with observing(model, checkpoint.spec, counter_of) as (run, _):
+            return seconds(lambda: run(batches))
 
     bare, whole = forward(model.base_model), forward(model)
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds + 1):  # the first round warms up
         times["bare"].append(seconds(bare))
-        with observe(model, checkpoint.spec) as observer:
-            times["observed"].append(seconds(watched(observer)))
-        with observe(model, checkpoint.spec) as observer:
-            observer.counter = AbsmaxCounter(len(observer.observations), 1)
-            times["absmax"].append(seconds(watched(observer)))
+        times["observed"].append(observed(lambda slots: make_counter(model.device, slots)))
+        times["absmax"].append(observed(lambda slots: AbsmaxCounter(slots, 1)))
         times["again"].append(seconds(bare))
         if peer:
             for name, taken in modelopt(model, forward).items():

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ import numpy as np
 import torch
 from card import conditions, report
 from numpy.typing import NDArray
+from observing import observing
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calibrate.observe.observer import Observer, observe
+from calibrate.observe.counting_cpu import make_counter
+from calibrate.observe.observer import check_totals, observations_of
 from calibrate.samples.batches import Batch
 from octet.model.spec import ModelSpec
 
@@ -205,10 +208,11 @@ def observed(model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> Peer:
     tokens = sum(batch.tokens for batch in batches)
 
     def run() -> tuple[float, float]:
-        with observe(model, spec) as observer:
-            passed = seconds(lambda: run_all(observer, batches))
-            read = seconds(lambda: observer.counter.counts())
-            observer.check(tokens)
+        with observing(model, spec, partial(make_counter, model.device)) as (passes, counter):
+            passed = seconds(lambda: passes(batches))
+            read = seconds(counter.counts)
+            counts = dict(zip(observations_of(spec, model.dtype), counter.counts(), strict=True))
+        check_totals(spec, counts, tokens)
         return passed, read
 
     return run
@@ -216,17 +220,10 @@ def observed(model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> Peer:
 
 def absmax(model: Any, spec: ModelSpec, batches: Sequence[Batch]) -> Peer:
     def run() -> tuple[float, float]:
-        with observe(model, spec) as observer:
-            observer.counter.close()
-            observer.counter = AbsmaxCounter(len(observer.observations))
-            return seconds(lambda: run_all(observer, batches)), 0.0
+        with observing(model, spec, AbsmaxCounter) as (passes, _):
+            return seconds(lambda: passes(batches)), 0.0
 
     return run
-
-
-def run_all(observer: Observer, batches: Sequence[Batch]) -> None:
-    for batch in batches:
-        observer.run(batch)
 
 
 class AbsmaxCounter:

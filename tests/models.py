@@ -1,11 +1,15 @@
 """Small random checkpoints of each supported architecture, written as Hugging Face has them."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 TOKENIZER = Path(__file__).parent.parent / "examples" / "python-lm" / "model"
 
@@ -150,3 +154,23 @@ def write_model(path: Path, kind: str, *, seed: int = 0, **settings: Any) -> Pat
     for file in TOKENIZER.glob("tokenizer*"):
         shutil.copy(file, path)
     return path
+
+
+Tensors = dict[str, Tensor]
+
+
+def rewrite_model(
+    source: Path, out: Path, change: Callable[[Tensors], Tensors] = dict, **config: Any
+) -> Path:
+    """A copy of a checkpoint whose tensors `change` has changed, shard by shard.
+
+    `config` are keys of its config.json that get other values.
+    """
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    for path in source.glob("*.safetensors"):
+        file = TensorFile.open(path)
+        tensors = change({name: file.read(name) for name in file.names})
+        write_tensors(out / path.name, tensors, {"format": "pt"})
+    before = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(before | config))
+    return out

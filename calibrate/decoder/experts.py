@@ -31,11 +31,8 @@ __all__ = ["Tap", "assemble", "expert_weights", "tap_experts"]
 # It returns what the projection reads instead, of the same shape and dtype; to observe, `rows`.
 # It is not called for an expert that receives no token of the batch.
 Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-_EXPERT = re.compile(
-    r"(?P<layer>|.*\.)(mlp|block_sparse_moe)\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight"
-)
+_EXPERT = re.compile(r"\w+\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight")
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # of gate_up_proj
-_ROUTER = re.compile(r"(?P<layer>|.*\.)block_sparse_moe\.gate\.weight")
 
 
 @contextmanager
@@ -115,22 +112,21 @@ def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict
 def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames a decoder layer's tensors from the checkpoint's names to those of transformers.
 
-    Names may be complete (`model.layers.0.mlp...`) or relative to the layer (`mlp...`). Experts are
-    copied into fused tensors; everything else is passed on unchanged. Each item of `tensors` is
-    read once and not kept, so a mapping that loads on access needs little more memory than the
-    result.
+    Names are relative to the layer (`mlp...`). Experts are copied into fused tensors; everything
+    else is passed on unchanged. Each item of `tensors` is read once and not kept, so a mapping that
+    loads on access needs little more memory than the result.
     """
     matches = {name: _EXPERT.fullmatch(name) for name in tensors}
     experts = 1 + max((int(m["index"]) for m in matches.values() if m), default=-1)
     fused: dict[str, torch.Tensor] = {}
     for name, match in matches.items():
         if match is None:
-            fused[_ROUTER.sub(r"\g<layer>mlp.gate.weight", name)] = tensors[name]
+            fused[name.replace("block_sparse_moe.gate.", "mlp.gate.")] = tensors[name]
             continue
         weight = tensors[name]
         rows, columns = weight.shape
         half = _HALVES.get(match["projection"])
-        target = f"{match['layer']}mlp.experts.{'down' if half is None else 'gate_up'}_proj"
+        target = f"mlp.experts.{'down' if half is None else 'gate_up'}_proj"
         if target not in fused:
             height = rows if half is None else 2 * rows
             fused[target] = weight.new_empty(experts, height, columns)

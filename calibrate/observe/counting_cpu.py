@@ -25,9 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from octet.artifacts.calibration import BINS
-from octet.numerics.bits import float32_to_bf16
 
-__all__ = ["Counter", "CpuCounter", "compiled", "count_reference", "inlined", "make_counter"]
+__all__ = ["Counter", "CpuCounter", "compiled", "inlined", "make_counter"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,17 +83,14 @@ class Counter(Protocol):
         """Releases what the counter holds; it cannot count afterwards."""
 
 
-def make_counter(device: torch.device, slots: int, *, threads: int | None = None) -> Counter:
-    """Returns the counter for tensors on `device`.
-
-    On a CPU it counts with `threads` threads (torch's number, if not given).
-    """
+def make_counter(device: torch.device, slots: int) -> Counter:
+    """Returns the counter for tensors on `device`; on a CPU it counts with torch's threads."""
     if device.type == "cuda":
         from calibrate.observe.counting_cuda import CudaCounter
 
         counter: Counter = CudaCounter(slots, device)
         return counter
-    return CpuCounter(slots, threads or torch.get_num_threads())
+    return CpuCounter(slots, torch.get_num_threads())
 
 
 class CpuCounter:
@@ -152,13 +148,6 @@ class CpuCounter:
                 job.result()
             for table, _ in zip(self._tables, group, strict=False):
                 _flush(table, counts)
-
-
-def count_reference(x: torch.Tensor) -> NDArray[np.int64]:
-    """Returns int64[32768]: the same counts of all of `x`, by numpy. Slow, obviously right."""
-    bits = _bits(x.contiguous())
-    codes = float32_to_bf16(bits.view(np.float32)) if x.dtype == torch.float32 else bits
-    return np.bincount(codes & 0x7FFF, minlength=BINS)
 
 
 def _bits(x: torch.Tensor) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,16 +28,6 @@ class Histogram:
     counts: NDArray[np.int64]
     code_dtype: CodeDtype
 
-    @classmethod
-    def empty(cls, code_dtype: CodeDtype) -> Self:
-        return cls(np.zeros(BINS, np.int64), code_dtype)
-
-    def __add__(self, other: "Histogram") -> "Histogram":
-        """Returns the histogram of both sets of elements; ValueError if their codes differ."""
-        if self.code_dtype != other.code_dtype:
-            raise ValueError(f"cannot add {self.code_dtype} and {other.code_dtype} histograms")
-        return Histogram(self.counts + other.counts, self.code_dtype)
-
     @property
     def total(self) -> int:
         return int(self.counts.sum())
@@ -45,14 +35,6 @@ class Histogram:
     @property
     def zeros(self) -> int:
         return int(self.counts[0])
-
-    @property
-    def infs(self) -> int:
-        return int(self.counts[_inf_code(self.code_dtype)])
-
-    @property
-    def nans(self) -> int:
-        return int(self.counts[_inf_code(self.code_dtype) + 1 :].sum())
 
     def finite(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Returns the finite magnitudes that occur, ascending float32[n], and counts int64[n]."""

@@ -78,19 +78,14 @@ def _as_counted(x: torch.Tensor) -> torch.Tensor:
 class LayerObserver:
     """Counts the activations of decoder layers while `run` computes a batch.
 
-    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`. NaN
-    and Inf are checked for after every `patience` passes, since a GPU idles during the check.
+    `slots` maps the names of the tensors to count, those of the layers, to slots of `counter`.
     """
 
-    def __init__(
-        self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int], patience: int = 1
-    ) -> None:
+    def __init__(self, spec: ModelSpec, counter: Counter, slots: Mapping[str, int]) -> None:
         self.counter = counter
-        self._patience = patience
-        self._unchecked: list[tuple[Batch, Callable[[DynamicCache], torch.Tensor]]] = []
         self._spec = spec
         self._slots = slots
-        self._batch: Batch | None = None
+        self._batch: Batch  # that is running
         self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once needed
         self._locating = False
 
@@ -100,12 +95,11 @@ class LayerObserver:
         prefix = self._spec.layer(index)
         with ExitStack() as stack:
             for name in self._slots:
-                module_name = name.removeprefix(f"{prefix}.").removesuffix(".input")
                 if not name.startswith(f"{prefix}.") or not name.endswith(".input"):
                     continue
                 if ".experts." not in name:
-                    hook = self._hook(name)
-                    handle = layer.get_submodule(module_name).register_forward_pre_hook(hook)
+                    module = name.removeprefix(f"{prefix}.").removesuffix(".input")
+                    handle = layer.get_submodule(module).register_forward_pre_hook(self._hook(name))
                     stack.callback(handle.remove)
             stack.enter_context(tap_experts(layer, prefix, self._spec, self.count_rows))
             if self._spec.generic:
@@ -118,28 +112,17 @@ class LayerObserver:
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
         """Returns the result of `compute(cache)`, which passes `batch` through layers.
 
-        `compute` must be repeatable, since it runs again to locate a NaN or Inf. Raises the
-        NumericsError of `require_finite`, and ConfigError if the GPU runs out of memory.
+        `compute` must be repeatable, since it runs again to locate a NaN or Inf. Raises
+        NumericsError naming the first tensor in which NaN or Inf was counted, and ConfigError if
+        the GPU runs out of memory.
         """
         result = self._watched(batch, compute)
-        self._unchecked.append((batch, compute))
-        if len(self._unchecked) >= self._patience:
-            self.require_finite()
-        return result
-
-    @torch.inference_mode()
-    def require_finite(self) -> None:
-        """Raises NumericsError naming the first tensor in which NaN or Inf was counted, if any."""
-        unchecked, self._unchecked = self._unchecked, []
-        if not unchecked:
-            return
         bad = self.counter.bad()
         if not bad:
-            return
-        self._locating = True  # the same passes again, checking each tensor
+            return result
+        self._locating = True  # the same pass again, checking each tensor
         try:
-            for batch, compute in unchecked:
-                self._watched(batch, compute)
+            self._watched(batch, compute)
         finally:
             self._locating = False
         names = [name for name, slot in self._slots.items() if slot in bad]
@@ -164,13 +147,9 @@ class LayerObserver:
                 f"the GPU ran out of memory in a batch of {rows} x {tokens} tokens: give {less},"
                 " or --device cpu"
             ) from None
-        finally:
-            self._batch = None
 
     def count(self, name: str, x: torch.Tensor) -> None:
         """Counts `x` [B, T, ...] of the batch that is running."""
-        if self._batch is None:  # the model runs outside `run`: not counted
-            return
         if self._locating:
             rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
             require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
@@ -180,8 +159,6 @@ class LayerObserver:
     def count_rows(self, name: str, rows: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
         """Counts the `rows` [n, K] that are not padding, and returns `rows`; see `Tap`."""
         batch = self._batch
-        if batch is None:
-            return rows
         width = batch.token_ids.shape[1]
         real = rows
         if min(batch.lengths) < width:
@@ -217,7 +194,7 @@ class LayerObserver:
     def _hook(self, name: str) -> Any:
         def hook(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = inputs[0]
-            if x.dim() == 2 and self._batch is not None:  # a shared expert, in some models
+            if x.dim() == 2:  # a shared expert, in some models
                 x = x.reshape(*self._batch.token_ids.shape, -1)
             self.count(name, x)
 

@@ -1,108 +1,22 @@
-"""Observes a model as it runs: one exact histogram per distinct linear input, key and value.
+"""Lists what is observed: each distinct linear input, key and value, with one histogram.
 
 q/k/v read one tensor and so do gate/up: it is counted once. Each expert of a mixture has inputs of
 its own. Keys (after RoPE) and values are counted where they enter the cache. Queries (after RoPE),
 if requested, are counted where they enter attention. Activations at padding are not counted.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
-from calibrate.observe.counting_cpu import Counter, make_counter
-from calibrate.observe.histogram import CodeDtype, Histogram
-from calibrate.observe.layer_observer import LayerObserver
-from calibrate.samples.batches import Batch
+from calibrate.observe.histogram import CodeDtype
 from octet.artifacts.calibration import Observation
 from octet.model.spec import ModelSpec
 
-__all__ = ["Observer", "check_totals", "observations_of", "observe"]
-
-
-class Observer:
-    """Runs batches through a whole decoder, without its logits, and counts activations.
-
-    `histograms` and `observations` have the keys that `octet.artifacts.calibration.Calibration`
-    lists.
-    """
-
-    def __init__(
-        self, model: Any, spec: ModelSpec, threads: int | None, *, queries: bool = False
-    ) -> None:
-        dtype: torch.dtype = model.dtype
-        self.observations = observations_of(spec, dtype, queries=queries)
-        self._code_dtype: CodeDtype = "float16" if dtype == torch.float16 else "bfloat16"
-        slots = {name: slot for slot, name in enumerate(self.observations)}
-        counter = make_counter(model.device, len(slots), threads=threads)
-        patience = 16 if model.device.type == "cuda" else 1
-        self.layers = LayerObserver(spec, counter, slots, patience)
-        self._decoder = model.base_model
-        self._spec = spec
-        self._counts: NDArray[np.int64] | None = None  # once closed
-
-    @property
-    def counter(self) -> Counter:
-        return self.layers.counter
-
-    @counter.setter
-    def counter(self, counter: Counter) -> None:
-        self.layers.counter = counter
-
-    def close(self) -> None:
-        """Ends the counting; `histograms` stay available."""
-        self._counts = self.counter.counts()
-        self.counter.close()
-
-    @property
-    def histograms(self) -> dict[str, Histogram]:
-        """The histogram of each observed tensor, over everything that ran so far."""
-        counts = self.counter.counts() if self._counts is None else self._counts
-        return {
-            name: Histogram(counts[slot], self._code_dtype)
-            for slot, name in enumerate(self.observations)
-        }
-
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> None:
-        """Runs one forward pass.
-
-        Raises NumericsError for a NaN or Inf, on a GPU up to 15 passes later.
-        """
-        token_ids = batch.token_ids.to(self._decoder.device)
-
-        def compute(cache: DynamicCache) -> torch.Tensor:
-            output = self._decoder(input_ids=token_ids, past_key_values=cache, use_cache=True)
-            hidden: torch.Tensor = output.last_hidden_state
-            return hidden
-
-        self.layers.run(batch, compute)
-
-    def check(self, tokens: int) -> None:
-        """See `check_totals`."""
-        check_totals(self._spec, {name: h.counts for name, h in self.histograms.items()}, tokens)
-
-
-@contextmanager
-def observe(
-    model: Any, spec: ModelSpec, *, threads: int | None = None, queries: bool = False
-) -> Iterator[Observer]:
-    """Yields an `Observer` of `model`, whose hooks are removed when the block ends.
-
-    `threads` threads count on a CPU; by default `make_counter` chooses. `queries` are observed if
-    set.
-    """
-    observer = Observer(model, spec, threads, queries=queries)
-    with ExitStack() as stack:
-        stack.callback(observer.close)
-        for index, layer in enumerate(model.base_model.layers):
-            stack.enter_context(observer.layers.watching(layer, index))
-        yield observer
-        observer.layers.require_finite()
+__all__ = ["check_totals", "observations_of"]
 
 
 def observations_of(

@@ -77,7 +77,6 @@ def observe_checkpoint(
     journal: Path | None = None,
     restart: bool = False,
     group: Group | None = None,
-    threads: int | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Observed:
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts activations.
@@ -87,9 +86,8 @@ def observe_checkpoint(
     `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
     run that was killed continues. The caller discards it (`calibrate.journal.journal.discard`) when
     its own work is safe. A journal of another run raises ArtifactError, unless `restart` discards
-    it. Each rank of `group` runs its share of the batches, and has the sums of all. `threads`
-    threads count on a CPU. `advance` is called with numbers of tokens as work is done, which add up
-    to those of `batches`.
+    it. Each rank of `group` runs its share of the batches, and has the sums of all. `advance` is
+    called with numbers of tokens as work is done, which add up to those of `batches`.
 
     Raises NumericsError naming tensor, channel and sample of the first NaN or Inf.
     """
@@ -111,7 +109,7 @@ def observe_checkpoint(
         sweep = _Sweep(
             checkpoint, batches, names, dtype, device, chunks, spill, opened, group, advance
         )
-        histograms = sweep.run(threads)
+        histograms = sweep.run()
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
     facts = {
         **arithmetic_of(device),
@@ -148,7 +146,7 @@ class _Sweep:
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
         self._names = names  # of what is observed, layer by layer
 
-    def run(self, threads: int | None) -> Mapping[str, NDArray[np.int64]]:
+    def run(self) -> Mapping[str, NDArray[np.int64]]:
         """Returns int64 [chunks, 32768] of every observed tensor in order, summed over ranks."""
         histograms = CompactCounts()
         journal, reached = self._journal, 0
@@ -161,7 +159,7 @@ class _Sweep:
                 return histograms
         self._check_space(reached)
         model = LayeredModel(self._checkpoint, self._dtype, self._device)
-        counter = make_counter(self._device, max(map(len, self._names)), threads=threads)
+        counter = make_counter(self._device, max(map(len, self._names)))
         with ExitStack() as stack:
             stack.callback(counter.close)
             memory = self._memory(model, stack)

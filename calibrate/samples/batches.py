@@ -66,7 +66,6 @@ def make_batches(
     origins: Sequence[str],
     *,
     batch_size: int,
-    pad_id: int = 0,
     chunk: int = 0,
 ) -> list[Batch]:
     """Batches the longest sequences first: padding is small, and memory peaks at the start.
@@ -78,7 +77,7 @@ def make_batches(
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         lengths = tuple(len(sequences[row]) for row in rows)
-        token_ids = np.full((len(rows), max(lengths)), pad_id, np.int64)
+        token_ids = np.zeros((len(rows), max(lengths)), np.int64)
         for index, row in enumerate(rows):
             token_ids[index, : lengths[index]] = sequences[row]
         names = tuple(origins[row] for row in rows)

@@ -22,32 +22,39 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
-_TRIES = 16  # random starts, of which one gives a prompt
 
 
 def choose_prompts(
-    sequences: Sequence[Sequence[int]],
-    tokenizer: Any,
-    max_positions: int,
-    *,
-    seed: int | None = None,
+    sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int
 ) -> list[tuple[str, list[int]]]:
     """Returns 64 prompts, shortest first, as (text, token ids); each text encodes to its ids.
 
     Each prompt is the beginning of a held-out sequence; sequences take turns, longest prompts
     first. If a sequence is shorter than its turn's prompt, tokens of another one that no prompt has
-    taken yet are used, if there are enough. With a `seed`, sequences and starts inside them are
-    drawn at random, each sequence once before any is used twice: this gives other golden sets of
-    the same samples.
+    taken yet are used, if there are enough.
 
     A prompt is shortened until its end neither cuts through a character nor separates what the
     tokenizer would join. Raises SampleError if nothing can be cut from `sequences`.
     """
     lengths = _lengths(max_positions)[::-1]
     lead = list(tokenizer("")["input_ids"])  # what the tokenizer adds to any text, such as a BOS
-    if seed is None:
-        return _first(sequences, lengths, tokenizer, lead)[::-1]
-    return _drawn(sequences, lengths, tokenizer, lead, np.random.default_rng(seed))[::-1]
+    by_length = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
+    taken = [0] * len(sequences)  # tokens from the beginning
+    prompts = []
+    for turn, length in enumerate(lengths):
+        order = [by_length[(turn + offset) % len(by_length)] for offset in range(len(by_length))]
+        found = None
+        if len(sequences[order[0]]) < length:
+            found = _untaken(sequences, taken, length, tokenizer, lead)
+        for index in () if found else order:
+            found = _cut(list(sequences[index][:length]), tokenizer)
+            if found is not None:
+                taken[index] = max(taken[index], len(found[1]))
+                break
+        if found is None:
+            raise SampleError("no held-out sample starts with text that encodes back to its tokens")
+        prompts.append(found)
+    return prompts[::-1]
 
 
 def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> str | None:
@@ -75,28 +82,6 @@ def _lengths(max_positions: int) -> list[int]:
     return [int(length) for length in spread.round()]
 
 
-def _first(
-    sequences: Sequence[Sequence[int]], lengths: Sequence[int], tokenizer: Any, lead: list[int]
-) -> list[tuple[str, list[int]]]:
-    by_length = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
-    taken = [0] * len(sequences)  # tokens from the beginning
-    prompts = []
-    for turn, length in enumerate(lengths):
-        order = [by_length[(turn + offset) % len(by_length)] for offset in range(len(by_length))]
-        found = None
-        if len(sequences[order[0]]) < length:
-            found = _untaken(sequences, taken, length, tokenizer, lead)
-        for index in () if found else order:
-            found = _cut(list(sequences[index][:length]), tokenizer)
-            if found is not None:
-                taken[index] = max(taken[index], len(found[1]))
-                break
-        if found is None:
-            raise SampleError("no held-out sample starts with text that encodes back to its tokens")
-        prompts.append(found)
-    return prompts
-
-
 def _untaken(
     sequences: Sequence[Sequence[int]],
     taken: list[int],
@@ -114,36 +99,6 @@ def _untaken(
             taken[index] = start + length
             return found
     return None
-
-
-def _drawn(
-    sequences: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    tokenizer: Any,
-    lead: list[int],
-    rng: np.random.Generator,
-) -> list[tuple[str, list[int]]]:
-    used = np.zeros(len(sequences), np.int64)
-    sizes = np.array([len(ids) for ids in sequences])
-    prompts = []
-    for length in lengths:
-        for _ in range(_TRIES):
-            # Draws from those that are long enough, or else the longest; the least used first.
-            fit = np.flatnonzero(sizes >= min(length, sizes.max()))
-            index = int(rng.choice(fit[used[fit] == used[fit].min()]))
-            start = int(rng.integers(max(0, sizes[index] - length) + 1))
-            piece = _piece(sequences[index], start, length, lead)
-            found = _cut(piece, tokenizer, len(piece) // 2)
-            if found is not None:
-                used[index] += 1
-                prompts.append(found)
-                break
-        else:
-            raise SampleError(
-                f"{_TRIES} random pieces of {length} tokens of the held-out samples do not encode"
-                " back to their tokens"
-            )
-    return prompts
 
 
 def _piece(ids: Sequence[int], start: int, length: int, lead: list[int]) -> list[int]:

@@ -4,12 +4,11 @@ from collections import ChainMap
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.histogram import Histogram
 from octet.model.spec import ModelSpec
 
 __all__ = ["MIN_TOKENS", "fallback_warnings", "with_fallback"]
@@ -22,7 +21,7 @@ __all__ = ["MIN_TOKENS", "fallback_warnings", "with_fallback"]
 # 1.10 below.
 MIN_TOKENS = 256
 _RULE = "the sum of the histograms of all experts of the same layer and projection"
-Counts = TypeVar("Counts", Histogram, NDArray[np.int64])
+Counts: TypeAlias = NDArray[np.int64]
 
 
 def with_fallback(
@@ -48,7 +47,7 @@ def with_fallback(
     layers, fallback = {}, []
     for layer in map(spec.layer, spec.sparse_layers):
         names = [f"{spec.experts_of(layer)}.{expert}" for expert in range(spec.experts)]
-        tokens = [_elements(histograms[f"{x}.{gate}.input"]) // widths[gate] for x in names]
+        tokens = [int(histograms[f"{x}.{gate}.input"].sum()) // widths[gate] for x in names]
         layers[layer] = {"tokens": tokens}
         few = [(x, seen) for x, seen in zip(names, tokens, strict=True) if seen < min_tokens]
         fallback += [{"name": name, "tokens": seen} for name, seen in few]
@@ -73,7 +72,3 @@ def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
         f" input scales of all experts of their layer together: {named}{more}; more or more varied"
         " samples would reach them",
     )
-
-
-def _elements(counts: Histogram | NDArray[np.int64]) -> int:
-    return counts.total if isinstance(counts, Histogram) else int(counts.sum())

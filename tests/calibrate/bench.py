@@ -1,5 +1,6 @@
 """A checkpoint, observed, with what the tests of simulation, sensitivity and budget need of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.decoder.loading import load_model
-from calibrate.observe.histogram import Histogram
-from calibrate.observe.observer import observe
+from calibrate.decoder.loading import ComputeDtype, load_model
+from calibrate.observe.histogram import Histogram, Histograms
+from calibrate.observe.sweep import observe_checkpoint
 from calibrate.quality.divergence import Reference
 from calibrate.samples.batches import Batch, make_batches
 from calibrate.scales.derive import Quantization, derive_scales
@@ -42,11 +43,16 @@ def make_bench(path: Path, *, samples: int = 12, length: int = 48) -> Bench:
     lengths = torch.randint(length // 2, length + 1, (samples,), generator=generator).tolist()
     rows = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in lengths]
     batches = make_batches(rows, [f"row {i}" for i in range(samples)], batch_size=4)
-    with observe(model, checkpoint.spec) as observer:
-        for batch in batches:
-            observer.run(batch)
+    histograms = histograms_of(checkpoint, batches, "float32")
     reference = Reference(model, checkpoint.spec, batches)
-    return Bench(model, checkpoint, batches, observer.histograms, reference)
+    return Bench(model, checkpoint, batches, histograms, reference)
+
+
+def histograms_of(
+    checkpoint: Checkpoint, batches: Sequence[Batch], dtype: ComputeDtype
+) -> dict[str, Histogram]:
+    observed = observe_checkpoint(checkpoint, batches, dtype=dtype)
+    return dict(Histograms(observed.histograms, observed.observations))
 
 
 def recipe_with(name: str, **changes: Any) -> Recipe:

@@ -1,6 +1,11 @@
-"""Tensors that are hard for a histogram."""
+"""Tensors that are hard for a histogram, and the plain way to count one."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from octet.artifacts.calibration import BINS
+from octet.numerics.bits import float32_to_bf16
 
 SPECIALS = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 448.0, 3.4e38, 1e-40]
 
@@ -24,3 +29,13 @@ def contents(size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if dtype == torch.bfloat16
         else any_half,
     }
+
+
+def count_reference(x: torch.Tensor) -> NDArray[np.int64]:
+    """int64[32768]: how often each magnitude code occurs in x, float32 rounded to bfloat16."""
+    flat = x.detach().cpu().flatten()
+    if x.dtype == torch.float32:
+        codes = float32_to_bf16(flat.numpy())
+    else:
+        codes = flat.view(torch.int16).numpy().view(np.uint16)
+    return np.bincount(codes & 0x7FFF, minlength=BINS)

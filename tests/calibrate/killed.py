@@ -24,7 +24,7 @@ from typing import Any
 from calibrate.journal import directory as journal_files
 from calibrate.journal import journal
 from calibrate.journal.activations import ActivationFiles
-from tests.calibrate.runs import batches_of, run, save_counts
+from tests.calibrate.runs import interrupt_after, run, save_counts
 
 EVERY = 5  # of the moments, one is tried
 HOWS = ("every layer", "in between", "none", "spilled", "restart")
@@ -86,21 +86,9 @@ def run_until(
     shutil.rmtree(path, ignore_errors=True)
     if restart:
         with suppress(KeyboardInterrupt):
-            run(model, path, advance=interrupt_in_the_third_layer(), **settings)
+            run(model, path, advance=interrupt_after(5 / 6), **settings)  # in the third layer
     die_at(moment)
     run(model, path, restart=restart, **settings)
-
-
-def interrupt_in_the_third_layer() -> Callable[[int], None]:
-    told, limit = 0, sum(batch.tokens for batch in batches_of(5)) * 5 // 6
-
-    def advance(tokens: int) -> None:
-        nonlocal told
-        told += tokens
-        if told >= limit:
-            raise KeyboardInterrupt
-
-    return advance
 
 
 def resume(

@@ -4,11 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from calibrate.journal.distributed import process_group
 from octet.errors import OctetError
-from tests.calibrate.runs import batches_of, run, save_counts
+from tests.calibrate.runs import interrupt_after, run, save_counts
 
 
 def main(model: Path, other: Path, directory: Path) -> None:
@@ -18,20 +19,8 @@ def main(model: Path, other: Path, directory: Path) -> None:
         save_counts(directory / f"counts-{group.rank}", observed)
 
         # Interrupted on every rank in the second layer, and continued from the shared journal.
-        told, half = 0, sum(batch.tokens for batch in batches_of(5)) // 2
-
-        def advance(tokens: int) -> None:
-            nonlocal told
-            told += tokens
-            if told > half:
-                raise KeyboardInterrupt
-
-        try:
-            run(model, directory / "journal", group=group, advance=advance)
-        except KeyboardInterrupt:
-            pass
-        else:
-            raise AssertionError("the run was to be interrupted")
+        with pytest.raises(KeyboardInterrupt):
+            run(model, directory / "journal", group=group, advance=interrupt_after(0.51))
         finished = len(list((directory / "journal").glob("layer-*.json")))
         group.agree(None)
         resumed = run(model, directory / "journal", group=group)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.histogram import Histogram
 from calibrate.report.document import Report, build_report
 from calibrate.scales.convergence import convergence
@@ -17,6 +16,7 @@ from calibrate.scales.weights import WeightScale
 from octet.artifacts.calibration import Observation
 from octet.model.spec import ModelSpec
 from octet.recipe import Recipe
+from tests.calibrate.contents import count_reference
 
 COUNTS = (32, 64, 128)
 SPEC = ModelSpec(

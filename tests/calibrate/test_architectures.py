@@ -16,9 +16,8 @@ from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.decoder.partial import Tail
 from calibrate.golden import CONTINUATION, golden_set
-from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.sweep import observe_checkpoint
-from calibrate.samples.batches import Batch
+from calibrate.samples.batches import real
 from calibrate.simulate.model import simulate
 from calibrate.simulate.predict import predict
 from octet.artifacts.serving_path import ServingPath
@@ -26,7 +25,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.numerics.formats import E4M3, round_to
 from octet.numerics.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
-from tests.calibrate.runs import batches_of
+from tests.calibrate.runs import assert_counts_of_plain_hooks, batches_of
 from tests.models import GENERIC, KNOWN, UNDESCRIBED, write_model
 from tests.plain_divergence import plain_divergence
 
@@ -54,57 +53,12 @@ def model(checkpoint: Checkpoint) -> Any:
     return load_model(checkpoint, "float32")
 
 
-def rows_of(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """What of x [B, T, ...] is no padding, flat."""
-    return torch.cat([row[:n].flatten() for row, n in zip(x, batch.lengths, strict=True)])
-
-
-@torch.inference_mode()
-def hooked(model: Any, batches: list[Batch]) -> dict[str, np.ndarray]:
-    """Counts by name of everything that a linear reads and of all keys and values."""
-    from transformers import DynamicCache
-
-    counts: dict[str, np.ndarray] = {}
-    for batch in batches:
-        seen: dict[str, torch.Tensor] = {}
-
-        def hook(name: str, seen: dict[str, torch.Tensor] = seen) -> Any:
-            return lambda module, args: seen.update({f"{name}.input": args[0]})
-
-        handles = [
-            module.register_forward_pre_hook(hook(name))
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name != "lm_head"
-        ]
-        cache = DynamicCache()  # it keeps everything, whatever the window
-        model(batch.token_ids, past_key_values=cache, use_cache=True)
-        for handle in handles:
-            handle.remove()
-        for index, layer in enumerate(cache.layers):
-            seen[f"model.layers.{index}.self_attn.key"] = layer.keys.transpose(1, 2)
-            seen[f"model.layers.{index}.self_attn.value"] = layer.values.transpose(1, 2)
-        for name, x in seen.items():
-            if x.dim() == 2:  # an expert that all tokens go to
-                x = x.unflatten(0, batch.token_ids.shape)
-            counts[name] = counts.get(name, 0) + count_reference(rows_of(x, batch))
-    return counts
-
-
-def test_counts_are_those_of_plain_hooks(checkpoint: Checkpoint, model: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counts_are_those_of_plain_hooks(checkpoint: Checkpoint, dtype: ComputeDtype) -> None:
     batches = batches_of(4)
-    observed = observe_checkpoint(checkpoint, batches, dtype="float32").histograms
-    expected = hooked(model, batches)
-    readers = {x.name: x.input for x in checkpoint.spec.linears() if ".experts." not in x.name}
-    named = {readers.get(name.removesuffix(".input"), name) for name in expected}
-    assert {name for name in observed if ".experts." not in name} == named - {
-        name
-        for name in named
-        if name.endswith("gate.input")  # routers
-    }
-    for name, counts in expected.items():  # q, k and v are each held against their common one
-        name = readers.get(name.removesuffix(".input"), name)
-        if name in observed:
-            np.testing.assert_array_equal(observed[name].sum(axis=0), counts, err_msg=name)
+    observed = observe_checkpoint(checkpoint, batches, dtype=dtype)
+    model = load_model(checkpoint, dtype)
+    assert_counts_of_plain_hooks(observed, model, checkpoint.spec, batches)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -132,7 +86,7 @@ def test_the_rest_of_a_decoder_is_the_same_from_any_layer(name: str, tmp_path: P
         whole = model.base_model(batch.token_ids, use_cache=False).last_hidden_state
         for layer in range(checkpoint.spec.layers):
             tail.move_to(layer)
-            assert torch.equal(tail.states(0).flatten(), rows_of(whole, batch))
+            assert torch.equal(tail.states(0), real(whole, batch))
 
 
 def test_golden_records_are_what_transformers_says(checkpoint: Checkpoint, model: Any) -> None:

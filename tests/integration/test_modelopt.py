@@ -12,7 +12,6 @@ import torch
 
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.observe.histogram import Histogram
-from calibrate.observe.observer import observe
 from calibrate.samples.batches import Batch
 from calibrate.samples.source import load_samples
 from calibrate.samples.tokens import load_tokenizer
@@ -25,6 +24,7 @@ from octet.numerics.bits import bf16_to_float32, float32_to_bf16
 from octet.numerics.microscaling import combined
 from octet.recipe import PRESETS, Recipe
 from octet.storage.tensors import TensorFile
+from tests.calibrate.bench import histograms_of
 from tests.outliers import write_outlier_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,9 +66,7 @@ def peer(modelopt_python: Path) -> Callable[..., str]:
 def histograms(checkpoint: Checkpoint, tokens: Path, dtype: ComputeDtype) -> dict[str, Histogram]:
     token_ids = torch.from_numpy(np.load(tokens))
     batch = Batch(token_ids, (LENGTH,) * len(token_ids), ("",) * len(token_ids))
-    with observe(load_model(checkpoint, dtype), checkpoint.spec) as observer:
-        observer.run(batch)
-        return observer.histograms
+    return histograms_of(checkpoint, [batch], dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -190,6 +190,7 @@ def test_an_artifact_says_how_it_was_computed(
     assert facts["bf16_matmuls"] == "float32"
     assert facts["torch_threads"] == torch.get_num_threads()
     assert facts["device"].startswith("cpu (")
+    assert (facts["processes"], facts["batches"]) == (1, 1)
 
 
 class TestThreads:

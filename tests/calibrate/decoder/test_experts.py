@@ -1,6 +1,6 @@
 """Experts one by one are transformers' own block to the bit, and what each reads is told."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from calibrate.decoder.experts import Tap, assemble, expert_weights, tap_experts
-from calibrate.observe.counting_cpu import count_reference
-from calibrate.observe.histogram import Histogram
+from calibrate.decoder.experts import Tap, expert_weights, tap_experts
 from calibrate.samples.batches import Batch
-from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
+from calibrate.scales.expert_fallback import fallback_warnings, with_fallback
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
@@ -136,56 +134,6 @@ def test_an_expert_is_told_of_what_the_stock_block_multiplies(
     assert not told
 
 
-def routes(model: Any, batch: Batch) -> list[torch.Tensor]:
-    """The experts of each token in each layer, [B*T, k], as the stock routers choose them."""
-    found: list[torch.Tensor] = []
-    hooks = [
-        layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: found.append(inputs[1]))
-        for layer in model.model.layers
-    ]
-    with torch.inference_mode():
-        model.model(batch.token_ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def test_padding_can_be_told_from_tokens(moe: Checkpoint, padded: Batch) -> None:
-    """Real rows are those whose index is real: each real token `experts_per_token` times a layer,
-    and the histograms of the rest are those of a direct gather."""
-    model, spec = load(moe, torch.float32), moe.spec
-    positions = torch.arange(padded.token_ids.shape[1])
-    real = (positions[None] < torch.tensor(padded.lengths)[:, None]).flatten()
-    seen: dict[str, torch.Tensor] = {}
-    counts: dict[str, np.ndarray] = {}
-
-    def tap(name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        assert len(index) == len(rows) == len(index.unique())
-        seen[name] = index[real[index]]
-        counts[name] = count_reference(rows[real[index]])
-        return rows
-
-    inputs: list[torch.Tensor] = []
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
-        for layer in model.model.layers
-    ]
-    run(model, spec, padded, tap)
-    for hook in hooks:
-        hook.remove()
-    gate, _, down = spec.expert_projections
-    for layer, chosen in enumerate(routes(model, padded)):
-        names = [f"{spec.experts_of(spec.layer(layer))}.{e}" for e in range(spec.experts)]
-        tokens = [len(seen[f"{name}.{gate}.input"]) for name in names]
-        assert sum(tokens) == padded.tokens * spec.experts_per_token
-        assert tokens == [len(seen[f"{name}.{down}.input"]) for name in names]
-        for expert, name in enumerate(names):
-            sent = (chosen == expert).any(-1) & real
-            assert set(seen[f"{name}.{gate}.input"].tolist()) == set(sent.nonzero()[:, 0].tolist())
-            expected = count_reference(inputs[layer][sent])
-            assert (counts[f"{name}.{gate}.input"] == expected).all(), name
-
-
 def test_what_the_tap_returns_is_what_is_multiplied(moe: Checkpoint, padded: Batch) -> None:
     """Zeros for one projection of every expert: the block adds nothing."""
     model, spec = load(moe, torch.float32), moe.spec
@@ -280,48 +228,6 @@ def test_experts_that_are_not_fused_are_refused(moe: Checkpoint) -> None:
         pass
 
 
-class ReadOnce(Mapping[str, torch.Tensor]):
-    """A checkpoint's tensors, each read when it is asked for, and never twice."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._left = list(checkpoint.tensor_names)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self._left.remove(name)
-        return torch.from_numpy(self._checkpoint.read(name).float32()).to(self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.tensor_names)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.tensor_names)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_assembled_tensors_are_those_that_transformers_loads(
-    moe: Checkpoint, dtype: torch.dtype
-) -> None:
-    expected = load(moe, dtype).state_dict()
-    assembled = assemble(ReadOnce(moe, dtype))
-    assert assembled.keys() == expected.keys()
-    for name, tensor in assembled.items():
-        assert tensor.dtype == dtype and torch.equal(tensor, expected[name]), name
-
-
-def test_names_may_be_relative_to_the_layer(moe: Checkpoint) -> None:
-    layer = moe.spec.layer(1) + "."
-    whole = ReadOnce(moe, torch.float32)
-    relative = {name.removeprefix(layer): whole[name] for name in whole if name.startswith(layer)}
-    module = load(moe, torch.float32).model.layers[1]
-    assembled = assemble(relative)
-    assert {name: tensor.shape for name, tensor in assembled.items()} == {
-        name: tensor.shape for name, tensor in module.state_dict().items()
-    }
-    module.load_state_dict(assembled, strict=True)
-
-
 def test_each_experts_weights_are_views_by_name(moe: Checkpoint) -> None:
     model, spec = load(moe, torch.float32), moe.spec
     for index, layer in enumerate(model.model.layers):
@@ -380,15 +286,6 @@ def test_an_expert_hardly_used_takes_the_sum_of_all(moe: Checkpoint, chunks: int
     (warning,) = fallback_warnings(facts)
     assert f"2 of {2 * spec.experts} experts saw fewer than 100 tokens" in warning
     assert f"{names[0]} (0), {names[1]} (99);" in warning
-
-
-def test_histograms_are_pooled_as_arrays_are(moe: Checkpoint) -> None:
-    counts = drawn(moe.spec, {f"{moe.spec.experts_of(moe.spec.layer(0))}.3": 7})
-    arrays, expected = with_fallback(moe.spec, counts)
-    given = {name: Histogram(each, "bfloat16") for name, each in counts.items()}
-    histograms, facts = with_fallback(moe.spec, given)
-    assert facts == expected and facts["min_tokens"] == MIN_TOKENS and len(facts["fallback"]) == 1
-    assert all((histograms[name].counts == each).all() for name, each in arrays.items())
 
 
 def test_a_model_without_experts_has_no_facts(checkpoint: Checkpoint) -> None:

@@ -36,7 +36,7 @@ def calibrated(
     checkpoint: Checkpoint, recipe: Recipe, batch: Batch, min_tokens: int = 1
 ) -> tuple[Quantization, Any]:
     """The recipe applied to `batch`, and the facts of experts that it hardly reaches."""
-    observed = observe_checkpoint(checkpoint, [batch], dtype="float32", threads=1)
+    observed = observe_checkpoint(checkpoint, [batch], dtype="float32")
     counts, facts = with_fallback(checkpoint.spec, observed.histograms, min_tokens)
     histograms = {name: Histogram(x.sum(axis=0), "bfloat16") for name, x in counts.items()}
     return derive_scales(checkpoint, recipe, histograms), facts

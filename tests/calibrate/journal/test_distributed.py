@@ -1,7 +1,6 @@
 """Processes that share the batches find what one finds, and say which of them is out of line."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,7 @@ import pytest
 
 from calibrate.journal.distributed import Group, process_group, require_agreement
 from octet.errors import ConfigError
-from octet.model.checkpoint import Checkpoint
-from octet.storage.tensors import Tensor, write_tensors
-from tests.calibrate.runs import batches_of, run, save_counts
+from tests.calibrate.runs import batches_of, run, save_counts, with_code
 from tests.models import write_model
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +17,10 @@ ROOT = Path(__file__).parents[3]
 
 def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama", num_hidden_layers=3)
-    broken = with_a_nan(model, tmp_path / "broken", token=int(batches_of(5)[1].token_ids[1, 0]))
+    token = int(batches_of(5)[1].token_ids[1, 0])  # of batch 1 alone
+    broken = with_code(
+        model, tmp_path / "broken", "model.embed_tokens.weight", (token, 3), 0x7FC0
+    ).path
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     worker = ["-m", "tests.calibrate.ranks", str(model), str(broken), str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -42,21 +42,6 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
         assert numerics.partition(":")[0].endswith("in channel 0 in the sample of line 5")
         assert len(places) == 2
         assert all(place.startswith(f"{tmp_path}/file") for place in places)
-
-
-def with_a_nan(model: Path, path: Path, token: int) -> Path:
-    """A copy in which channel 3 of the embedding of `token`, of batch 1 alone, is NaN."""
-    checkpoint = Checkpoint.open(model)
-    tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names}
-    codes = tensors["model.embed_tokens.weight"].codes.copy()
-    codes[token, 3] = 0x7FC0
-    path.mkdir()
-    write_tensors(
-        path / "model.safetensors",
-        tensors | {"model.embed_tokens.weight": Tensor("BF16", codes)},
-    )
-    shutil.copy(model / "config.json", path)
-    return path
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from calibrate.journal.journal import discard
 from calibrate.observe.sweep import Observed
 from octet.errors import ArtifactError
 from tests.calibrate.killed import HOWS
-from tests.calibrate.runs import assert_same_counts, batches_of, run
+from tests.calibrate.runs import assert_same_counts, batches_of, interrupt_after, run
 from tests.models import write_model
 
 ROOT = Path(__file__).parents[3]
@@ -40,16 +40,8 @@ def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stopped(llama: Path, journal: Path, *, layers: float, **settings: Any) -> Path:
     """A journal of a run that was interrupted when it had done `layers`."""
-    limit, told = sum(batch.tokens for batch in batches_of(5)) * layers / LAYERS, 0
-
-    def advance(tokens: int) -> None:
-        nonlocal told
-        told += tokens
-        if told >= limit:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(llama, journal, advance=advance, **settings)
+        run(llama, journal, advance=interrupt_after(layers / LAYERS), **settings)
     return journal
 
 
@@ -82,6 +74,12 @@ def test_finished_layers_are_not_computed_again(
     assert_same_counts(whole, resumed)
     assert told[0] == sum(batch.tokens for batch in batches_of(5)) // LAYERS
     assert before.items() <= {x.name: x.stat().st_mtime_ns for x in journal.glob("layer-*")}.items()
+
+
+def test_a_mixture_of_experts_continues_to_the_same_counts(tmp_path: Path) -> None:
+    moe = write_model(tmp_path / "moe", "mixtral", num_hidden_layers=LAYERS)
+    journal = stopped(moe, tmp_path / "journal", layers=2.5)
+    assert_same_counts(run(moe), run(moe, journal))
 
 
 def test_one_set_of_activations_is_kept(llama: Path, tmp_path: Path) -> None:

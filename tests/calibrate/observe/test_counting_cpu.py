@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.observe.counting_cpu import CpuCounter, count_reference, make_counter
+from calibrate.observe.counting_cpu import CpuCounter, make_counter
 from octet.artifacts.calibration import BINS
-from tests.calibrate.contents import contents
+from tests.calibrate.contents import contents, count_reference
 
 SIZES = [1, 2, 3, 4, 5, 127, 2047, 2048, 2049, 65_537, 200_003]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -1,26 +1,19 @@
 """The kernel equals numpy's bincount, bin for bin; what surrounds it is tested without a GPU."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import calibrate.observe.cuda_kernels as cuda_kernels
 import calibrate.observe.cuda_layout as cuda_layout
-from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.counting_cuda import CudaCounter
 from calibrate.observe.cuda_layout import batched, layout_of, pieces
-from calibrate.observe.observer import observe
-from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import BINS
-from octet.errors import NumericsError, UnsupportedError
-from octet.model.spec import ModelSpec
-from tests.calibrate.contents import contents
+from octet.errors import UnsupportedError
+from tests.calibrate.contents import contents, count_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [1, 7, 8, 9, 1023, 8192, 65_537, 1_000_003]
@@ -279,79 +272,3 @@ def test_reads_tensors_whose_memory_the_model_wants_again() -> None:
     for layer in range(layers):
         expected[torch.tensor(float(layer % 8)).bfloat16().view(torch.int16).item()] += size
     assert (counts == expected).all()
-
-
-class ReferenceCounter:
-    """A `Counter` that reads each tensor back and counts it with numpy, at once."""
-
-    def __init__(self, slots: int) -> None:
-        self._counts = np.zeros((slots, BINS), np.int64)
-
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
-        kept = None if lengths is None else list(lengths)
-        self._counts[slot] += count_reference(real(x.cpu(), kept))
-
-    def beside(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def bad(self) -> list[int]:
-        return []
-
-    def counts(self) -> np.ndarray:
-        return self._counts
-
-    def clear(self) -> None:
-        self._counts[:] = 0
-
-    def close(self) -> None:
-        pass
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_model_is_observed_as_numpy_counts_it(dtype: torch.dtype) -> None:
-    model, spec, batch = tiny_model_and_batch(dtype)
-    with observe(model, spec) as observer:
-        for _ in range(3):
-            observer.run(batch)
-        observer.check(3 * batch.tokens)
-        counts = observer.counter.counts()
-    with observe(model, spec) as observer:
-        observer.counter = ReferenceCounter(len(counts))
-        observer.run(batch)
-        reference = observer.counter.counts()
-    assert (counts == 3 * reference).all()
-
-
-@on_gpu
-def test_names_a_nan_that_was_seen_some_passes_ago() -> None:
-    model, spec, batch = tiny_model_and_batch(torch.bfloat16)
-    broken = replace(batch, origins=("good", "also good", "the third of sample"))
-    with torch.no_grad():
-        model.model.embed_tokens.weight[7] = float("nan")
-    broken.token_ids[2, 3] = 7
-    with (
-        pytest.raises(NumericsError, match=r"layers\.0\.self_attn\..* sample of the third"),
-        observe(model, spec) as observer,
-    ):
-        observer.run(replace(batch, token_ids=torch.ones_like(batch.token_ids)))
-        observer.run(broken)
-        observer.run(batch)
-
-
-def tiny_model_and_batch(dtype: torch.dtype) -> tuple[LlamaForCausalLM, ModelSpec, Batch]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=1000,
-        architectures=["LlamaForCausalLM"],
-    )
-    model = LlamaForCausalLM(config).to("cuda", dtype).eval()
-    token_ids = torch.randint(10, 1000, (3, 300))
-    batch = Batch(token_ids, (300, 17, 211), ("first", "second", "third"))
-    return model, ModelSpec.from_config(config.to_dict(), "a tiny model"), batch

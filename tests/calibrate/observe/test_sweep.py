@@ -1,21 +1,19 @@
-"""Layer by layer is the whole model: the same counts, bin for bin, in a layer's memory."""
+"""Layer by layer: one layer's memory, a journal, spilled activations, and what ends a run."""
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from calibrate.decoder.layers import LayeredModel
-from calibrate.decoder.loading import ComputeDtype, load_model, to_torch
 from calibrate.observe.sweep import observe_checkpoint
-from octet.errors import ArtifactError, CheckpointError, NumericsError
+from octet.errors import ArtifactError, NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor, write_tensors
-from tests.calibrate.runs import assert_counts_of_the_whole, assert_same_counts, batches_of, run
-from tests.models import write_model
+from tests.calibrate.runs import assert_same_counts, batches_of, run, with_code
+from tests.models import rewrite_model, write_model
+
+NAN, INF = 0x7FC0, 0x7F80  # in bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -24,40 +22,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama") / "llama", "llama", num_hidden_layers=4)
 
 
-def altered(model: Path, path: Path, name: str, codes: Any) -> Checkpoint:
-    """A copy in `path` whose BF16 tensor `name` has `codes`; None leaves it out."""
-    checkpoint = Checkpoint.open(model)
-    tensors = {each: checkpoint.read(each) for each in checkpoint.tensor_names}
-    del tensors[name]
-    if codes is not None:
-        tensors[name] = Tensor("BF16", codes)
-    path.mkdir(exist_ok=True)
-    shutil.copy(model / "config.json", path)
-    write_tensors(path / "model.safetensors", tensors)
-    return Checkpoint.open(path)
-
-
-@pytest.mark.parametrize("queries", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_counts_are_those_of_the_whole_model(
-    llama: Path, dtype: ComputeDtype, queries: bool
-) -> None:
-    checkpoint, batches = Checkpoint.open(llama), batches_of(5)
-    streamed = observe_checkpoint(checkpoint, batches, dtype=dtype, queries=queries)
-    model = load_model(checkpoint, dtype)
-    assert_counts_of_the_whole(streamed, model, checkpoint.spec, batches, queries=queries)
-
-
-def test_spilled_activations_give_the_same_counts(llama: Path, tmp_path: Path) -> None:
-    assert_same_counts(run(llama), run(llama, spill=tmp_path / "spill"))
-    assert list((tmp_path / "spill").iterdir()) == []
-
-
 def test_a_journal_changes_no_counts_and_activations_go_where_they_are_told(
     llama: Path, tmp_path: Path
 ) -> None:
     expected, spill = run(llama), tmp_path / "spill"
     assert_same_counts(expected, run(llama, tmp_path / "a"))
+    assert_same_counts(expected, run(llama, spill=spill))
+    assert list(spill.iterdir()) == []
     seen: set[str] = set()
 
     def advance(tokens: int) -> None:
@@ -71,11 +42,11 @@ def test_a_journal_changes_no_counts_and_activations_go_where_they_are_told(
 def test_changed_weights_are_those_that_run(llama: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(llama)
     name = "model.layers.2.mlp.up_proj.weight"
-    codes = checkpoint.read(name).codes[::-1].copy()
-    write_tensors(tmp_path / "weights.safetensors", {name: Tensor("BF16", codes)})
+    other = {name: Tensor("BF16", checkpoint.read(name).codes[::-1].copy())}
+    write_tensors(tmp_path / "weights.safetensors", other)
     changed = checkpoint.with_changes(tmp_path / "weights.safetensors")
     streamed = observe_checkpoint(changed, batches_of(2), dtype="float32")
-    rewritten = altered(llama, tmp_path / "model", name, codes)
+    rewritten = Checkpoint.open(rewrite_model(llama, tmp_path / "model", lambda t: t | other))
     assert_same_counts(streamed, observe_checkpoint(rewritten, batches_of(2), dtype="float32"))
 
 
@@ -100,28 +71,26 @@ def test_no_layer_keeps_its_weights(llama: Path) -> None:
     assert all(x.device.type == "meta" for x in layer.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_read_as_transformers_casts_them(dtype: torch.dtype) -> None:
-    values = torch.randn(50, 30).to(torch.bfloat16)
-    tensor = Tensor("BF16", values.view(torch.int16).numpy().view(np.uint16))
-    assert torch.equal(to_torch(tensor, dtype), values.to(dtype))
+MOE = "layers.1.block_sparse_moe.experts.1"
 
 
 @pytest.mark.parametrize(
-    ("weight", "row", "code", "told"),
+    ("kind", "weight", "code", "tensor"),
     [
-        ("layers.2.mlp.up_proj", 5, 0x7FC0, r"layers.2.mlp.down_proj.input holds \d+ NaN and 0"),
-        ("layers.3.self_attn.v_proj", 5, 0x7F80, r"layers.3.self_attn.value holds .* Inf"),
+        ("llama", "layers.2.mlp.up_proj", NAN, "layers.2.mlp.down_proj.input"),
+        ("llama", "layers.3.self_attn.v_proj", INF, "layers.3.self_attn.value"),
+        ("llama", "layers.0.self_attn.k_proj", INF, "layers.0.self_attn.key"),
+        ("mixtral", f"{MOE}.w1", NAN, f"{MOE}.w2.input"),
     ],
 )
 def test_nan_and_inf_are_named_with_channel_and_sample(
-    llama: Path, tmp_path: Path, weight: str, row: int, code: int, told: str
+    llama: Path, tmp_path: Path, kind: str, weight: str, code: int, tensor: str
 ) -> None:
-    name = f"model.{weight}.weight"
-    codes = Checkpoint.open(llama).read(name).codes.copy()
-    codes[row] = code
-    broken = altered(llama, tmp_path / "model", name, codes)
-    with pytest.raises(NumericsError, match=rf"^model.{told}.* channel 5 in the sample of line 1:"):
+    model = llama if kind == "llama" else write_model(tmp_path / kind, kind)
+    broken = with_code(model, tmp_path / "model", f"model.{weight}.weight", (5, 0), code)
+    held = r"[1-9]\d* NaN and 0 Inf" if code == NAN else r"\d+ NaN and [1-9]\d* Inf"
+    told = rf"^model.{tensor} holds {held} among \d+ values of .* channel 5 in the sample of line"
+    with pytest.raises(NumericsError, match=told):
         observe_checkpoint(broken, batches_of(3), dtype="float32", journal=tmp_path / "journal")
     layer = int(weight.split(".")[1])
     kept = sorted(x.name for x in (tmp_path / "journal").glob("layer-*.json"))
@@ -131,19 +100,10 @@ def test_nan_and_inf_are_named_with_channel_and_sample(
 def test_the_sample_named_is_the_first_that_is_broken(llama: Path, tmp_path: Path) -> None:
     batches = batches_of(3)
     batches[1].token_ids[2, 1] = 4095
-    name = "model.embed_tokens.weight"
-    codes = Checkpoint.open(llama).read(name).codes.copy()
-    codes[4095, 3] = 0x7FC0
     assert not any((batch.token_ids == 4095).any() for batch in (batches[0], batches[2]))
-    broken = altered(llama, tmp_path / "model", name, codes)
+    broken = with_code(llama, tmp_path / "model", "model.embed_tokens.weight", (4095, 3), NAN)
     with pytest.raises(NumericsError, match=r"layers.0.self_attn.q_proj.input .* of line 6:"):
         observe_checkpoint(broken, batches, dtype="float32")
-
-
-def test_a_missing_tensor_is_named(llama: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.post_attention_layernorm.weight"
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        altered(llama, tmp_path / "model", name, None)
 
 
 def test_too_small_a_disk_is_refused_before_the_work(
@@ -170,19 +130,3 @@ def test_a_place_to_spill_that_cannot_be_made_is_named(llama: Path, tmp_path: Pa
     for journal in (None, tmp_path / "journal"):
         with pytest.raises(ArtifactError, match=rf"^{tmp_path}/file\S*: (Not a dir|File exists)"):
             run(llama, journal, spill=tmp_path / "file" / "spill")
-
-
-def test_facts_say_what_the_sums_depend_on(llama: Path) -> None:
-    facts = run(llama).facts
-    assert facts["torch_threads"] == 1
-    assert facts["device"].startswith("cpu (")
-    assert (facts["processes"], facts["batches"]) == (1, 5)
-
-
-def test_a_shard_that_is_missing_is_named(llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(llama, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    index = '{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}'
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match=r"shard model-00001-of-00002.safetensors .* missing"):
-        run(tmp_path / "model")

@@ -8,8 +8,14 @@ import torch
 
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.observe.sweep import Observed, observe_checkpoint
+from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
-from tests.calibrate.runs import assert_counts_of_the_whole, batches_of
+from tests.calibrate.runs import (
+    assert_counts_of_plain_hooks,
+    assert_same_counts,
+    batches_of,
+    with_code,
+)
 from tests.models import write_model
 
 pytestmark = [
@@ -36,7 +42,15 @@ def test_counts_are_those_of_the_whole_model(
     assert sum(told) == sum(batch.tokens for batch in batches)
     assert streamed.facts["device"] == torch.cuda.get_device_name()
     model = load_model(checkpoint, dtype).cuda()
-    assert_counts_of_the_whole(streamed, model, checkpoint.spec, batches)
+    assert_counts_of_plain_hooks(streamed, model, checkpoint.spec, batches)
+
+
+def test_a_nan_is_named_with_channel_and_sample(tmp_path: Path) -> None:
+    llama, weight = write_model(tmp_path / "llama", "llama"), "model.layers.1.mlp.up_proj.weight"
+    broken = with_code(llama, tmp_path / "broken", weight, (5, 0), 0x7FC0)
+    told = r"^model\.layers\.1\.mlp\.down_proj\.input holds .* channel 5 in the sample of line 1:"
+    with pytest.raises(NumericsError, match=told):
+        observe_checkpoint(broken, batches_of(2), dtype="bfloat16", device="cuda")
 
 
 def test_a_journal_continues_with_the_same_counts(tmp_path: Path) -> None:
@@ -44,27 +58,16 @@ def test_a_journal_continues_with_the_same_counts(tmp_path: Path) -> None:
     batches, journal = batches_of(5), tmp_path / "journal"
     whole = observe_checkpoint(checkpoint, batches, dtype="bfloat16", device="cuda")
 
-    class Stopped(Exception):
-        pass
-
     def stop(_tokens: int) -> None:
         if (journal / "layer-001.json").exists():
-            raise Stopped
+            raise KeyboardInterrupt
 
     def again(advance: Callable[[int], None]) -> Observed:
-        return observe_checkpoint(
-            checkpoint,
-            batches,
-            dtype="bfloat16",
-            device="cuda",
-            journal=journal,
-            advance=advance,
-        )
+        settings = {"device": "cuda", "journal": journal, "advance": advance}
+        return observe_checkpoint(checkpoint, batches, dtype="bfloat16", **settings)
 
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         again(stop)
     kept = sorted(path.name for path in journal.glob("layer-*.json"))
     assert kept == ["layer-000.json", "layer-001.json"]
-    continued = again(lambda tokens: None)
-    for name, counts in whole.histograms.items():
-        assert (continued.histograms[name] == counts).all(), name
+    assert_same_counts(whole, again(lambda tokens: None))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from calibrate.decoder.loading import load_model
-from calibrate.observe.observer import observe
 from calibrate.quality.budget import Budget, Limit, check_reachable, choose
 from calibrate.quality.divergence import Reference, evaluation_batches
 from calibrate.quality.fused_units import find_units
@@ -20,7 +19,7 @@ from calibrate.simulate.model import simulate, simulate_modules
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
-from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
+from tests.calibrate.bench import Bench, histograms_of, make_bench, recipe_with, sample_logits
 from tests.calibrate.runs import batches_from
 from tests.models import write_model
 from tests.outliers import write_outlier_checkpoint
@@ -173,14 +172,13 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     tokenizer = load_tokenizer(checkpoint)
 
     model = load_model(checkpoint, "float32")
-    with observe(model, checkpoint.spec) as observer:
-        for batch in batches_from(example_samples / "calibration.jsonl", 32, tokenizer):
-            observer.run(batch)
+    batches = batches_from(example_samples / "calibration.jsonl", 32, tokenizer)
+    histograms = histograms_of(checkpoint, batches, "float32")
     judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
     held_out = evaluation_batches(judged, 4096)
     reference = Reference(model, checkpoint.spec, held_out)
     recipe = recipe_with("fp8-static", kv_cache="float16")
-    common = (model, derive_scales(checkpoint, recipe, observer.histograms))
+    common = (model, derive_scales(checkpoint, recipe, histograms))
     sensitivity = measure_sensitivity(*common, reference)
     assert sensitivity.all.log_ratio - 2 * sensitivity.all.log_ratio_error > 0.01
     seen = {
@@ -197,7 +195,7 @@ def test_the_example_with_massive_activations_comes_back_within_one_percent(
     assert set(promoted[:2]) <= seen  # the injured first
     assert len(found.chosen) <= 8  # of 24
     assert found.curve[-1].weight_bytes < 1.4 * found.curve[0].weight_bytes
-    scales = derive_scales(checkpoint, found.recipe, observer.histograms).scales
+    scales = derive_scales(checkpoint, found.recipe, histograms).scales
     with simulate(model, checkpoint.spec, found.recipe, scales):
         assert reference.compare().change < 0.01
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from calibrate.decoder.loading import load_model
-from calibrate.observe.observer import observe
 from calibrate.quality.divergence import Reference, Sums, evaluation_batches
 from calibrate.samples.batches import Batch, make_batches
 from calibrate.samples.tokens import load_tokenizer
@@ -20,7 +19,7 @@ from octet.limit import LEAST_SAMPLES
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.statistics import t_quantile, upper_bound
-from tests.calibrate.bench import Bench, make_bench, recipe_with, sample_logits
+from tests.calibrate.bench import Bench, histograms_of, make_bench, recipe_with, sample_logits
 from tests.calibrate.runs import batches_from
 
 ACCURACY = Path(__file__).parents[3] / "benchmarks" / "results" / "accuracy-epyc-2core.json"
@@ -158,15 +157,14 @@ def test_the_simulation_costs_what_the_embedded_engine_was_measured_to(
     tokenizer = load_tokenizer(checkpoint)
 
     model = load_model(checkpoint, "float32")
-    with observe(model, checkpoint.spec) as observer:
-        for batch in batches_from(example_samples / "calibration.jsonl", 8, tokenizer):
-            observer.run(batch)
+    batches = batches_from(example_samples / "calibration.jsonl", 8, tokenizer)
+    histograms = histograms_of(checkpoint, batches, "float32")
     judged = batches_from(example_samples / "heldout.jsonl", 128, tokenizer)
     reference = Reference(model, checkpoint.spec, judged)
     plain = recorded["bfloat16", "none"]
     for kv_cache in ("float16", "e5m2"):
         recipe = Recipe.load("fp8").model_copy(update={"kv_cache": kv_cache})
-        scales = derive_scales(checkpoint, recipe, observer.histograms).scales
+        scales = derive_scales(checkpoint, recipe, histograms).scales
         with simulate(model, checkpoint.spec, recipe, scales):
             cost = reference.compare()
         assert cost.reference_perplexity == pytest.approx(plain, rel=1e-6)

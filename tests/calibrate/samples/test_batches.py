@@ -7,10 +7,10 @@ from calibrate.samples.batches import chunk_ends, make_batches
 
 def test_longest_first_padded_on_the_right() -> None:
     sequences = [[1], [2, 2, 2], [3, 3], [4, 4, 4], [5]]
-    batches = make_batches(sequences, list("abcde"), batch_size=2, pad_id=9, chunk=3)
+    batches = make_batches(sequences, list("abcde"), batch_size=2, chunk=3)
     assert [batch.token_ids.tolist() for batch in batches] == [
         [[2, 2, 2], [4, 4, 4]],
-        [[3, 3], [1, 9]],
+        [[3, 3], [1, 0]],
         [[5]],
     ]
     assert [batch.lengths for batch in batches] == [(3, 3), (2, 1), (1,)]

@@ -1,4 +1,4 @@
-"""Golden prompts can be replayed as text, fill a cache if samples allow it, and can be redrawn."""
+"""Golden prompts can be replayed as text and fill a cache if samples allow it."""
 
 from pathlib import Path
 from typing import Any
@@ -97,31 +97,6 @@ def test_short_samples_are_warned_of(tokenizer: Any) -> None:
     )
     # A model whose context is no longer has nothing to be shown there.
     assert too_short(choose_prompts([source(tokenizer, 0, 100)] * 20, tokenizer, 116), 116) is None
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_seed_draws_others_of_the_same_samples(adds_bos: bool, example_model: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(example_model / "tokenizer.json"), bos_token="<|begin|>"
-    )
-    if adds_bos:
-        bos = ("<|begin|>", tokenizer.convert_tokens_to_ids("<|begin|>"))
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[bos]
-        )
-    sequences = [source(tokenizer, i * 10, 700) for i in range(70)]
-    draws = [choose_prompts(sequences, tokenizer, 1024, seed=seed) for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-    plain = choose_prompts(sequences, tokenizer, 1024)
-    for prompts in draws:
-        lengths = [len(ids) for _, ids in prompts]
-        assert len(lengths) == 64 and sum(length > 256 for length in lengths) >= 8
-        assert all(abs(a - len(b)) <= 8 for a, (_, b) in zip(sorted(lengths), plain, strict=True))
-        assert all(tokenizer(text)["input_ids"] == ids for text, ids in prompts)
-        # Of 70 samples each gives one prompt at most: they are as independent as samples are.
-        begins = [tuple(ids[:40]) for _, ids in prompts if len(ids) >= 40]
-        assert len(set(begins)) == len(begins)
-        assert sum(text.startswith("def function_") for text, _ in prompts) < 32  # inside samples
 
 
 def contains(whole: list[int], part: list[int]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.observe.observer import observe
+from calibrate.observe.sweep import observe_checkpoint
 from calibrate.samples.plan import LongPolicy, SamplePlan, plan_batches
 from calibrate.samples.sample import Sample
 from octet.errors import ConfigError, SampleError
@@ -113,16 +113,11 @@ def test_packing_joins_samples_by_the_end_token(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_padding_is_never_observed(
-    pack: bool, model: Any, checkpoint: Checkpoint, tokenizer: Any
-) -> None:
+def test_padding_is_never_observed(pack: bool, checkpoint: Checkpoint, tokenizer: Any) -> None:
     plan = plan_of(samples_of(12), tokenizer, max_length=200, pack=pack)
     assert plan.facts["padding_share"] > 0
-    with observe(model, checkpoint.spec) as observer:
-        for batch in plan.batches:
-            observer.run(batch)
-    linear = next(checkpoint.spec.linears())
-    counts = observer.histograms[linear.input].counts
+    observed = observe_checkpoint(checkpoint, plan.batches, dtype="float32")
+    counts = observed.histograms[next(checkpoint.spec.linears()).input]
     assert counts.sum() == plan.tokens * checkpoint.spec.hidden_size
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import divergence, find_scale, measure, squared_error
 from octet.numerics import formats
 from octet.numerics.formats import E2M1, E4M3, E5M2, Format
+from tests.calibrate.contents import count_reference
 
 N = 40_000
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.observe.counting_cpu import count_reference
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.derive import (
     check_alive,
@@ -20,6 +19,7 @@ from octet.errors import ConfigError, NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, scaling
 from octet.recipe import PRESETS, Override, Recipe, TensorScheme
+from tests.calibrate.contents import count_reference
 
 
 def histogram_of(*values: float) -> Histogram:

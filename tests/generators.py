@@ -10,6 +10,7 @@ import itertools
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,18 +51,10 @@ def all_bf16() -> NDArray[np.float32]:
 
 @functools.cache
 def exact_values(fmt: Format) -> list[Fraction]:
-    """The finite values of `fmt` that are not negative, ascending, from the definition."""
-    if not fmt.signed:
-        return [Fraction(2) ** (code - 127) for code in range(255)]
-    values = []
-    for exponent in range(2**fmt.exponent_bits):
-        for mantissa in range(2**fmt.mantissa_bits):
-            fraction = Fraction(mantissa, 2**fmt.mantissa_bits)
-            if exponent == 0:
-                values.append(fraction * Fraction(2) ** (1 - fmt.bias))
-            else:
-                values.append((1 + fraction) * Fraction(2) ** (exponent - fmt.bias))
-    return [value for value in values if value <= Fraction(fmt.max)]
+    """The finite values of `fmt` that are not negative, ascending, as ml_dtypes has them."""
+    codes = np.arange(2 ** (fmt.bits - fmt.signed), dtype=np.uint8)
+    values = codes.view(getattr(ml_dtypes, ML_DTYPES_NAME[fmt.name])).astype(float)
+    return [Fraction(value) for value in values[np.isfinite(values)]]
 
 
 def rounding_points(fmt: Format, dtype: Any) -> NDArray[Any]:
@@ -94,12 +87,6 @@ def nearest_by_fractions(x: float, fmt: Format) -> int:
     magnitude = abs(Fraction(x))
     above = min(bisect.bisect_left(values, magnitude), len(values) - 1)
     code = min((max(above - 1, 0), above), key=lambda c: (abs(values[c] - magnitude), c % 2))
-    return code | int(np.signbit(x)) << (fmt.bits - 1)
-
-
-def truncated_by_fractions(x: float, fmt: Format) -> int:
-    """The code of the finite `x` in a signed `fmt`: toward zero; exact."""
-    code = bisect.bisect_right(exact_values(fmt), abs(Fraction(x))) - 1
     return code | int(np.signbit(x)) << (fmt.bits - 1)
 
 

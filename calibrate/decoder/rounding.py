@@ -108,7 +108,7 @@ def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
 def _group_scales(
     amax: Tensor, scheme: TensorScheme, fmt: Format, global_scale: Tensor | None
 ) -> Tensor:
-    """Computes `octet.numerics.microscaling.dynamic_scales` from the groups' largest magnitudes."""
+    """Computes run-time scales from the groups' largest magnitudes, as engines do."""
     if scheme.scale_format == "e8m0":
         # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
         bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)

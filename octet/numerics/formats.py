@@ -10,7 +10,7 @@ docs/explanation/number-formats.md has the limits, sources and differences.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,8 @@ __all__ = [
     "E8M0",
     "FORMATS",
     "Format",
-    "Rounding",
     "decode",
     "encode",
-    "encode_e8m0_scale",
     "format_named",
     "grid",
     "round_to",
@@ -38,7 +36,6 @@ __all__ = [
 
 Float32Array: TypeAlias = NDArray[np.float32]
 Codes: TypeAlias = NDArray[np.uint8]
-Rounding: TypeAlias = Literal["nearest", "truncate"]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _CHUNK = 1 << 15  # elements per step, so that the temporaries stay in the L2 cache
@@ -46,7 +43,7 @@ _CHUNK = 1 << 15  # elements per step, so that the temporaries stay in the L2 ca
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: its layout, its limits and its names in other libraries."""
+    """A number format: its layout, its limits and its name in torch."""
 
     name: str
     bits: int
@@ -56,8 +53,6 @@ class Format:
     max: float  # the largest finite value
     has_inf: bool
     has_nan: bool
-    onnx_name: str  # in `onnx.TensorProto.DataType`
-    safetensors_name: str
     torch_name: str | None  # None: torch has no such dtype
     signed: bool = True
 
@@ -75,22 +70,13 @@ class Format:
         """The smallest positive value; for E8M0, which has no subnormals, `smallest_normal`."""
         return self.smallest_normal * 2.0**-self.mantissa_bits
 
-    @property
-    def nan_code(self) -> int | None:
-        """The code that `encode` gives a positive NaN; None if the format has none."""
-        if not self.has_nan:
-            return None
-        return 0x7F if self.signed else 0xFF
 
-
-E4M3 = Format("e4m3", 8, 4, 3, 7, 448.0, False, True, "FLOAT8E4M3FN", "F8_E4M3", "float8_e4m3fn")
-E5M2 = Format("e5m2", 8, 5, 2, 15, 57344.0, True, True, "FLOAT8E5M2", "F8_E5M2", "float8_e5m2")
-E2M1 = Format("e2m1", 4, 2, 1, 1, 6.0, False, False, "FLOAT4E2M1", "F4", "float4_e2m1fn_x2")
-E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, False, False, "FLOAT6E3M2", "F6_E3M2", None)
-E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, False, False, "FLOAT6E2M3", "F6_E2M3", None)
-E8M0 = Format(
-    "e8m0", 8, 8, 0, 127, 2.0**127, False, True, "FLOAT8E8M0", "F8_E8M0", "float8_e8m0fnu", False
-)
+E4M3 = Format("e4m3", 8, 4, 3, 7, 448.0, False, True, "float8_e4m3fn")
+E5M2 = Format("e5m2", 8, 5, 2, 15, 57344.0, True, True, "float8_e5m2")
+E2M1 = Format("e2m1", 4, 2, 1, 1, 6.0, False, False, "float4_e2m1fn_x2")
+E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, False, False, None)
+E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, False, False, None)
+E8M0 = Format("e8m0", 8, 8, 0, 127, 2.0**127, False, True, "float8_e8m0fnu", False)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E3M2, E2M3, E8M0)}
 
@@ -102,22 +88,19 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def encode(x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest") -> Codes:
+def encode(x: NDArray[np.floating[Any]], fmt: Format) -> Codes:
     """Rounds `x` (float16, float32 or float64, any shape) to codes of `fmt`, of the same shape.
 
-    `rounding="truncate"` drops the lower bits instead, as vLLM's CPU cache writer does. A float64
-    is rounded once, from its own value. NumericsError for a NaN if `fmt` has none.
+    A float64 is rounded once, from its own value. NumericsError for a NaN if `fmt` has none.
     """
     _check(x, fmt)
-    return _look_up(x, _code_table(fmt, rounding, x.dtype == np.float16))
+    return _look_up(x, _code_table(fmt, x.dtype == np.float16))
 
 
-def round_to(
-    x: NDArray[np.floating[Any]], fmt: Format, *, rounding: Rounding = "nearest"
-) -> Float32Array:
+def round_to(x: NDArray[np.floating[Any]], fmt: Format) -> Float32Array:
     """Rounds `x` to values of `fmt`: `decode(encode(x))` in one look-up."""
     _check(x, fmt)
-    return _look_up(x, _value_table(fmt, rounding, x.dtype == np.float16))
+    return _look_up(x, _value_table(fmt, x.dtype == np.float16))
 
 
 def decode(codes: Codes, fmt: Format) -> Float32Array:
@@ -135,22 +118,6 @@ def grid(fmt: Format) -> Float32Array:
     """Returns the finite non-negative values of `fmt`, ascending; each index is the code."""
     values = _decode_table(fmt)[: 2 ** (fmt.bits - fmt.signed)]
     return values[np.isfinite(values)]
-
-
-def encode_e8m0_scale(amax: NDArray[np.floating[Any]], element: Format) -> Codes:
-    """Computes E8M0 scales of MX blocks with largest magnitude `amax`, for `element` elements.
-
-    OCP MX 1.0, section 6.3: 2^(floor(log2(amax)) - emax_elem), clamped to 2^-127 … 2^127. The
-    logarithm is taken from the exponent (frexp), so it is exact. An amax in the last part of its
-    binade, above max/2^emax (7 of 6·2^0 for E2M1), saturates; the rule accepts that. A block of
-    zeros gets 2^-127, the smallest scale; a NaN or an Inf gives NaN (0xFF).
-    """
-    if np.any(amax < 0):
-        raise NumericsError(f"amax is a largest magnitude and cannot be negative: {amax.min()}")
-    exponent = np.frexp(amax)[1].astype(np.int32) - 1 - element.emax
-    codes = np.clip(exponent + E8M0.bias, 0, 254)
-    codes = np.where(amax == 0, 0, codes)
-    return np.where(np.isfinite(amax), codes, 0xFF).astype(np.uint8)
 
 
 def _check(x: NDArray[np.floating[Any]], fmt: Format) -> None:
@@ -225,39 +192,34 @@ def _decode_table(fmt: Format) -> Float32Array:
 
 
 @cache
-def _code_table(fmt: Format, rounding: Rounding, half: bool) -> Codes:
+def _code_table(fmt: Format, half: bool) -> Codes:
     """uint8[65536]: the code of every float16 (`half`), or of every bfloat16 rounded to odd."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # signalling NaN
         inputs = patterns.view(np.float16) if half else bf16_to_float32(patterns)
-        return _frozen(_encode_by_definition(inputs.astype(np.float64), fmt, rounding))
+        return _frozen(_encode_by_definition(inputs.astype(np.float64), fmt))
 
 
 @cache
-def _value_table(fmt: Format, rounding: Rounding, half: bool) -> Float32Array:
+def _value_table(fmt: Format, half: bool) -> Float32Array:
     """float32[65536]: `_code_table`, decoded."""
-    return _frozen(decode(_code_table(fmt, rounding, half), fmt))
+    return _frozen(decode(_code_table(fmt, half), fmt))
 
 
-def _encode_by_definition(x: NDArray[np.float64], fmt: Format, rounding: Rounding) -> Codes:
+def _encode_by_definition(x: NDArray[np.float64], fmt: Format) -> Codes:
     """Rounds `x` by searching the format's own values: exact and slow, for the tables."""
     values = grid(fmt).astype(np.float64)
     magnitude, negative, nan = np.abs(x), np.signbit(x), np.isnan(x)
-    if rounding == "truncate":
-        codes = np.maximum(np.searchsorted(values, magnitude, side="right") - 1, 0)
-    else:
-        middles = (values[:-1] + values[1:]) / 2
-        if not fmt.signed:
-            middles[0] = np.nextafter(values[0], np.inf)  # as torch and ml_dtypes, see above
-        codes = np.searchsorted(middles, magnitude, side="right")  # ties up
-        if fmt.signed:
-            tie = (codes > 0) & (middles[codes - 1] == magnitude)
-            codes -= tie & (codes % 2 == 1)  # to even: a code's last bit is the mantissa's last
+    middles = (values[:-1] + values[1:]) / 2
+    if not fmt.signed:
+        middles[0] = np.nextafter(values[0], np.inf)  # as torch and ml_dtypes, see above
+    codes = np.searchsorted(middles, magnitude, side="right")  # ties up
     if fmt.signed:
-        codes = np.where(nan, fmt.nan_code or 0, codes) | (negative << (fmt.bits - 1))
+        tie = (codes > 0) & (middles[codes - 1] == magnitude)
+        codes -= tie & (codes % 2 == 1)  # to even: a code's last bit is the mantissa's last
+        codes = np.where(nan, 0x7F if fmt.has_nan else 0, codes) | (negative << (fmt.bits - 1))
     else:
-        limit = np.inf if rounding == "truncate" else 1.5 * fmt.max
-        codes[(magnitude >= limit) | (x < 0) | nan] = 0xFF
+        codes[(magnitude >= 1.5 * fmt.max) | (x < 0) | nan] = 0xFF
     return codes.astype(np.uint8)
 
 

@@ -12,37 +12,28 @@ DequantizeLinear and in vLLM; `scaling.quantize`, `dequantize` and `fake_quantiz
 Quantizing divides by it. GPU kernels multiply by a reciprocal (an approximate one for NVFP4), so an
 element within a unit or two in the last place of a rounding boundary may fall on its other side.
 
-Engines compute these scales at run time; here as in vLLM 0.32 (mxfp8_utils, mxfp4_utils,
-nvfp4_emulation_utils), bit for bit up to 2^127:
+Engines compute these scales for activations at run time, and so does `calibrate.decoder.rounding`;
+the rules are those of vLLM 0.32 (mxfp8_utils, mxfp4_utils, nvfp4_emulation_utils), bit for bit up
+to 2^127:
 
 - MXFP8: the smallest power of two with which the largest magnitude does not saturate,
   2^ceil(log2(amax/448)), as in ModelOpt. vLLM takes the logarithm in float32, which may round an
   amax within 2^-21 of 448·2^e down to it; no bfloat16 is that close.
 - MXFP4: amax is rounded to a power of two, up if it is at least 1.75 times the lower one and down
   otherwise, then divided by 4, as in compressed-tensors. So the element that saturates at 6 is too
-  large by a factor of 7/6 at most, not of 8/6 as with OCP's rule (`formats.encode_e8m0_scale`).
+  large by a factor of 7/6 at most, not of 8/6 as with OCP's rule.
 - NVFP4: E4M3(amax/6 / global_scale), the quotients as products with float32 reciprocals. A group
   below 2^-10 of the range gets scale 0, and its elements become 0.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octet.errors import NumericsError
 from octet.numerics import formats
-from octet.numerics.formats import E4M3, Float32Array, Format, round_to
-from octet.numerics.scaling import FloatArray, Granularity, absmax, fake_quantize, scale_from_absmax
-from octet.recipe import TensorScheme
+from octet.numerics.formats import E4M3, Float32Array, Format
+from octet.numerics.scaling import FloatArray, checked_absmax
 
-__all__ = [
-    "LEAST_E4M3",
-    "combined",
-    "dynamic_scales",
-    "fake_quantize_dynamic",
-    "global_scale",
-    "power_of_two_scales",
-    "two_level_scales",
-]
+__all__ = ["LEAST_E4M3", "combined", "global_scale", "power_of_two_scales"]
 
 LEAST_E4M3 = float(formats.grid(E4M3)[1])  # 2^-9, the smallest group scale that is not 0
 _LEAST_GLOBAL = 2.0**-117  # times LEAST_E4M3 it is the smallest normal float32
@@ -70,25 +61,13 @@ def power_of_two_scales(amax: FloatArray, fmt: Format) -> Float32Array:
     Follows the engines' rule, see above. A group of zeros gets 2^-127. NumericsError for a NaN or
     Inf.
     """
-    amax = _checked(amax)
+    amax = checked_absmax(amax)
     fraction, exponent = np.frexp(amax)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
     # 448 is 0.875 * 2^9, and 1.75 is 0.875 * 2: both formats round up from there.
     up = fraction > 0.875 if fmt == E4M3 else fraction >= 0.875
     power = exponent.astype(np.int32) - 1 - fmt.emax + up
     power = np.where(amax == 0, -127, np.clip(power, -127, 127))
     return np.ldexp(np.float32(1), power).astype(np.float32)
-
-
-def two_level_scales(amax: FloatArray, fmt: Format, global_scale: Float32Array) -> Float32Array:
-    """Computes run-time E4M3 scales of groups with largest magnitude `amax`; 0 is possible.
-
-    E4M3(min(448, (1/global_scale) * (amax * (1/fmt.max)))), each operation in float32: vLLM's
-    order. NumericsError for a NaN or Inf.
-    """
-    reciprocal = np.float32(1) / np.asarray(global_scale, np.float32)
-    with np.errstate(over="ignore"):  # saturates
-        scale = reciprocal * (_checked(amax) * (np.float32(1) / np.float32(fmt.max)))
-    return round_to(np.asarray(scale, np.float32), E4M3)
 
 
 def combined(scale: FloatArray, global_scale: FloatArray | None) -> Float32Array:
@@ -101,49 +80,3 @@ def combined(scale: FloatArray, global_scale: FloatArray | None) -> Float32Array
         return scale
     product = scale * np.asarray(global_scale, np.float32)
     return np.where(scale == 0, _FLOAT32_MAX, product)
-
-
-def dynamic_scales(
-    x: FloatArray,
-    scheme: TensorScheme,
-    global_scale: Float32Array | None = None,
-    *,
-    name: str | None = None,
-) -> Float32Array:
-    """Computes the scales of `x` [..., K] by a dynamic scheme, as an engine does at run time.
-
-    [..., 1] per token, [..., ⌈K/g⌉] in groups. `global_scale` [] is needed by two-level schemes.
-    """
-    amax = absmax(x, _granularity(scheme), name=name)
-    fmt = formats.format_named(scheme.format)
-    if scheme.scale_format == "e8m0":
-        return power_of_two_scales(amax, fmt)
-    if scheme.two_level:
-        if global_scale is None:
-            raise ValueError(f"{scheme.format} with e4m3 scales needs a global scale")
-        return two_level_scales(amax, fmt, global_scale)
-    return scale_from_absmax(amax, fmt)
-
-
-def fake_quantize_dynamic(
-    x: FloatArray,
-    scheme: TensorScheme,
-    global_scale: Float32Array | None = None,
-    *,
-    name: str | None = None,
-) -> Float32Array:
-    """Quantizes and dequantizes `x` [..., K] by a dynamic scheme, as an engine does; float32."""
-    scale = combined(dynamic_scales(x, scheme, global_scale, name=name), global_scale)
-    fmt = formats.format_named(scheme.format)
-    return fake_quantize(x, scale, fmt, _granularity(scheme), name=name)
-
-
-def _granularity(scheme: TensorScheme) -> Granularity:
-    return Granularity.of(scheme.granularity, scheme.group_size)
-
-
-def _checked(amax: FloatArray) -> NDArray[np.float32]:
-    amax = np.asarray(amax, np.float32)
-    if not (np.isfinite(amax) & (amax >= 0)).all():
-        raise NumericsError("amax must be finite and not negative: its tensor holds NaN or Inf")
-    return amax

@@ -35,6 +35,7 @@ __all__ = [
     "TOKEN",
     "Granularity",
     "absmax",
+    "checked_absmax",
     "dequantize",
     "fake_quantize",
     "group",
@@ -109,6 +110,14 @@ def absmax(x: FloatArray, granularity: Granularity, *, name: str | None = None) 
     return amax
 
 
+def checked_absmax(amax: FloatArray) -> Float32Array:
+    """Returns `amax` in float32. NumericsError unless it is finite and not negative."""
+    amax = np.asarray(amax, np.float32)
+    if not (np.isfinite(amax) & (amax >= 0)).all():
+        raise NumericsError("amax must be finite and not negative: its tensor holds NaN or Inf")
+    return amax
+
+
 def scale_from_absmax(amax: FloatArray, fmt: Format) -> Float32Array:
     """Returns the scale that maps `amax` to the largest value of `fmt`: amax / fmt.max, float32.
 
@@ -116,9 +125,7 @@ def scale_from_absmax(amax: FloatArray, fmt: Format) -> Float32Array:
     the smallest normal float32, so no kernel flushes it to zero and its reciprocal is finite.
     NumericsError unless `amax` is finite and not negative.
     """
-    amax = np.asarray(amax, np.float32)
-    if not (np.isfinite(amax) & (amax >= 0)).all():
-        raise NumericsError("amax must be finite and not negative: its tensor holds NaN or Inf")
+    amax = checked_absmax(amax)
     scale = np.maximum(amax / np.float32(fmt.max), np.finfo(np.float32).tiny)
     return np.where(amax == 0, np.float32(1), scale)
 

@@ -42,22 +42,91 @@ def test_round_to_is_that_of_numpy_on_every_boundary(fmt: Format) -> None:
     assert round_to(torch.tensor([torch.nan]), fmt).isnan().all()
 
 
+def run_time_scales(
+    x: NDArray[np.float32], scheme: TensorScheme, shared: NDArray[np.float32] | None
+) -> NDArray[np.float32]:
+    """The scales of a dynamic scheme, with vLLM's order of operations."""
+    amax = scaling.absmax(x, Granularity.of(scheme.granularity, scheme.group_size))
+    fmt = FORMATS[scheme.format]
+    if scheme.scale_format == "e8m0":
+        return microscaling.power_of_two_scales(amax, fmt)
+    if shared is not None:
+        sixth = np.float32(1) / np.float32(fmt.max)
+        return formats.round_to(np.float32(1) / shared * (amax * sixth), formats.E4M3)
+    return scaling.scale_from_absmax(amax, fmt)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_inputs_are_rounded_as_numpy_rounds_them(preset: str, shape: tuple[int, ...]) -> None:
     scheme = PRESETS[preset].activations
     x = activations(shape, seed=0)
     kept = torch.from_numpy(x.copy())
-    if scheme.dynamic:
-        shared = np.asarray(2e-3, np.float32) if scheme.two_level else None
-        theirs = microscaling.fake_quantize_dynamic(x, scheme, shared)
-        ours = fake_quantize(kept, scheme, None, None if shared is None else torch.tensor(2e-3))
-    else:
-        scale = np.asarray(0.037, np.float32)
-        theirs = scaling.fake_quantize(x, scale, formats.E4M3, scaling.TENSOR)
-        ours = fake_quantize(kept, scheme, torch.from_numpy(scale))
+    shared = np.array(2e-3, np.float32) if scheme.two_level else None
+    scale = run_time_scales(x, scheme, shared) if scheme.dynamic else np.array(0.037, np.float32)
+    theirs = scaling.fake_quantize(
+        x,
+        microscaling.combined(scale, shared),
+        FORMATS[scheme.format],
+        Granularity.of(scheme.granularity, scheme.group_size),
+    )
+    ours = fake_quantize(
+        kept,
+        scheme,
+        None if scheme.dynamic else torch.from_numpy(scale),
+        None if shared is None else torch.from_numpy(shared),
+    )
     same_bits(ours, theirs)
     assert np.array_equal(kept.numpy(), x), "the input itself is left alone"
+
+
+def test_two_levels_need_a_global_scale() -> None:
+    with pytest.raises(ValueError, match="needs a global scale"):
+        fake_quantize(torch.ones(2, 16), PRESETS["nvfp4"].activations)
+
+
+def vllm_nvfp4(x: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values that come back, E4M3 scales): `ref_nvfp4_quant_dequant` of vLLM 0.32."""
+    groups = x.reshape(x.shape[0], -1, 16)
+    amax = groups.abs().amax(-1, keepdim=True)
+    scale = (divisor * (amax * (1 / 6))).clamp(-448, 448)
+    scale = scale.to(torch.float8_e4m3fn).float()
+    inverse = 1.0 / (scale * (1.0 / divisor) + (scale == 0) * 1e8)
+    scaled = (groups * inverse).clamp(-6, 6)
+    magnitude = scaled.abs()
+    values = torch.zeros_like(magnitude)
+    for low, high, value in (
+        (0.25, 0.75, 0.5),
+        (0.75, 1.25, 1.0),
+        (1.25, 1.75, 1.5),
+        (1.75, 2.5, 2.0),
+        (2.5, 3.5, 3.0),
+        (3.5, 5.0, 4.0),
+        (5.0, 7.0, 6.0),
+    ):
+        even = value in (1.0, 2.0, 4.0)  # the codes that ties go to
+        above = magnitude >= low if even else magnitude > low
+        below = magnitude <= high if even else magnitude < high
+        values[above & below] = value
+    real = values * scaled.sign() * (scale / divisor)
+    return real.reshape(x.shape), scale[..., 0]
+
+
+@pytest.mark.parametrize("amax", [None, 2.0, 1e6], ids=["its own", "too small", "too large"])
+def test_nvfp4_activations_are_vllms(amax: float | None) -> None:
+    generator = np.random.default_rng(0)
+    spread = np.exp(generator.standard_normal((64, 32, 1))).repeat(16, axis=2).reshape(64, 512)
+    x = torch.from_numpy(generator.standard_t(3, (64, 512)) * spread).bfloat16().float()
+    shared = microscaling.global_scale(float(x.abs().max()) if amax is None else amax, formats.E2M1)
+    theirs, scales = vllm_nvfp4(x, 1 / torch.from_numpy(shared))
+    if amax == 1e6:
+        assert (scales == 0).any()  # groups that vanish are part of the comparison
+    real = fake_quantize(x, PRESETS["nvfp4"].activations, None, torch.from_numpy(shared))
+    # Elements may differ in the last place, or by a step within that of a rounding boundary.
+    step = (scales * torch.from_numpy(shared)).repeat_interleave(16, 1)
+    differ = (real - theirs).abs() > 1e-6 * real.abs()
+    assert differ.float().mean() < 1e-3
+    assert ((real - theirs).abs()[differ] <= 2.001 * step[differ]).all()
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 300), (5, 16)])

@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from calibrate.decoder.rounding import fake_quantize
 from export.onnx.graph import Graph
 from export.onnx.inputs import round_dynamic
 from export.onnx.write import export_onnx
@@ -20,8 +22,7 @@ from export.source import Source
 from export.triton.write import export_triton
 from octet.artifacts.manifest import Manifest
 from octet.errors import UnsupportedError
-from octet.numerics import microscaling
-from octet.recipe import Override, Recipe
+from octet.recipe import Override, Recipe, TensorScheme
 from tests.export.conftest import GROUPED, RECIPES, make_calibration
 from tests.export.onnx.test_write import settled
 from tests.export.runner import EvaluatedModel, OnnxModel, random_ids
@@ -137,9 +138,7 @@ def test_weights_and_inputs_are_evaluated_exactly(
         if f"{name}.input.dequantized" in model.values:
             grouping = next(n for n in model.model.graph.node if n.name == f"{name}.input.grouped")
             shared = source.input_global_scale(linear) if inputs.two_level else None
-            expected = microscaling.fake_quantize_dynamic(
-                model.values[grouping.input[0]], inputs, shared
-            )
+            expected = rounded(model.values[grouping.input[0]], inputs, shared)
             np.testing.assert_array_equal(model.values[f"{name}.input.dequantized"], expected)
             checked += 1
         assert readers[f"{name}.weight.dequantized"].op_type == "Transpose"
@@ -203,9 +202,15 @@ def test_groups_of_zeros_and_of_every_size_are_rounded_as_engines_round_them() -
         graph.input("x", TensorProto.FLOAT, [1, "n", 64])
         result = round_dynamic(graph, "x", scheme, shared, 64, "y")
         graph.output(result, TensorProto.FLOAT, [1, "n", 64])
-        expected = microscaling.fake_quantize_dynamic(x, scheme, shared)
+        expected = rounded(x, scheme, shared)
         for run in (_evaluate, *(() if name in FP4 else (_run,))):
             np.testing.assert_array_equal(run(graph, x), expected)
+
+
+def rounded(x: np.ndarray, scheme: TensorScheme, shared: np.ndarray | None) -> np.ndarray:
+    """`x` as calibration simulates what an engine does at run time."""
+    factor = None if shared is None else torch.from_numpy(shared)
+    return fake_quantize(torch.from_numpy(x), scheme, None, factor).numpy()
 
 
 def _model(graph: Graph) -> onnx.ModelProto:

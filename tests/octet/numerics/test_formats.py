@@ -5,26 +5,18 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import pytest
-import safetensors
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-from numpy.typing import NDArray
 
 from octet.errors import NumericsError, UnsupportedError
 from octet.numerics.formats import (
-    E2M1,
     E4M3,
     E5M2,
     E8M0,
-    FORMATS,
     Format,
     decode,
     encode,
-    encode_e8m0_scale,
     format_named,
     grid,
     round_to,
@@ -42,7 +34,6 @@ from tests.generators import (
     mismatches,
     nearest_by_fractions,
     rounding_points,
-    truncated_by_fractions,
 )
 
 over_all = pytest.mark.parametrize("fmt", ALL_FORMATS, ids=format_id)
@@ -69,27 +60,10 @@ def test_limits_are_those_of_the_format(fmt: Format) -> None:
     assert fmt.has_nan == bool(np.isnan(every).any())
 
 
-@over_all
-def test_names_are_known_to_onnx_torch_and_safetensors(fmt: Format) -> None:
-    assert fmt.onnx_name in onnx.TensorProto.DataType.keys()  # noqa: SIM118 - a protobuf enum
-    assert fmt.torch_name is None or hasattr(torch, fmt.torch_name)
-    header = (
-        f'{{"t":{{"dtype":"{fmt.safetensors_name}","shape":[8],"data_offsets":[0,{fmt.bits}]}}}}'
-    ).encode()
-    file = len(header).to_bytes(8, "little") + header + bytes(fmt.bits)
-    assert safetensors.deserialize(file)[0][1]["dtype"] == fmt.safetensors_name
-
-
 def test_an_unknown_format_names_the_nearest() -> None:
     assert format_named("e5m2") is E5M2
     with pytest.raises(UnsupportedError, match=r"'e4m3fn'.*did you mean 'e4m3'"):
         format_named("e4m3fn")
-
-
-def test_every_format_is_registered_under_its_name() -> None:
-    assert {name: fmt.name for name, fmt in FORMATS.items()} == {
-        f.name: f.name for f in ALL_FORMATS
-    }
 
 
 # Decode
@@ -185,29 +159,6 @@ def test_round_to_is_encode_then_decode(fmt: Format) -> None:
     for x in (all_float16(), all_bf16(), rounding_points(fmt, np.float64)):
         x = x if fmt.has_nan else x[~np.isnan(x)]
         np.testing.assert_array_equal(round_to(x, fmt), decode(encode(x, fmt), fmt))
-        np.testing.assert_array_equal(
-            round_to(x, fmt, rounding="truncate"), decode(encode(x, fmt, rounding="truncate"), fmt)
-        )
-
-
-# Encode, toward zero
-
-
-@over_signed
-@over_dtypes
-def test_truncation_is_exact(fmt: Format, dtype: Any) -> None:
-    x = rounding_points(fmt, dtype)
-    expected = np.array([truncated_by_fractions(float(v), fmt) for v in x], np.uint8)
-    assert mismatches(x, encode(x, fmt, rounding="truncate"), expected) == []
-
-
-def test_truncated_e5m2_is_the_top_byte_of_a_float16() -> None:
-    x = all_float16()
-    finite = np.isfinite(x)
-    codes = encode(x, E5M2, rounding="truncate")
-    np.testing.assert_array_equal(codes[finite], (x.view(np.uint16) >> 8).astype(np.uint8)[finite])
-    infinite = np.array([np.inf, -np.inf], np.float32)
-    assert encode(infinite, E5M2, rounding="truncate").tolist() == [0x7B, 0xFB]
 
 
 # Shapes, layouts and types
@@ -242,78 +193,10 @@ def test_what_is_not_a_float_is_refused() -> None:
             encode(x, E4M3)  # type: ignore[arg-type]
 
 
-# E8M0 scales
+numbers = {"allow_nan": False, "allow_infinity": False}
 
 
-@over_signed
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_mx_scale_is_the_exponent_of_amax_exactly(fmt: Format, dtype: Any) -> None:
-    lowest, highest = (-149, 127) if dtype is np.float32 else (-300, 300)
-    powers = np.ldexp(dtype(1), np.arange(lowest, highest + 1)).astype(dtype)
-    amax = np.concatenate([powers, np.nextafter(powers, dtype(0)), powers * dtype(1.75)])
-    amax = amax[(amax > 0) & np.isfinite(amax)]
-    expected = []
-    for value in amax:
-        numerator, denominator = Fraction(float(value)).as_integer_ratio()
-        exponent = numerator.bit_length() - denominator.bit_length()  # denominator: a power of two
-        expected.append(min(max(exponent - fmt.emax + 127, 0), 254))
-    codes = encode_e8m0_scale(amax, fmt)
-    assert mismatches(amax, codes, np.array(expected, np.uint8)) == []
-
-
-def test_mx_scale_leaves_amax_within_a_binade_of_the_largest() -> None:
-    amax = np.abs(np.random.default_rng(1).standard_normal(1000).astype(np.float32)) + 1e-3
-    for fmt in SIGNED:
-        stored = amax / decode(encode_e8m0_scale(amax, fmt), E8M0)
-        assert (stored >= 2.0**fmt.emax).all() and (stored < 2.0 ** (fmt.emax + 1)).all()
-
-
-def test_mx_scale_of_zero_nan_inf_and_negative() -> None:
-    codes = encode_e8m0_scale(np.array([0.0, -0.0, np.nan, np.inf], np.float32), E2M1)
-    assert codes.tolist() == [0, 0, 0xFF, 0xFF]
-    assert encode_e8m0_scale(np.array(6, np.float32), E2M1).shape == ()
-    with pytest.raises(NumericsError, match="negative: -2"):
-        encode_e8m0_scale(np.array([1, -2], np.float32), E2M1)
-
-
-# Properties
-
-arrays32 = hnp.arrays(np.float32, hnp.array_shapes(max_dims=2), elements=st.floats(width=32))
-finite32 = hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(width=32, allow_nan=False))
-finite64 = hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(allow_nan=False))
-
-
-@settings(deadline=None)
-@given(x=arrays32, fmt=st.sampled_from(FLOAT8))
-def test_rounding_twice_is_rounding_once(x: NDArray[np.float32], fmt: Format) -> None:
-    once = round_to(x, fmt)
-    np.testing.assert_array_equal(round_to(once, fmt), once)
-    np.testing.assert_array_equal(np.isnan(once), np.isnan(x))
-
-
-@settings(deadline=None)
-@given(x=st.one_of(finite32, finite64), fmt=st.sampled_from(SIGNED))
-def test_rounding_is_monotonic(x: NDArray[Any], fmt: Format) -> None:
-    rounded = round_to(np.sort(x), fmt)
-    assert (np.diff(rounded) >= 0).all()
-
-
-@settings(deadline=None)
-@given(x=st.one_of(finite32, finite64), fmt=st.sampled_from(SIGNED))
-def test_the_sign_only_sets_the_top_bit(x: NDArray[Any], fmt: Format) -> None:
-    for rounding in ("nearest", "truncate"):
-        positive = encode(x, fmt, rounding=rounding)
-        negative = encode(-x, fmt, rounding=rounding)
-        np.testing.assert_array_equal(positive ^ negative, 1 << (fmt.bits - 1))
-
-
-@settings(deadline=None)
-@given(x=st.floats(allow_nan=False, allow_infinity=False), fmt=st.sampled_from(SIGNED))
-def test_any_float64_goes_to_the_nearest_value(x: float, fmt: Format) -> None:
+@given(x=st.floats(**numbers), single=st.floats(width=32, **numbers), fmt=st.sampled_from(SIGNED))
+def test_any_float_goes_to_the_nearest_value(x: float, single: float, fmt: Format) -> None:
     assert encode(np.array([x]), fmt)[0] == nearest_by_fractions(x, fmt)
-
-
-@settings(deadline=None)
-@given(x=st.floats(width=32, allow_nan=False), fmt=st.sampled_from(FLOAT8))
-def test_float32_and_float64_of_one_value_have_one_code(x: float, fmt: Format) -> None:
-    assert encode(np.array([x], np.float32), fmt)[0] == encode(np.array([x], np.float64), fmt)[0]
+    assert encode(np.array([single], np.float32), fmt)[0] == nearest_by_fractions(single, fmt)

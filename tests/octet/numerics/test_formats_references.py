@@ -50,26 +50,18 @@ def test_every_code_decodes_as_in_ml_dtypes(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
-def test_every_code_decodes_as_in_torch(fmt: Format) -> None:
-    assert fmt.torch_name is not None
-    codes = np.arange(256, dtype=np.uint8)
-    expected = torch.from_numpy(codes).view(getattr(torch, fmt.torch_name)).to(torch.float32)
-    np.testing.assert_array_equal(decode(codes, fmt), expected.numpy())
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_rounding_points_match_where_ml_dtypes_and_torch_agree(fmt: Format, dtype: Any) -> None:
-    x = rounding_points(fmt, dtype).astype(np.float32)
-    assert_agrees(x, fmt, at_least=0.4)
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E8M0], ids=format_id)
-@pytest.mark.parametrize("source", ["float16", "bfloat16"])
-def test_every_16_bit_input_matches_where_ml_dtypes_and_torch_agree(
-    fmt: Format, source: str
-) -> None:
-    assert_agrees(whole_range(source), fmt, at_least=0.4)
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "boundaries"])
+def test_every_input_matches_where_ml_dtypes_and_torch_agree(fmt: Format, source: str) -> None:
+    """But for E5M2's overflow; the two agree often enough."""
+    x = rounding_points(fmt, np.float32) if source == "boundaries" else whole_range(source)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        single = x.astype(np.float32)
+    expected = by_torch(single, fmt)
+    agree = by_ml_dtypes(single, fmt) == expected
+    if fmt is E5M2:
+        agree &= np.isnan(single) | (np.abs(single) < 61440)  # both give Inf, ours saturates
+    assert agree.mean() > 0.4
+    assert mismatches(x[agree], encode(x, fmt)[agree], expected[agree]) == []
 
 
 @over_mx
@@ -80,18 +72,6 @@ def test_every_16_bit_input_of_the_small_formats_matches_ml_dtypes(
     x = whole_range(source)
     x = x[~np.isnan(x)]
     assert mismatches(x, encode(x, fmt), by_ml_dtypes(x, fmt)) == []
-
-
-def assert_agrees(x: NDArray[Any], fmt: Format, *, at_least: float) -> None:
-    """Ours is theirs wherever they agree, but for E5M2's overflow; they agree often enough."""
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        single = x.astype(np.float32)
-    expected = by_torch(single, fmt)
-    agree = by_ml_dtypes(single, fmt) == expected
-    if fmt is E5M2:
-        agree &= np.isnan(single) | (np.abs(single) < 61440)  # both give Inf, ours saturates
-    assert agree.mean() > at_least
-    assert mismatches(x[agree], encode(x, fmt)[agree], expected[agree]) == []
 
 
 # Where the references differ
@@ -121,12 +101,6 @@ def test_nan_in_e5m2_is_torchs() -> None:
     assert ml == [0x7E, 0xFE]
 
 
-def test_nan_in_the_small_formats_is_minus_zero_in_ml_dtypes() -> None:
-    for fmt in MX_ELEMENTS:
-        code = by_ml_dtypes(np.array([np.nan], np.float32), fmt)
-        assert decode(code, fmt)[0] == 0 and np.signbit(decode(code, fmt)[0])
-
-
 def test_zero_in_e8m0_is_the_smallest_scale_as_in_torch() -> None:
     ours, torchs, ml = codes_of([0.0, -0.0], E8M0)
     assert ours == torchs == [0, 0]
@@ -144,10 +118,3 @@ def test_e8m0_does_not_saturate_and_ties_go_up_in_all_three() -> None:
     values = [1.49 * 2.0**127, 1.5 * 2.0**127, np.inf, np.nan, 3.0, 6.0, tiny, 1.01 * tiny]
     ours, torchs, ml = codes_of(values, E8M0)
     assert ours == torchs == ml == [254, 255, 255, 255, 129, 130, 0, 1]
-
-
-def test_float64_goes_by_way_of_float32_in_ml_dtypes() -> None:
-    # Just above the middle of 1 and 1.125: as a float32 it is the middle, and goes to even.
-    x = np.array([1.0625 + 2.0**-40, 1.1875 - 2.0**-40, 2.0**-10 + 2.0**-60])
-    assert decode(encode(x, E4M3), E4M3).tolist() == [1.125, 1.125, 2.0**-9]
-    assert decode(by_ml_dtypes(x, E4M3), E4M3).tolist() == [1.0, 1.25, 0.0]

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype
+from calibrate.decoder.weights import LayerWeights
 from calibrate.options import Options
 from calibrate.samples.inputs import Inputs
 from octet.model.checkpoint import Checkpoint
@@ -22,4 +23,5 @@ class Job:
     inputs: Inputs
     dtype: ComputeDtype
     device: torch.device
+    weights: LayerWeights  # of the checkpoint, for everything that runs it layer by layer
     console: Console | None

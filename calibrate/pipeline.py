@@ -1,6 +1,9 @@
 """Runs a calibration, from a checkpoint and samples to the artifact."""
 
+import json
+import shutil
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +11,13 @@ from rich.console import Console
 
 from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import resolve_dtype
+from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import golden_set
 from calibrate.job import Job
 from calibrate.journal.distributed import Group, process_group
-from calibrate.journal.identity import arithmetic_of
+from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import discard
+from calibrate.journal.steps import Steps
 from calibrate.observe.counting_cpu import make_counter
 from calibrate.observe.sweep import Observed, observe_checkpoint
 from calibrate.options import Options, validate
@@ -52,17 +57,20 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     dtype = resolve_dtype(options.dtype, checkpoint)
     resumed = options.progress.exists() and not options.restart
     with process_group(_device(options)) as (group, device):
-        job = Job(options, checkpoint, inputs, dtype, device, console if group.rank == 0 else None)
+        shown = console if group.rank == 0 else None
+        weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
+        job = Job(options, checkpoint, inputs, dtype, device, weights, shown)
         _announce(job, resumed)
         changed, observed, seconds = _observe(job, group)
     if group.rank != 0:
         return None
-    golden = _golden_set(job)
+    steps = _steps(job)
+    golden = _golden_set(job, steps)
     solution = solve(job, changed, observed)
     report = report_on(job, solution, observed)
     if solution.gate is not None and not solution.gate.met:
         raise _refused(job, solution, report, golden)
-    prediction = _predict(job, solution, golden) if options.predict else None
+    prediction = _predict(job, solution, golden, steps) if options.predict else None
     calibration = _write(job, changed, observed, golden, solution, report, prediction)
     if console is not None:
         print_report(
@@ -93,11 +101,16 @@ def _device(options: Options) -> str:
 
 
 def _announce(job: Job, resumed: bool) -> None:
-    if job.console is not None:
-        job.console.print(job.inputs.plan.summary(), highlight=False)
-        if resumed:
-            saying = f"continuing from {job.options.progress}"
-            job.console.print(saying, highlight=False, markup=False)
+    _say(job.console, job.inputs.plan.summary())
+    if resumed:
+        _say(job.console, f"continuing from {job.options.progress}")
+    if job.device.type == "cuda":
+        _say(job.console, str(job.weights))
+
+
+def _say(console: Console | None, line: str) -> None:
+    if console is not None:
+        console.print(line, highlight=False, markup=False)
 
 
 def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
@@ -125,6 +138,7 @@ def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
             plan.batches,
             dtype=job.dtype,
             device=job.device,
+            weights=job.weights.of(changed.checkpoint),
             chunks=len(plan.chunk_ends),
             queries=options.recipe.kv_cache == "e4m3",
             spill=options.spill,
@@ -136,9 +150,28 @@ def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
     return changed, observed, time.perf_counter() - started
 
 
-def _golden_set(job: Job) -> GoldenSet:
+def _steps(job: Job) -> Steps:
+    """Returns what keeps golden records and predictions until the artifact is written."""
+    directory = job.options.progress / "steps"
+    if job.options.restart:
+        shutil.rmtree(directory, ignore_errors=True)
+    return Steps(directory, run_identity(job.checkpoint, (), "float32", job.device))
+
+
+def _golden_set(job: Job, steps: Steps) -> GoldenSet:
+    inputs = json.dumps(job.inputs.prompts)
+    if kept := steps.load("golden", inputs):
+        return GoldenSet.model_validate_json(kept[0])
     with progress_bar(job.console, "Golden records", job.inputs.prompt_tokens) as advance:
-        return golden_set(job.checkpoint, job.inputs.prompts, device=job.device, advance=advance)
+        found = golden_set(
+            job.checkpoint,
+            job.inputs.prompts,
+            device=job.device,
+            weights=job.weights,
+            advance=advance,
+        )
+    steps.keep("golden", inputs, text=found.model_dump_json(), arrays={})
+    return found
 
 
 def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) -> GateError:
@@ -155,7 +188,7 @@ def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) ->
     return gate.error(options.out, refused, again=again, budget=budget)
 
 
-def _predict(job: Job, solution: Solution, golden: GoldenSet) -> Prediction | None:
+def _predict(job: Job, solution: Solution, golden: GoldenSet, steps: Steps) -> Prediction | None:
     """Predicts the divergence of each serving path; None for an unknown architecture."""
     found = solution.quantization
     return expected_divergence(
@@ -164,6 +197,8 @@ def _predict(job: Job, solution: Solution, golden: GoldenSet) -> Prediction | No
         found.scales,
         golden,
         device=job.device,
+        layers=job.weights.of(found.checkpoint),
+        steps=steps,
         console=job.console,
     )
 

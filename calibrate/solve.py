@@ -47,6 +47,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed) -> Solution:
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None
     if measures or options.gate is not None:
+        job.weights.free()  # the whole model takes their place
         bench = Bench(
             checkpoint,
             job.inputs,

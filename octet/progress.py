@@ -97,7 +97,7 @@ class Spread:
         self._done = self._reached = 0
 
     def step(self, steps: int = 1) -> None:
-        self._done += steps
+        self._done = min(self._done + steps, self._steps)  # work may have to be repeated
         reached = self._total * self._done // max(self._steps, 1)
         self._advance(reached - self._reached)
         self._reached = reached

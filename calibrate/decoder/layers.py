@@ -11,7 +11,6 @@ alone. Some models scale or cap logits; this applies to each slice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,23 +18,24 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from calibrate.decoder.experts import assemble
 from calibrate.decoder.loading import ComputeDtype, Stored, load_skeleton, to_torch
 from calibrate.decoder.partial import Turn, some_layers
 from calibrate.decoder.supported import check_make, window_of
+from calibrate.decoder.weights import LayerWeights
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor
 
 __all__ = ["LayeredModel"]
 
-_HEAD_BYTES = 256 << 20  # of the output head in memory at a time
+# Bytes of the output head that are applied at a time.
+_HEAD_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 
 
 class LayeredModel:
     """`checkpoint` in `dtype` on `device`, run layer by layer and without gradients.
 
-    Decoder layers stay in memory between sweeps if all of them together fit in `keep_bytes`.
+    `weights` may be shared with other models of the checkpoint; by default none are held.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class LayeredModel:
         checkpoint: Checkpoint,
         dtype: ComputeDtype,
         device: torch.device | str = "cpu",
-        *,
-        keep_bytes: int = 0,
+        weights: LayerWeights | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.spec = checkpoint.spec
@@ -64,14 +63,7 @@ class LayeredModel:
             if module not in self._layers:
                 self._compute_buffers(module)
         self._turn = Turn()
-        self._kept: list[dict[str, torch.Tensor]] | None = None
-        if self.parameters * self.dtype.itemsize <= keep_bytes:
-            self._kept = [self._read(index) for index in range(self.spec.layers)]
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the decoder layers."""
-        return sum(x.numel() for layer in self._layers for x in layer.parameters())
+        self._weights = weights or LayerWeights(checkpoint, self.device, room=0)
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -92,30 +84,16 @@ class LayeredModel:
             self._input.weight = whole
 
     def sweep(self, first: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yields each layer from `first` on as (index, module), with its weights while yielded.
-
-        With a GPU, the next layer is read from disk in the meantime.
-        """
-        indices = range(first, self.spec.layers)
-        ahead = ThreadPoolExecutor(1, "octet-read") if self.device.type != "cpu" else None
-        try:
-            following = ahead.submit(self._read, first) if ahead and indices else None
-            for index in indices:
-                weights = following.result() if following else self._read(index)
-                layer = self._layers[index]
-                self._fill(layer, self.spec.layer(index), weights)
-                del weights
-                if ahead and index + 1 in indices:
-                    following = ahead.submit(self._read, index + 1)
-                for module in layer.modules():
-                    self._compute_buffers(module)
-                self._decoder.layers = some_layers(self._layers, range(index, index + 1))
-                with self._turn.of(index, layer):
-                    yield index, layer
-                layer.to("meta")
-        finally:
-            if ahead is not None:
-                ahead.shutdown(cancel_futures=True)
+        """Yields each layer from `first` on as (index, module), with its weights while yielded."""
+        for index in range(first, self.spec.layers):
+            layer = self._layers[index]
+            self._fill(layer, self.spec.layer(index), self._weights.read(index, self.dtype))
+            for module in layer.modules():
+                self._compute_buffers(module)
+            self._decoder.layers = some_layers(self._layers, range(index, index + 1))
+            with self._turn.of(index, layer):
+                yield index, layer
+            layer.to("meta")
 
     @torch.inference_mode()
     def forward(self, hidden: torch.Tensor, cache: Any, **kwargs: Any) -> torch.Tensor:
@@ -160,31 +138,25 @@ class LayeredModel:
         head = self._model.get_output_embeddings()
         tied = self._model.config.tie_word_embeddings
         name = self._names[self._input if tied else head]
-        stored = self.checkpoint.read(f"{name}.weight")
         bias = None
         if head.bias is not None:
             bias = to_torch(self.checkpoint.read(f"{name}.bias"), self.dtype).to(self.device)
         normed = [self._norm(rows.to(self.device)) for rows in hidden]
-        step = max(1, _HEAD_BYTES // (self.spec.hidden_size * self.dtype.itemsize))
+        most = _HEAD_BYTES[self.device.type]
+        step = max(1, most // (self.spec.hidden_size * self.dtype.itemsize))
         parts: list[list[torch.Tensor]] = [[] for _ in normed]
         with _decoder_replaced(self._model) as decoder:
             for start in range(0, self.spec.vocab_size, step):
-                rows = Tensor(stored.dtype, stored.codes[start : start + step])
-                head.weight = _parameter(to_torch(rows, self.dtype).to(self.device))
+                rows = slice(start, start + step)
+                weight = self._weights.rows(f"{name}.weight", rows, self.dtype)
+                head.weight = _parameter(weight)
                 if bias is not None:
-                    head.bias = _parameter(bias[start : start + step])
-                self.checkpoint.release()
+                    head.bias = _parameter(bias[rows])
                 for part, x in zip(parts, normed, strict=True):
                     decoder.output = x
                     part.append(self._model(inputs_embeds=x, use_cache=False).logits)
         head.to("meta")
         return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
-
-    def _read(self, index: int) -> dict[str, torch.Tensor]:
-        """Reads a layer's weights to the CPU, under the names of its module's parameters."""
-        if self._kept is not None:
-            return self._kept[index]
-        return assemble(Stored(self.checkpoint, f"{self.spec.layer(index)}.", self.dtype))
 
     def _fill(self, module: Any, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces `module`'s tensors on the meta device with its weights."""

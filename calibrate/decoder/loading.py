@@ -19,6 +19,7 @@ __all__ = [
     "ComputeDtype",
     "Stored",
     "apply_changes",
+    "empty_like_stored",
     "load_config",
     "load_model",
     "load_skeleton",
@@ -165,8 +166,12 @@ class Stored(Mapping[str, torch.Tensor]):
 
 def to_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copies a stored floating-point tensor to the CPU in `dtype`, into memory of its own."""
-    stored, integer = _DTYPES[tensor.dtype]
-    copy = torch.empty(tensor.shape, dtype=stored)
-    raw = copy.view(integer).numpy()
+    copy = empty_like_stored(tensor)
+    raw = copy.view(_DTYPES[tensor.dtype][1]).numpy()
     np.copyto(raw, tensor.codes.view(raw.dtype))
     return copy.to(dtype)
+
+
+def empty_like_stored(tensor: Tensor, *, pin: bool = False) -> torch.Tensor:
+    """Returns memory for a stored tensor, in its dtype; `pin` makes copying to a GPU faster."""
+    return torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype][0], pin_memory=pin)

@@ -100,8 +100,8 @@ def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
 def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Computes `octet.numerics.scaling.scale_from_absmax`."""
     # A tensor, since a GPU divides by a number by multiplying by its reciprocal, which rounds
-    # differently.
-    scale = (amax / amax.new_tensor(fmt.max)).clamp_(min=_TINY)
+    # differently. Filled on the device: a copy would wait for the GPU.
+    scale = (amax / amax.new_full((), fmt.max)).clamp_(min=_TINY)
     return torch.where(amax == 0, 1.0, scale)
 
 
@@ -118,6 +118,6 @@ def _group_scales(
     if scheme.two_level:
         if global_scale is None:
             raise ValueError(f"{scheme.format} with e4m3 scales needs a global scale")
-        sixth = amax.new_tensor(1.0) / fmt.max
+        sixth = amax.new_full((), 1.0) / fmt.max
         return round_to(amax * sixth * (torch.reciprocal(global_scale)), E4M3)
     return _absmax_scale(amax, fmt)

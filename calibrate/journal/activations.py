@@ -63,15 +63,16 @@ class Embedded:
 class ActivationMemory:
     """Keeps activations in memory, on the device as long as they fit.
 
-    They may take 0.4 of a GPU's free memory; the rest is kept on the host.
+    They may take 0.4 of a GPU's free memory without the `reserved` bytes; the rest is kept on the
+    host.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, reserved: int = 0) -> None:
         self._device = device
         self._held: dict[int, torch.Tensor] = {}
         self._free = 0.0
         if device.type == "cuda":
-            self._free = _ON_DEVICE * torch.cuda.mem_get_info(device)[0]
+            self._free = _ON_DEVICE * (torch.cuda.mem_get_info(device)[0] - reserved)
 
     def read(self, index: int) -> torch.Tensor:
         return self._held[index].to(self._device)

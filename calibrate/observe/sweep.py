@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
+from calibrate.decoder.weights import LayerWeights
 from calibrate.journal.activations import (
     ActivationFiles,
     ActivationMemory,
@@ -71,6 +72,7 @@ def observe_checkpoint(
     *,
     dtype: ComputeDtype,
     device: torch.device | str = "cpu",
+    weights: LayerWeights | None = None,
     chunks: int | None = None,
     queries: bool = False,
     spill: Path | None = None,
@@ -107,7 +109,16 @@ def observe_checkpoint(
             for index in range(checkpoint.spec.layers)
         ]
         sweep = _Sweep(
-            checkpoint, batches, names, dtype, device, chunks, spill, opened, group, advance
+            checkpoint,
+            batches,
+            names,
+            dtype,
+            weights or LayerWeights(checkpoint, device, room=0),
+            chunks,
+            spill,
+            opened,
+            group,
+            advance,
         )
         histograms = sweep.run()
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
@@ -128,7 +139,7 @@ class _Sweep:
         batches: Sequence[Batch],
         names: Sequence[list[str]],
         dtype: ComputeDtype,
-        device: torch.device,
+        weights: LayerWeights,
         chunks: int,
         spill: Path | None,
         journal: Journal | None,
@@ -138,7 +149,7 @@ class _Sweep:
         self._checkpoint, self._spec = checkpoint, checkpoint.spec
         self._batches, self._chunks = batches, chunks
         self._mine = range(group.rank, len(batches), group.world)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._weights, self._device = dtype, weights, weights.device
         self._spill, self._journal, self._group = spill, journal, group
         self._my_tokens = sum(batches[index].tokens for index in self._mine)
         tokens = sum(batch.tokens for batch in batches)
@@ -158,7 +169,7 @@ class _Sweep:
             if self._finished == self._spec.layers:
                 return histograms
         self._check_space(reached)
-        model = LayeredModel(self._checkpoint, self._dtype, self._device)
+        model = LayeredModel(self._checkpoint, self._dtype, self._device, self._weights)
         counter = make_counter(self._device, max(map(len, self._names)))
         with ExitStack() as stack:
             stack.callback(counter.close)
@@ -186,7 +197,7 @@ class _Sweep:
     def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
         """Returns where activations are kept, or None if only in the journal's files."""
         if self._spill is None:
-            return ActivationMemory(self._device)
+            return ActivationMemory(self._device, self._weights.resident_bytes)
         if self._journal is not None:
             return None
         name = self._group.attempt(partial(temporary, self._spill, stack))

@@ -1,6 +1,7 @@
 """Derives the scales of a recipe from weights and histograms; `real = stored * scale`."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,6 +13,7 @@ from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.weights import WeightScale, weight_scales
 from octet.artifacts.calibration import Observation
 from octet.errors import NumericsError
+from octet.hardware.cores import usable_cores
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity
@@ -40,6 +42,8 @@ _WORTH_A_SCALE_DB = 1.0
 _FP8_CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3")
 
 _PART = 1 << 20  # elements checked at a time
+# Codes of infinity; those of NaN are larger, and those of finite values smaller, without the sign.
+_INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F800000)}
 
 # Suffix of the scale in use, by kind of observation.
 _SUFFIXES = {
@@ -126,9 +130,13 @@ def _fitted_weight(
 
 def check_finite(checkpoint: Checkpoint) -> None:
     """Raises NumericsError, naming the tensor, if one holds NaN or Inf."""
-    for name in checkpoint.tensor_names:
-        _check_finite(checkpoint.read(name), name)
-        checkpoint.release()
+    names = checkpoint.tensor_names
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = pool.map(lambda name: _is_finite(checkpoint.read(name)), names)
+        for name, finite in zip(names, found, strict=True):
+            if not finite:
+                scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
+            checkpoint.release()
 
 
 def check_alive(
@@ -235,16 +243,15 @@ def scales_in_use(
     return used
 
 
-def _check_finite(tensor: Tensor, name: str) -> None:
+def _is_finite(tensor: Tensor) -> bool:
     """Checks a part at a time: embeddings in float32 would be the largest tensor in memory."""
     codes = tensor.codes.reshape(-1)
-    try:
-        for start in range(0, codes.size, _PART):
-            part = Tensor(tensor.dtype, codes[start : start + _PART])
-            scaling.absmax(part.float32(), scaling.TENSOR)
-    except NumericsError:  # repeat on the whole tensor, for a message with its counts
-        scaling.absmax(tensor.float32(), scaling.TENSOR, name=name)
-        raise
+    parts = (codes[start : start + _PART] for start in range(0, codes.size, _PART))
+    if tensor.dtype not in _INFINITY:
+        return all(np.isfinite(Tensor(tensor.dtype, part).float32()).all() for part in parts)
+    unsigned, infinity = _INFINITY[tensor.dtype]
+    magnitude = np.iinfo(unsigned).max >> 1
+    return all(int((part.view(unsigned) & magnitude).max()) < infinity for part in parts)
 
 
 def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -107,16 +108,23 @@ class _Weight:
         self.columns = self.granularity.columns or tensor.shape[1]  # of a tile
         self.scale_shape = self.granularity.scale_shape(tensor.shape)
 
+    @cached_property
     def tile_absmax(self) -> Float32Array:
-        """Returns the largest magnitude of each tile, in the shape of the scales."""
-        granularity = self.granularity
-        parts = self._map(lambda _, x: scaling.absmax(x, granularity))
-        return np.concatenate(parts) if granularity.rows else np.max(np.stack(parts), axis=0)
+        """The largest magnitude of each tile, in the shape of the scales."""
+        return self._measured[0]
 
-    def totals(self) -> tuple[float, float]:
-        """Returns the largest magnitude and the sum of squares."""
-        parts = self._map(lambda _, x: (float(scaling.absmax(x, scaling.TENSOR)), _power(x)))
-        return max(amax for amax, _ in parts), sum(power for _, power in parts)
+    @cached_property
+    def power(self) -> float:
+        """The sum of squares."""
+        return self._measured[1]
+
+    @cached_property
+    def _measured(self) -> tuple[Float32Array, float]:
+        granularity = self.granularity
+        parts = self._map(lambda _, x: (scaling.absmax(x, granularity), _power(x)))
+        tiles = [amax for amax, _ in parts]
+        amax = np.concatenate(tiles) if granularity.rows else np.max(np.stack(tiles), axis=0)
+        return amax, sum(power for _, power in parts)
 
     def errors(self, scales: Float32Array) -> NDArray[np.float64]:
         """Returns each tile's squared error for candidate scales [C, *scale_shape], same shape."""
@@ -173,18 +181,17 @@ class _Weight:
 def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale]:
     """Returns the scales of linears that share the scheme's per-tensor or global scale."""
     fmt = formats.format_named(scheme.format)
-    totals = [weight.totals() for weight in weights]
     shared = None
     if scheme.two_level:
-        amax = max(amax for amax, _ in totals)
+        amax = max(float(weight.tile_absmax.max()) for weight in weights)
         shared = microscaling.global_scale(amax, fmt, largest=_LARGEST_SCALE[scheme.method])
     if scheme.method == "mse" and scheme.scale_format != "float32":
         found = [_swept(weight, scheme, shared) for weight in weights]
     else:
         found = _compared(weights, scheme, fmt, shared)
     return [
-        WeightScale(scale, scheme.format, _sqnr_db(power, error), shared)
-        for (scale, error), (_, power) in zip(found, totals, strict=True)
+        WeightScale(scale, scheme.format, _sqnr_db(weight.power, error), shared)
+        for weight, (scale, error) in zip(weights, found, strict=True)
     ]
 
 
@@ -205,7 +212,7 @@ def _compared(
     weights: list[_Weight], scheme: TensorScheme, fmt: Format, shared: Float32Array | None
 ) -> list[tuple[Float32Array, float]]:
     """Finds the best of a few scales of each tile, and the squared error; ties go to the first."""
-    amax = [weight.tile_absmax() for weight in weights]
+    amax = [weight.tile_absmax for weight in weights]
     if scheme.granularity == "tensor":
         amax = [np.max(np.stack(amax), axis=0)] * len(weights)
     candidates = [_candidates(tile, scheme, fmt, shared) for tile in amax]

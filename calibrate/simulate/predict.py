@@ -6,8 +6,11 @@ prompt of each serving path, with a range (`octet.proof.expected_range`). `hypot
 log-probabilities of the reference's likeliest tokens, at every position, for every scenario.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +18,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from calibrate.decoder.weights import LayerWeights
+from calibrate.journal.steps import Steps
 from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
@@ -36,7 +41,7 @@ __all__ = [
     "serving_paths",
 ]
 
-_LOGITS_BYTES = 128 << 20  # of float64 logits in memory at a time
+_LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits at a time, by device
 
 
 @dataclass(frozen=True)
@@ -106,51 +111,102 @@ def expected_divergence(
     golden: GoldenSet,
     *,
     device: torch.device | str = "cpu",
+    layers: LayerWeights | None = None,
+    steps: Steps | None = None,
     console: Console | None = None,
 ) -> Prediction | None:
     """Computes `predict` and `scenarios` from the same runs, with a progress bar.
 
-    Returns None for an architecture that Octet does not know, because it cannot locate the
-    attention.
+    Finished runs are kept in `steps`, and not computed again. Returns None for an architecture that
+    Octet does not know, because it cannot locate the attention.
     """
     if checkpoint.spec.generic:
         return None
     tokens = sum(len(record.prompt_token_ids) for record in golden.records)
     chosen = scenarios_of(checkpoint.spec, recipe, scales)
+    found = _Found(recipe, golden)
+    inputs = (recipe.model_dump_json(), golden.model_dump_json(), _digest(scales))
+    done = 0
+    while steps is not None and (kept := steps.load(f"prediction-{done}", *inputs)):
+        found.restore(*kept)
+        done += 1
+    left = [scenario for scenario in chosen if scenario not in found.logprobs]
     with progress_bar(console, "Expected divergence", tokens) as advance:
-        runs = simulated(checkpoint, recipe, scales, golden, chosen, device=device, advance=advance)
-        found = _Found(recipe, golden, runs)
+        runs = simulated(
+            checkpoint,
+            recipe,
+            scales,
+            golden,
+            left,
+            device=device,
+            layers=layers,
+            advance=advance,
+        )
+        for number, together in enumerate(runs, start=done):
+            text, arrays = found.add(together)
+            if steps is not None:
+                steps.keep(f"prediction-{number}", *inputs, text=text, arrays=arrays)
     return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
+
+
+def _digest(scales: Scales) -> str:
+    digest = hashlib.sha256()
+    for name, scale in sorted(scales.items()):
+        digest.update(f"{name} {scale.shape} ".encode() + np.ascontiguousarray(scale).tobytes())
+    return digest.hexdigest()
 
 
 class _Found:
     """Collects log-probabilities at each position, and divergences after the prompt, of runs."""
 
-    def __init__(self, recipe: Recipe, golden: GoldenSet, runs: Iterable[Answers]) -> None:
+    def __init__(
+        self, recipe: Recipe, golden: GoldenSet, runs: Iterable[Sequence[Answers]] = ()
+    ) -> None:
         self._recipe, self._golden = recipe, golden
         most = max((len(t.token_ids) for r in golden.records for t in r.tops), default=0)
         self._tokens = np.full((len(golden.records), POSITIONS, most), -1)
         for number, record in enumerate(golden.records):
             for position, top in enumerate(record.tops):
                 self._tokens[number, position, : len(top.token_ids)] = top.token_ids
-        self._logprobs: dict[Scenario, list[NDArray[np.float32]]] = {}
+        self.logprobs: dict[Scenario, list[NDArray[np.float32]]] = {}
         self._divergences: dict[ServingPath, list[NDArray[np.float64]]] = {}
-        for run in runs:
-            self._add(run)
+        for together in runs:
+            self.add(together)
+
+    def add(self, runs: Sequence[Answers]) -> tuple[str, dict[str, NDArray[Any]]]:
+        """Adds all runs of some scenarios; returns what `restore` takes."""
+        names = [run.scenario.model_dump(mode="json") for run in runs]
+        arrays: dict[str, NDArray[Any]] = {}
+        for number, run in enumerate(runs):
+            arrays[f"{number}.logprobs"], arrays[f"{number}.divergences"] = self._measure(run)
+        text = json.dumps(names)
+        self.restore(text, arrays)
+        return text, arrays
+
+    def restore(self, text: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Adds the runs that `add` returned."""
+        for number, name in enumerate(json.loads(text)):
+            scenario = Scenario.model_validate(name)
+            self.logprobs.setdefault(scenario, []).append(arrays[f"{number}.logprobs"])
+            if scenario.fault is None:
+                divergences = self._divergences.setdefault(scenario.path, [])
+                divergences.append(arrays[f"{number}.divergences"])
 
     def expected(self, paths: Sequence[ServingPath]) -> ExpectedSet:
         found = {path: np.array(self._divergences[path]) for path in paths}
         return ExpectedSet(recipe=self._recipe.name, expectations=tuple(expectations(found)))
 
     def scenarios(self, chosen: Sequence[Scenario]) -> ScenarioSet:
-        found = {scenario: np.stack(self._logprobs[scenario]) for scenario in chosen}
+        found = {scenario: np.stack(self.logprobs[scenario]) for scenario in chosen}
         told = {h: values for h, values in found.items() if not np.isnan(values).all()}
         return ScenarioSet(self._golden.weights_sha256, self._recipe.name, told)
 
-    def _add(self, run: Answers) -> None:
+    def _measure(self, run: Answers) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """Returns a run's log-probabilities, and its divergences (NaN for a fault)."""
         logprobs = np.full(self._tokens.shape, np.nan, np.float32)
         divergences = np.full(len(self._golden.records), np.nan)
-        step = max(1, _LOGITS_BYTES // (8 * run.model.spec.vocab_size))
+        most = _LOGITS_BYTES[run.model.device.type]
+        step = max(1, most // (8 * run.model.spec.vocab_size))
         for start in range(0, len(run.records), step):
             part = slice(start, start + step)
             records, positions = run.records[part], run.positions[part]
@@ -160,22 +216,25 @@ class _Found:
             picked = told.gather(-1, wanted.clamp(min=0).to(told.device)).cpu().numpy()
             logprobs[records, positions] = np.where(wanted.numpy() < 0, np.nan, picked)
             if run.scenario.fault is None:
-                for row in np.flatnonzero(positions == 0):
-                    divergences[records[row]] = self._divergence(int(records[row]), told[row])
+                first = np.flatnonzero(positions == 0)
+                divergences[records[first]] = self._divergence(records[first], told[first])
         asked = np.zeros(self._tokens.shape, np.bool_)
         asked[run.records, run.positions] = True
         broken = (asked & (self._tokens >= 0) & ~np.isfinite(logprobs)).any(axis=(1, 2))
         logprobs[broken] = np.nan
-        self._logprobs.setdefault(run.scenario, []).append(logprobs)
-        if run.scenario.fault is None:
-            self._divergences.setdefault(run.scenario.path, []).append(divergences)
+        return logprobs, divergences
 
-    def _divergence(self, number: int, logprobs: Tensor) -> float:
-        """Computes the divergence visible through an API.
+    def _divergence(self, numbers: NDArray[np.int64], logprobs: Tensor) -> NDArray[np.float64]:
+        """Computes the divergences visible through an API, of `logprobs` [n, V] from the records.
 
-        The API returns as many log-probabilities as the record holds.
+        The API returns as many log-probabilities as a record holds.
         """
-        reference = self._golden.records[number].top
-        top = logprobs[None].topk(len(reference))
-        served = TopK(top.indices.cpu().numpy(), top.values.cpu().numpy())
-        return float(top_k_divergence(TopK.of([reference]), served)[0])
+        references = [self._golden.records[number].top for number in numbers]
+        sizes = np.array([len(reference) for reference in references])
+        found = np.empty(len(numbers))
+        for size in np.unique(sizes):  # one, but in a vocabulary of few tokens
+            rows = np.flatnonzero(sizes == size)
+            top = logprobs[torch.from_numpy(rows).to(logprobs.device)].topk(int(size))
+            served = TopK(top.indices.cpu().numpy(), top.values.cpu().numpy())
+            found[rows] = top_k_divergence(TopK.of([references[row] for row in rows]), served)
+        return found

@@ -1,13 +1,14 @@
 """Simulates all scenarios together, layer by layer, on golden prompts and their continuations.
 
 Weights are dequantized once a layer and shared by all scenarios. In memory are one layer, in each
-compute dtype, and hidden states (`STATES_BYTES` of them at a time). A sequence is a prompt and the
+compute dtype, and hidden states (as many as there is room for). A sequence is a prompt and the
 first POSITIONS - 1 tokens of the reference's continuation, so that one pass gives every position at
 which a server is compared. Attention is causal, so the first position depends on the prompt alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import ComputeDtype
+from calibrate.decoder.weights import LayerWeights, free_memory
 from calibrate.samples.batches import golden_batches
 from calibrate.simulate.faults import (
     TakenScales,
@@ -38,7 +40,8 @@ __all__ = ["Answers", "Weights", "simulated"]
 
 _TOKENS = {"cpu": 512, "cuda": 16384}  # per batch: fits in a CPU cache, fills a GPU
 _TOGETHER = 2  # a packed row, without padding, holds this many batches' worth
-_KEPT_BYTES = 1 << 30  # layers are read once, not once a sweep, if all fit in this
+_STATES_BYTES = 512 << 20  # of hidden states at a time, or a GPU's free memory but for
+_WORKING = 0.5  # this share of it
 
 
 @dataclass
@@ -64,24 +67,22 @@ def simulated(
     *,
     weights: Weights | None = None,
     device: torch.device | str = "cpu",
+    layers: LayerWeights | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> Iterator[Answers]:
-    """Yields each run of each of `chosen`: repeats in succession, and faults after paths.
+) -> Iterator[list[Answers]]:
+    """Yields the runs of `chosen` that went through the layers together; all runs of a scenario.
 
     `advance` receives token counts as work progresses; they add up to the tokens of the golden
     prompts.
     """
-    bench = _Bench(checkpoint, recipe, scales, golden, weights, torch.device(device))
-    plans = list(planned(chosen, bench.nbytes))
+    layers = layers or LayerWeights(checkpoint, device)
+    bench = _Bench(layers, recipe, scales, golden, weights)
+    plans = list(planned(chosen, bench.nbytes, bench.room))
     steps = sum(checkpoint.spec.layers - run.start for plan in plans for run in plan)
     total = sum(len(record.prompt_token_ids) for record in golden.records)
     progress = Spread(advance, total, steps)
     for plan in plans:
-        bench.sweep(plan, progress)
-        for run in plan:
-            if not run.carrier:
-                yield bench.answers(run)
-            run.states.clear()
+        yield layers.run(partial(bench.answers, plan, progress))
 
 
 class _Bench:
@@ -89,15 +90,14 @@ class _Bench:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        layers: LayerWeights,
         recipe: Recipe,
         scales: Scales,
         golden: GoldenSet,
         weights: Weights | None,
-        device: torch.device,
     ) -> None:
-        self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
-        self._device = device
+        device = layers.device
+        self._layers, self._spec, self._recipe = layers, layers.checkpoint.spec, recipe
         self._taken = TakenScales(scales, recipe, device)
         schemes = module_schemes(self._spec, recipe)
         self._served = LayerSimulator(self._spec, schemes, DeviceScales(scales, device), weights)
@@ -113,13 +113,20 @@ class _Bench:
         )
         self._packs = self._few + others
 
+    @property
+    def room(self) -> int:
+        """Number of bytes for the hidden states of all runs of a sweep."""
+        if self._layers.device.type != "cuda":
+            return _STATES_BYTES
+        return int((1 - _WORKING) * free_memory(self._layers.device))
+
     def nbytes(self, run: Run) -> int:
         """Returns the size of the run's hidden states."""
         tokens = sum(pack.tokens for pack in self._of(run))
         itemsize: int = getattr(torch, run.scenario.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
-    def sweep(self, runs: Sequence[Run], progress: Spread) -> None:
+    def answers(self, runs: Sequence[Run], progress: Spread) -> list[Answers]:
         """Runs `runs` through all layers, one layer at a time."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.scenario.path.compute for x in runs))
         models = [self._model(name) for name in names]
@@ -131,8 +138,9 @@ class _Bench:
             started = [run for run in runs if run.start <= index]
             self._layer(index, layers, started)
             progress.step(len(started))
+        return [self._answers(run) for run in runs if not run.carrier]
 
-    def answers(self, run: Run) -> Answers:
+    def _answers(self, run: Run) -> Answers:
         """Returns the answers of a finished run at the positions of its records."""
         records, positions = (
             np.concatenate(found)
@@ -195,9 +203,8 @@ class _Bench:
 
     def _model(self, dtype: ComputeDtype) -> LayeredModel:
         if dtype not in self._models:
-            self._models[dtype] = LayeredModel(
-                self._checkpoint, dtype, self._device, keep_bytes=_KEPT_BYTES
-            )
+            checkpoint, device = self._layers.checkpoint, self._layers.device
+            self._models[dtype] = LayeredModel(checkpoint, dtype, device, self._layers)
         return self._models[dtype]
 
     def _embed(self, run: Run) -> list[Tensor]:

@@ -23,10 +23,16 @@ class DeviceScales:
 
     def __init__(self, scales: Scales, device: torch.device) -> None:
         self._scales, self.device = scales, device
+        self._single: dict[str, Tensor] = {}  # scales of whole tensors, copied once
 
     def get(self, name: str) -> Tensor | None:
-        found = self._scales.get(name)
-        return None if found is None else torch.from_numpy(np.asarray(found)).to(self.device)
+        stored = self._single.get(name, self._scales.get(name))
+        if stored is None or isinstance(stored, Tensor):
+            return stored
+        found = torch.from_numpy(np.asarray(stored)).to(self.device)
+        if found.numel() == 1:  # a copy waits until the GPU has done everything before
+            self._single[name] = found
+        return found
 
     def need(self, name: str) -> Tensor:
         """Returns a scale; raises KeyError, naming it, if it is missing."""

@@ -19,7 +19,6 @@ __all__ = ["REPEATS", "Run", "fault_records", "planned"]
 
 REPEATS = 2
 FAULT_RECORDS = 24
-STATES_BYTES = 512 << 20  # hidden states in memory at a time
 
 
 def fault_records(golden: GoldenSet) -> list[int]:
@@ -49,8 +48,10 @@ class Run:
     states: list[Tensor] = field(default_factory=list)
 
 
-def planned(chosen: Sequence[Scenario], nbytes: Callable[[Run], int]) -> Iterator[list[Run]]:
-    """Yields runs whose hidden states together fit in `STATES_BYTES`, or are of one scenario."""
+def planned(
+    chosen: Sequence[Scenario], nbytes: Callable[[Run], int], most: int
+) -> Iterator[list[Run]]:
+    """Yields runs whose hidden states together fit in `most` bytes, or are of one scenario."""
     order = sorted(chosen, key=lambda h: (h.fault is not None, chosen.index(h)))
     part: list[Run] = []
     for scenario in order:
@@ -59,7 +60,7 @@ def planned(chosen: Sequence[Scenario], nbytes: Callable[[Run], int]) -> Iterato
         else:
             runs = [Run(scenario, whole=False, start=_first_layer(scenario))]
         needed = runs + _carriers(part, runs)
-        if part and sum(map(nbytes, part + needed)) > STATES_BYTES:
+        if part and sum(map(nbytes, part + needed)) > most:
             yield part
             part, needed = [], runs + _carriers([], runs)
         part += needed

@@ -1,12 +1,14 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from octet.errors import CheckpointError
+from octet.hardware.cores import usable_cores
 from octet.model.spec import ModelSpec
 from octet.storage.files import file_digests, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
@@ -82,10 +84,17 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor by name, as a view of the mapped file."""
+        return self._file_of(name).read(name)
+
+    def read_into(self, name: str, buffer: memoryview) -> None:
+        """Reads the bytes of a tensor into `buffer`; for reading with several threads."""
+        self._file_of(name).read_into(name, buffer)
+
+    def _file_of(self, name: str) -> TensorFile:
         if self.changes is not None and name in self.changes.names:
-            return self.changes.read(name)
+            return self.changes
         try:
-            return self._shard_of[name].read(name)
+            return self._shard_of[name]
         except KeyError:
             raise CheckpointError(f"{self.path}: no tensor named {name}") from None
 
@@ -104,7 +113,9 @@ class Checkpoint:
     @cached_property
     def _weight_digests(self) -> dict[str, tuple[str, str | None]]:
         paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
-        return {path.name: file_digests(path) for path in paths}
+        with ThreadPoolExecutor(min(len(paths), usable_cores())) as pool:  # hashing frees the GIL
+            found = pool.map(file_digests, paths)
+            return dict(zip((path.name for path in paths), found, strict=True))
 
     @property
     def weight_hashes(self) -> dict[str, str]:

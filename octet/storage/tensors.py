@@ -139,6 +139,20 @@ class TensorFile:
         codes = np.frombuffer(self._buffer, container, count, entry.start)
         return Tensor(entry.dtype, codes.reshape(entry.shape))
 
+    def read_into(self, name: str, buffer: memoryview) -> None:
+        """Reads the tensor's bytes into `buffer` of their size, without mapping its pages.
+
+        Several threads can read at a time. CheckpointError if the file has become shorter.
+        """
+        entry = self._entries[name]
+        done = 0
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+        if done < entry.stop - entry.start:
+            raise CheckpointError(f"{self.path}: {name} ends early; the file has changed")
+
     def release(self) -> None:
         """Drops the mapped pages from memory; views stay valid and reload them when read."""
         self.advise("MADV_DONTNEED", 0, len(self._buffer))

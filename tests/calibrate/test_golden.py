@@ -81,9 +81,9 @@ def test_neither_rounds_nor_slices_of_the_head_change_a_record(
     checkpoint: Checkpoint, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("calibrate.golden._CACHE_BYTES", 1)
-    monkeypatch.setattr("calibrate.golden._KEPT_BYTES", 0)
+    monkeypatch.setattr("calibrate.decoder.weights._CPU_BYTES", 0)
     assert golden_set(checkpoint, PROMPTS).records == golden.records
-    monkeypatch.setattr("calibrate.decoder.layers._HEAD_BYTES", 1 << 20)
+    monkeypatch.setattr("calibrate.decoder.layers._HEAD_BYTES", {"cpu": 1 << 20})
     sliced = golden_set(checkpoint, PROMPTS)
     for item, other in zip(golden.records, sliced.records, strict=True):
         assert item.continuation_token_ids == other.continuation_token_ids

@@ -164,7 +164,7 @@ def test_neither_company_nor_memory_changes_a_prediction(
     together = predict(bench.checkpoint, recipe, scales, golden, advance=told.append)
     assert [x.path for x in together.expectations] == list(paths)
     assert sum(told) == sum(LENGTHS)
-    monkeypatch.setattr("calibrate.simulate.schedule.STATES_BYTES", 1)
+    monkeypatch.setattr("calibrate.simulate.run._STATES_BYTES", 1)
     assert predict(bench.checkpoint, recipe, scales, golden) == together
     alone = predict(bench.checkpoint, recipe, scales, golden, paths[3:4])
     assert alone.expectations[0].mean == together.expectations[3].mean
@@ -232,10 +232,11 @@ def test_a_record_with_any_answer_that_is_no_number_is_none(
     path = Scenario(path=ServingPath(kv_cache=recipe.kv_cache))
     runs = predict_module.simulated
 
-    def broken(*args: Any, **options: Any) -> Iterator[Answers]:
-        for run in runs(*args, **options):
-            run.hidden[np.flatnonzero(run.records == 2)[-1]] = torch.nan
-            yield run
+    def broken(*args: Any, **options: Any) -> Iterator[list[Answers]]:
+        for together in runs(*args, **options):
+            for run in together:
+                run.hidden[np.flatnonzero(run.records == 2)[-1]] = torch.nan
+            yield together
 
     monkeypatch.setattr(predict_module, "simulated", broken)
     scales = bench.scales(recipe)

@@ -215,7 +215,7 @@ def test_a_fault_of_one_layer_is_the_same_from_the_start(
     ]
     chosen = [Scenario(path=path), *(Scenario(path=path, fault=fault) for fault in faults)]
     together = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs
-    monkeypatch.setattr(simulate_runs, "STATES_BYTES", 1)
+    monkeypatch.setattr("calibrate.simulate.run._STATES_BYTES", 1)
     apart = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs
     monkeypatch.setattr(simulate_runs, "_first_layer", lambda scenario: 0)
     whole = scenarios(bench.checkpoint, recipe, scales, golden, chosen).logprobs

@@ -1,0 +1,197 @@
+"""Times `calibrate` with everything included, phase by phase, at the sizes that people serve.
+
+Writes a checkpoint of a Llama shape with random BF16 weights in shards to `--directory`, in memory
+(the files are then in the page cache), calibrates it on the example's samples, and samples what the
+GPU does meanwhile.
+
+    python benchmarks/calibrate_at_size.py [--shape 8b] [--runs 1] [--output FILE]
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from card import conditions, report
+from rich.console import Console
+from safetensors.torch import save_file
+from streaming_memory import CONFIG, EXAMPLE
+
+from calibrate import pipeline
+from calibrate.options import Options
+from octet.model.spec import ModelSpec
+from octet.recipe import PRESETS
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+}
+PHASES = {  # attributes of `pipeline`, and what each is called here
+    "validate": "validate",
+    "read_inputs": "samples",
+    "check_finite": "finite check",
+    "observe_checkpoint": "observing",
+    "_golden_set": "golden records",
+    "solve": "scales",
+    "report_on": "report",
+    "_predict": "predictions",
+    "_write": "writing",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--recipe", choices=PRESETS, default="fp8")
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--no-predict", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a checkpoint to use, and to make if missing")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="octet-", dir=options.directory) as name:
+        model = options.keep or Path(name) / "model"
+        if not model.exists():
+            write_checkpoint(model, CONFIG | {"tie_word_embeddings": False} | SHAPES[options.shape])
+        for number in range(options.runs):
+            rows += run(model, Path(name) / "calibration", options, number)
+    card = conditions(
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        cuda=torch.version.cuda,
+        model=f"Llama {options.shape} shape, random weights, BF16, in memory",
+        samples="256 of the example's, 64 golden prompts of its held-out samples",
+        recipe=options.recipe,
+        predictions=not options.no_predict,
+    )
+    report("calibrate_at_size", card, rows, options.output)
+
+
+def write_checkpoint(path: Path, config: dict[str, Any], shards: int = 10) -> None:
+    """Random weights of standard deviation 0.02, norms of 1."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    for file in (EXAMPLE / "model").glob("tokenizer*"):
+        shutil.copy(file, path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = list(ModelSpec.from_config(config, str(path)).tensor_shapes())
+    total = sum(torch.Size(shape).numel() for _, shape in shapes)
+    where: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+    number, size = 1, 0
+    for index, (name, shape) in enumerate(shapes):
+        tensor = torch.ones(shape, dtype=torch.bfloat16, device=device)
+        if len(shape) > 1:
+            tensor.normal_(0, 0.02, generator=generator)
+        part[name] = tensor.cpu()
+        size += tensor.numel()
+        if size >= total / shards or index == len(shapes) - 1:
+            file = f"model-{number:05}-of-{shards:05}.safetensors"
+            save_file(part, path / file)
+            where |= dict.fromkeys(part, file)
+            part, size, number = {}, 0, number + 1
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def run(
+    model: Path, out: Path, options: argparse.Namespace, number: int
+) -> Iterator[dict[str, Any]]:
+    """Calibrates once; yields a row for each phase, and one for everything."""
+    spans: dict[str, tuple[float, float]] = {}
+    with timed(spans), sampled() as samples:
+        torch.cuda.is_available() and torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        pipeline.run(
+            Options(
+                model=model,
+                samples=EXAMPLE / "samples" / "calibration.jsonl",
+                held_out=EXAMPLE / "samples" / "heldout.jsonl",
+                count=256,
+                out=out,
+                recipe=PRESETS[options.recipe],
+                predict=not options.no_predict,
+                force=True,
+            ),
+            console=Console(),
+        )
+        spans["everything"] = started, time.perf_counter()
+    for phase, (start, stop) in spans.items():
+        within = [x for x in samples if start <= x[0] <= stop] or [(0.0, 0.0, 0.0)]
+        yield {
+            "run": number,
+            "phase": phase,
+            "seconds": stop - start,
+            "gpu utilization %": sum(x[1] for x in within) / len(within),
+            "peak gpu GB": max(x[2] for x in within) / 1e9,
+        }
+
+
+@contextmanager
+def timed(spans: dict[str, tuple[float, float]]) -> Iterator[None]:
+    """While active, notes when each phase of `pipeline` starts and stops."""
+
+    def wrap(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                spans[phase] = started, time.perf_counter()
+                print(f"{phase}: {spans[phase][1] - started:.1f} s", flush=True)
+
+        return run
+
+    before = {name: getattr(pipeline, name) for name in PHASES}
+    for name, phase in PHASES.items():
+        setattr(pipeline, name, wrap(before[name], phase))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(pipeline, name, function)
+
+
+@contextmanager
+def sampled() -> Iterator[list[tuple[float, float, float]]]:
+    """While active, appends (time, utilization in %, memory in bytes) ten times a second."""
+    found: list[tuple[float, float, float]] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while not done.wait(0.1):
+            use = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+            found.append((time.perf_counter(), float(use), float(memory)))
+
+    if not torch.cuda.is_available():
+        yield found
+        return
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

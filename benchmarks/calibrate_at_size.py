@@ -99,10 +99,11 @@ def write_checkpoint(path: Path, config: dict[str, Any], shards: int = 10) -> No
         size += tensor.numel()
         if size >= total / shards or index == len(shapes) - 1:
             file = f"model-{number:05}-of-{shards:05}.safetensors"
-            save_file(part, path / file)
+            save_file(part, path / file, {"format": "pt"})
             where |= dict.fromkeys(part, file)
             part, size, number = {}, 0, number + 1
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    index = {"metadata": {"total_size": 2 * total}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def run(

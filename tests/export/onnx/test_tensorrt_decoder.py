@@ -156,8 +156,9 @@ class TRT_FP4DynamicQuantize(OpRun):
 
     def _run(self, x, scale, axis=None, block_size=None, scale_type=None):  # type: ignore[no-untyped-def]
         assert (axis, block_size, scale_type) == (-1, 16, TensorProto.FLOAT8E4M3FN)
-        scheme = Recipe.load("nvfp4").activations
-        scales = microscaling.dynamic_scales(x, scheme, scale)
+        amax = scaling.absmax(x, scaling.group(16))
+        sixth = np.float32(1) / np.float32(6)
+        scales = formats.round_to(np.float32(1) / scale * (amax * sixth), formats.E4M3)
         factor = microscaling.combined(scales, scale)
         codes = scaling.quantize(x, factor, formats.E2M1, scaling.group(16))
         values = formats.decode(codes, formats.E2M1)
@@ -169,7 +170,8 @@ class TRT_MXFP8DynamicQuantize(OpRun):
 
     def _run(self, x, axis=None, block_size=None, output_dtype=None):  # type: ignore[no-untyped-def]
         assert (axis, block_size, output_dtype) == (-1, 32, TensorProto.FLOAT8E4M3FN)
-        scales = microscaling.dynamic_scales(x, Recipe.load("mxfp8").activations)
+        amax = scaling.absmax(x, scaling.group(32))
+        scales = microscaling.power_of_two_scales(amax, formats.E4M3)
         codes = scaling.quantize(x, scales, formats.E4M3, scaling.group(32))
         return codes.view(ml_dtypes.float8_e4m3fn), formats.encode(scales, formats.E8M0)
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.observe.histogram import Histogram, bin_widths
+from calibrate.scales.level_costs import LevelCosts
 from octet.numerics import formats
 from octet.numerics.formats import Format, encode, round_to
 from octet.numerics.scaling import scale_from_absmax
@@ -69,10 +70,14 @@ def find_scale(
         clipped = histogram.quantile(percentile / 100)
         return _scale_of(clipped, fmt) if clipped > 0 else largest
     if method == "kl":
-        return _minimise(_divergence_of(histogram, fmt), largest)[0]
-    cost = _error_of(histogram, fmt)
-    polished = [_polish(histogram, fmt, scale) for scale in _minimise(cost, largest)]
-    return min(polished, key=cost)
+        values, counts, widths = _occupied(histogram)
+        ranked = LevelCosts(values, counts)
+        found = _best(lambda scales: ranked.divergences(fmt, scales, widths), largest)
+        return min(found, key=_divergence_of(histogram, fmt))
+    ranked = LevelCosts(*histogram.finite())
+    found = _best(lambda scales: ranked.squared_errors(fmt, scales), largest)
+    polished = [_polish(histogram, fmt, scale) for scale in found]
+    return min(polished, key=_error_of(histogram, fmt))
 
 
 def squared_error(histogram: Histogram, fmt: Format, scale: float) -> float:
@@ -132,11 +137,18 @@ def _error_of(histogram: Histogram, fmt: Format) -> Cost:
     return cost
 
 
-def _divergence_of(histogram: Histogram, fmt: Format) -> Cost:
+def _occupied(
+    histogram: Histogram,
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float64]]:
+    """Returns the values, counts and widths of the occupied bins but zero."""
     values, counts = histogram.finite()
     codes = np.flatnonzero(histogram.counts)[: len(values)]
     some = slice(1 if histogram.zeros else 0, None)
-    values, p, widths = values[some], counts[some], bin_widths(histogram.code_dtype)[codes[some]]
+    return values[some], counts[some], bin_widths(histogram.code_dtype)[codes[some]]
+
+
+def _divergence_of(histogram: Histogram, fmt: Format) -> Cost:
+    values, p, widths = _occupied(histogram)
     if not len(values):
         return lambda scale: 0.0
     p = p / p.sum()
@@ -152,14 +164,16 @@ def _divergence_of(histogram: Histogram, fmt: Format) -> Cost:
     return cost
 
 
-def _minimise(cost: Cost, largest: float) -> list[float]:
+def _best(
+    costs: Callable[[NDArray[np.float32]], NDArray[np.float64]], largest: float
+) -> list[float]:
     """Returns the best candidates, best first; of equals, the largest, which saturates least."""
     coarse = np.arange(_HIGHEST * _STEPS, _LOWEST * _STEPS - 1, -1) / _STEPS
-    costs = [cost(_at(octave, largest)) for octave in coarse]
-    best = coarse[np.argsort(costs, kind="stable")[:_KEPT]]
+    best = coarse[np.argsort(costs(_at(coarse, largest)), kind="stable")[:_KEPT]]
     around = np.arange(1 - _FINE_STEPS // _STEPS, _FINE_STEPS // _STEPS) / _FINE_STEPS
-    fine = np.unique(best[:, None] + around)[::-1]
-    return sorted((_at(octave, largest) for octave in fine), key=cost)[:_KEPT]
+    fine = _at(np.unique(best[:, None] + around)[::-1], largest)
+    order = np.argsort(costs(fine), kind="stable")[:_KEPT]
+    return [float(scale) for scale in fine[order]]
 
 
 def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
@@ -184,6 +198,6 @@ def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
         scale, error = better, lower
 
 
-def _at(octave: float, largest: float) -> float:
-    """Returns the float32 scale `octave` octaves above `largest`."""
-    return float(np.float32(largest * 2.0**octave))
+def _at(octaves: NDArray[np.float64], largest: float) -> NDArray[np.float32]:
+    """Returns the scales `octaves` octaves above `largest`."""
+    return (largest * 2.0**octaves).astype(np.float32)

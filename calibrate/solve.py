@@ -43,7 +43,8 @@ def solve(job: Job, changed: ChangedModel, observed: Observed) -> Solution:
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
     histograms = Histograms(counts, observed.observations)
     check_alive(checkpoint, recipe, histograms)
-    found = derive_scales(checkpoint, recipe, histograms, changed.scales)
+    layers = job.weights if checkpoint.changes == job.checkpoint.changes else None
+    found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers)
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None
     if measures or options.gate is not None:

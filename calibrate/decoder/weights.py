@@ -112,6 +112,13 @@ class LayerWeights:
                 self._held[index, dtype] = weights
         return weights
 
+    def weight(self, name: str) -> torch.Tensor | None:
+        """Returns a layer's tensor in the checkpoint's dtype; None for an expert's or on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        module, _, rest = name.removeprefix(f"{self.checkpoint.spec.prefix}.").partition(".")
+        return self._on_gpu(int(module)).get(rest)
+
     def rows(self, name: str, part: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns rows of a tensor outside the layers; a GPU then holds the whole tensor."""
         if self.device.type != "cuda":

@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.decoder.weights import LayerWeights
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.weights import WeightScale, weight_scales
@@ -80,15 +81,21 @@ def derive_scales(
     recipe: Recipe,
     histograms: Mapping[str, Histogram],
     fitted: Mapping[str, Float32Array] | None = None,
+    layers: LayerWeights | None = None,
 ) -> Quantization:
     """Derives every scale of the recipe; `fitted` ones, which an algorithm fitted to, stay.
 
-    `histograms` are by observation. The model does not run; each weight is read once or twice.
+    `histograms` are by observation. The model does not run; each weight is read once or twice, or
+    not at all if the GPU of `layers`, which are the checkpoint's, holds it.
     Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
     matches nothing; both name it.
     """
     recipe.check_patterns(checkpoint.spec.linear_names)
-    weights = dict(weight_scales(checkpoint, recipe))
+    if layers is None:
+        weights = dict(weight_scales(checkpoint, recipe))
+    else:
+        held = layers.weight
+        weights = layers.run(lambda: dict(weight_scales(checkpoint, recipe, held)))
     scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
     scales |= {
         f"{name}.weight_global_scale": weight.global_scale

@@ -12,16 +12,18 @@ scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever 
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from calibrate.scales.group_search import best_scales, tile_errors
+from calibrate.scales.held_weight import HeldWeight
 from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import Linear, ModelSpec
@@ -31,7 +33,7 @@ from octet.numerics.scaling import Granularity
 from octet.recipe import Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
-__all__ = ["WeightScale", "scale_of_weight", "weight_scales"]
+__all__ = ["Held", "WeightScale", "scale_of_weight", "weight_scales"]
 
 # Multiples of the absmax scale that `mse` tries for float32 scales, 16 per octave: the grid's phase
 # repeats every octave, and a weight's distribution has no tail worth clipping by more than half.
@@ -46,6 +48,7 @@ _LARGEST_SCALE = {"max": E4M3.max, "four_six": 256.0, "mse": 256.0}
 _SLAB = 1 << 19  # float32 elements of a weight at a time, per thread
 
 R = TypeVar("R")
+Held: TypeAlias = Callable[[str], torch.Tensor | None]  # a weight by name, if a GPU holds it
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,25 @@ class WeightScale:
     global_scale: Float32Array | None = None
 
 
-def weight_scales(checkpoint: Checkpoint, recipe: Recipe) -> Iterator[tuple[str, WeightScale]]:
+def weight_scales(
+    checkpoint: Checkpoint, recipe: Recipe, held: Held = lambda name: None
+) -> Iterator[tuple[str, WeightScale]]:
     """Yields each quantized linear's name and scale.
 
-    Linears that are fused when served (q/k/v, gate/up) share per-tensor and global scales. Raises
-    NumericsError, naming the weight, if one holds NaN or Inf.
+    Linears that are fused when served (q/k/v, gate/up) share per-tensor and global scales. With
+    method `max`, weights that `held` returns are not read from the files. Raises NumericsError,
+    naming the weight, if one holds NaN or Inf.
     """
     with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         for scheme, linears in _fused(checkpoint.spec, recipe):
             names = [f"{linear.name}.weight" for linear in linears]
-            weights = [_Weight(name, checkpoint.read(name), scheme, pool) for name in names]
+            weights: list[_Weight | HeldWeight] = []
+            for name in names:
+                values = held(name) if scheme.method == "max" else None
+                if values is None:
+                    weights.append(_Weight(name, checkpoint.read(name), scheme, pool))
+                else:
+                    weights.append(HeldWeight(name, values, scheme))
             for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
                 yield linear.name, found
             checkpoint.release()
@@ -178,7 +190,7 @@ class _Weight:
             raise
 
 
-def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale]:
+def _scales_of(weights: Sequence[_Weight | HeldWeight], scheme: TensorScheme) -> list[WeightScale]:
     """Returns the scales of linears that share the scheme's per-tensor or global scale."""
     fmt = formats.format_named(scheme.format)
     shared = None
@@ -196,9 +208,10 @@ def _scales_of(weights: list[_Weight], scheme: TensorScheme) -> list[WeightScale
 
 
 def _swept(
-    weight: _Weight, scheme: TensorScheme, shared: Float32Array | None
+    weight: _Weight | HeldWeight, scheme: TensorScheme, shared: Float32Array | None
 ) -> tuple[Float32Array, float]:
     """Finds the best representable scale of each group; returns scales and squared error."""
+    assert isinstance(weight, _Weight)  # only `max` takes held ones
     if shared is None:
         values = np.ldexp(np.float32(1), np.arange(-127, 128)).astype(np.float32)
     else:
@@ -209,7 +222,10 @@ def _swept(
 
 
 def _compared(
-    weights: list[_Weight], scheme: TensorScheme, fmt: Format, shared: Float32Array | None
+    weights: Sequence[_Weight | HeldWeight],
+    scheme: TensorScheme,
+    fmt: Format,
+    shared: Float32Array | None,
 ) -> list[tuple[Float32Array, float]]:
     """Finds the best of a few scales of each tile, and the squared error; ties go to the first."""
     amax = [weight.tile_absmax for weight in weights]

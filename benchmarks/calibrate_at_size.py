@@ -2,9 +2,10 @@
 
 Writes a checkpoint of a Llama shape with random BF16 weights in shards to `--directory`, in memory
 (the files are then in the page cache), calibrates it on the example's samples, and samples what the
-GPU does meanwhile.
+GPU does meanwhile. What memory has no room for goes to a disk: the first shards, which a GPU holds.
 
     python benchmarks/calibrate_at_size.py [--shape 8b] [--runs 1] [--output FILE]
+    python benchmarks/calibrate_at_size.py --shape 70b --disk /tmp --disk-shards 12
 """
 
 import argparse
@@ -13,7 +14,9 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
 }
+SHARDS = {"tiny": 10, "8b": 10, "70b": 30}
 PHASES = {  # attributes of `pipeline`, and what each is called here
     "validate": "validate",
     "read_inputs": "samples",
@@ -55,22 +59,33 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--recipe", choices=PRESETS, default="fp8")
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, default=Path("/tmp"))
+    parser.add_argument("--disk-shards", type=int, default=0, help="shards that go there")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--no-predict", action="store_true")
     parser.add_argument("--keep", type=Path, help="a checkpoint to use, and to make if missing")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="octet-", dir=options.directory) as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="octet-", dir=options.directory) as name,
+        tempfile.TemporaryDirectory(prefix="octet-", dir=options.disk) as disk,
+    ):
         model = options.keep or Path(name) / "model"
         if not model.exists():
-            write_checkpoint(model, CONFIG | {"tie_word_embeddings": False} | SHAPES[options.shape])
+            config = CONFIG | {"tie_word_embeddings": False} | SHAPES[options.shape]
+            write_checkpoint(model, config, SHARDS[options.shape], Path(disk), options.disk_shards)
         for number in range(options.runs):
             rows += run(model, Path(name) / "calibration", options, number)
     card = conditions(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         cuda=torch.version.cuda,
-        model=f"Llama {options.shape} shape, random weights, BF16, in memory",
+        model=f"Llama {options.shape} shape, random weights, BF16, in memory"
+        + (
+            f" but for {options.disk_shards} shards of {SHARDS[options.shape]}"
+            if options.disk_shards
+            else ""
+        ),
         samples="256 of the example's, 64 golden prompts of its held-out samples",
         recipe=options.recipe,
         predictions=not options.no_predict,
@@ -78,8 +93,10 @@ def main() -> None:
     report("calibrate_at_size", card, rows, options.output)
 
 
-def write_checkpoint(path: Path, config: dict[str, Any], shards: int = 10) -> None:
-    """Random weights of standard deviation 0.02, norms of 1."""
+def write_checkpoint(
+    path: Path, config: dict[str, Any], shards: int, disk: Path, on_disk: int = 0
+) -> None:
+    """Random weights of standard deviation 0.02, norms of 1; the first shards go to `disk`."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     for file in (EXAMPLE / "model").glob("tokenizer*"):
@@ -91,17 +108,27 @@ def write_checkpoint(path: Path, config: dict[str, Any], shards: int = 10) -> No
     where: dict[str, str] = {}
     part: dict[str, torch.Tensor] = {}
     number, size = 1, 0
-    for index, (name, shape) in enumerate(shapes):
-        tensor = torch.ones(shape, dtype=torch.bfloat16, device=device)
-        if len(shape) > 1:
-            tensor.normal_(0, 0.02, generator=generator)
-        part[name] = tensor.cpu()
-        size += tensor.numel()
-        if size >= total / shards or index == len(shapes) - 1:
-            file = f"model-{number:05}-of-{shards:05}.safetensors"
-            save_file(part, path / file, {"format": "pt"})
-            where |= dict.fromkeys(part, file)
-            part, size, number = {}, 0, number + 1
+    writing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor() as pool:
+        for index, (name, shape) in enumerate(shapes):
+            tensor = torch.ones(shape, dtype=torch.bfloat16, device=device)
+            if len(shape) > 1:
+                tensor.normal_(0, 0.02, generator=generator)
+            part[name] = tensor.cpu()
+            size += tensor.numel()
+            if size >= total / shards or index == len(shapes) - 1:
+                file = f"model-{number:05}-of-{shards:05}.safetensors"
+                place = path / file
+                if number <= on_disk:
+                    place.symlink_to(disk / file)
+                    place = disk / file
+                writing.append(pool.submit(save_file, part, place, {"format": "pt"}))
+                if len(writing) > 3:  # the shards that wait take memory
+                    writing.popleft().result()
+                where |= dict.fromkeys(part, file)
+                part, size, number = {}, 0, number + 1
+        for written in writing:
+            written.result()
     index = {"metadata": {"total_size": 2 * total}, "weight_map": where}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 

@@ -239,8 +239,8 @@ class AbsmaxCounter:
     def beside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def bad(self) -> list[int]:
-        return (~self._largest.isfinite()).nonzero().flatten().tolist()
+    def bad(self) -> Callable[[], list[int]]:
+        return lambda: (~self._largest.isfinite()).nonzero().flatten().tolist()
 
     def counts(self) -> NDArray[np.int64]:
         return np.zeros((len(self._largest), 1), np.int64)

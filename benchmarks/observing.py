@@ -40,6 +40,7 @@ def observing(
                     input_ids=ids, past_key_values=cache, use_cache=True
                 ),
             )
+        observer.check()
 
     with ExitStack() as stack:
         stack.callback(counter.close)

@@ -1,9 +1,10 @@
 """Golden records: the unquantized model's answers to prompts of mixed lengths.
 
-Everything is computed layer by layer in float32 arithmetic on the checkpoint's weights. Each prompt
-runs by itself, so that its log-probabilities depend on no other prompt. They equal those of the
-whole model in memory, and are bit-identical if the output head is applied in one piece (up to 256
-MiB of it). The continuations run in batches of a few prompts. GEMMs of other shapes differ in the
+Everything is computed layer by layer in float32 arithmetic on the checkpoint's weights. On a CPU
+each prompt runs by itself: its log-probabilities depend on no other prompt, and equal those of the
+whole model in memory to the last bit if the output head is applied in one piece (up to 256 MiB of
+it). On a GPU, which a short prompt does not fill, prompts of similar lengths run together, padded
+at the end. The continuations run in batches of a few prompts. GEMMs of other shapes differ in the
 last bits; that changes a greedy token only if two tokens are equally likely up to those bits.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from transformers import DynamicCache
 
 from calibrate.decoder.layers import LayeredModel
@@ -31,7 +33,8 @@ __all__ = ["golden_set"]
 TOP = 20
 
 # By type of device. A larger batch does not fill a CPU any better, but needs more padding.
-_TOGETHER = {"cpu": 8, "cuda": 32}  # prompts of similar lengths that are continued in one batch
+_TOGETHER = {"cpu": 8, "cuda": 64}  # prompts of similar lengths that are continued in one batch
+_PREFILLED = {"cpu": 0, "cuda": 2048}  # tokens of prompts that run together, with padding
 _LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits of prompts at a time
 _CACHE_BYTES = 1 << 30  # keys and values held at a time, or a GPU's free memory but for
 _WORKING = 0.5  # this share of it
@@ -95,6 +98,26 @@ class _Group:
         """Size of the keys and values of one layer."""
         return 2 * 4 * int(np.prod(self.shape))
 
+    def batches(self, most: int) -> list[torch.Tensor]:
+        """Returns the rows of prompts that run together: up to `most` tokens with padding, or one.
+
+        A row number is that of the prompt in the group.
+        """
+        found: list[list[int]] = []
+        longest = 0
+        for row, length in enumerate(self.lengths.tolist()):
+            longest = max(longest, length)
+            if not found or (len(found[-1]) + 1) * longest > most:
+                found.append([])
+                longest = length
+            found[-1].append(row)
+        return [torch.tensor(rows) for rows in found]
+
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the prompts `rows` as token ids [n, T], padded at the end."""
+        prompts = [torch.tensor(self.prompts[row]) for row in rows.tolist()]
+        return nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+
     def allocate(self, model: LayeredModel) -> None:
         for held in (self.keys, self.values):
             held[:] = [
@@ -107,8 +130,8 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
     """KV cache that transformers writes to, for some `rows` of a group.
 
     `start` int64 [rows] is the position of each row's first new token. With `prompt`, during
-    prefill of one row, attention sees only the new tokens. Otherwise it sees the whole cache,
-    masked.
+    prefill, attention sees only the new tokens. Otherwise it sees the whole cache, masked. What
+    padding has written there is overwritten by the continuation before it is seen.
     """
 
     def __init__(
@@ -160,18 +183,9 @@ def _answers(
 
     Returns, for each group, three lists with one item a prompt: its negative log-likelihood in
     nats, the likeliest tokens at the first POSITIONS positions, and up to CONTINUATION greedy
-    tokens. Prefill runs prompt by prompt; decode runs one token at a time for a whole group.
+    tokens. Decode runs one token at a time for a whole group.
     """
-    for group in groups:
-        group.allocate(model)
-    states = [[model.embed(torch.tensor([ids])) for ids in group.prompts] for group in groups]
-    for _ in model.sweep():
-        for group, hidden in zip(groups, states, strict=True):
-            for row, x in enumerate(hidden):
-                one = torch.tensor([row])
-                cache = _GroupCache(group, one, torch.tensor([0]), prompt=True)
-                hidden[row] = model.forward(x, cache)
-        progress.step()
+    states = _prefill(model, groups, progress)
     nlls = [_nlls(model, x.prompts, y) for x, y in zip(groups, states, strict=True)]
     last = model.logits([x[:, -1:] for hidden in states for x in hidden])
     found = iter([x[0, 0].cpu().numpy() for x in last])
@@ -190,6 +204,24 @@ def _answers(
         group.keys.clear()
         group.values.clear()
     return list(zip(nlls, tops, chosen, strict=True))
+
+
+def _prefill(
+    model: LayeredModel, groups: Sequence[_Group], progress: Spread
+) -> list[list[torch.Tensor]]:
+    """Fills the caches of `groups`; returns [1, T, H] after the last layer for each prompt."""
+    together: list[tuple[_Group, torch.Tensor]] = []
+    for group in groups:
+        group.allocate(model)
+        together += [(group, rows) for rows in group.batches(_PREFILLED[model.device.type])]
+    states = [model.embed(group.padded(rows)) for group, rows in together]
+    for _ in model.sweep():
+        for number, (group, rows) in enumerate(together):
+            cache = _GroupCache(group, rows, torch.zeros_like(rows), prompt=True)
+            states[number] = model.forward(states[number], cache)
+        progress.step()
+    prompts = iter([x[None] for batch in states for x in batch])
+    return [[next(prompts)[:, : len(ids)] for ids in group.prompts] for group in groups]
 
 
 def _nlls(

@@ -1,6 +1,6 @@
 """A counter for layers that were counted before, which run as they ran then."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -21,8 +21,8 @@ class Uncounted:
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def bad(self) -> list[int]:
-        return []
+    def bad(self) -> Callable[[], list[int]]:
+        return list
 
     def counts(self) -> NDArray[np.int64]:
         return np.zeros((0, BINS), np.int64)  # it has no slots

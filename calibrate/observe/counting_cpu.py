@@ -70,8 +70,11 @@ class Counter(Protocol):
         Tensors added within the context must not be changed in place before it ends.
         """
 
-    def bad(self) -> list[int]:
-        """Returns the slots that hold a NaN or an Inf by now, in order."""
+    def bad(self) -> Callable[[], list[int]]:
+        """Returns a function that returns the slots that hold a NaN or an Inf by now, in order.
+
+        The function waits for what was added before; this method does not.
+        """
 
     def counts(self) -> NDArray[np.int64]:
         """Returns int64 [slots, 32768], on the host, of everything added so far."""
@@ -117,8 +120,9 @@ class CpuCounter:
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def bad(self) -> list[int]:
-        return sorted(self._bad)
+    def bad(self) -> Callable[[], list[int]]:
+        found = sorted(self._bad)
+        return lambda: found
 
     def counts(self) -> NDArray[np.int64]:
         return self._counts.copy()

@@ -5,7 +5,7 @@ bin. The kernel, histogram.cu, is compiled for the GPU at hand by `calibrate.obs
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -98,8 +98,16 @@ class CudaCounter:
             current.wait_event(counted)
             self._held.popleft()
 
-    def bad(self) -> list[int]:
-        return [slot for slot, bad in enumerate(self._bad.tolist()) if bad]
+    def bad(self) -> Callable[[], list[int]]:
+        copied = torch.empty_like(self._bad, device="cpu", pin_memory=True)
+        copied.copy_(self._bad, non_blocking=True)
+        done = torch.cuda.current_stream(self.device).record_event()
+
+        def found() -> list[int]:
+            done.synchronize()
+            return [slot for slot, bad in enumerate(copied.tolist()) if bad]
+
+        return found
 
     def counts(self) -> NDArray[np.int64]:
         return self._counts.cpu().numpy()

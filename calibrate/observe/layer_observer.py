@@ -88,6 +88,7 @@ class LayerObserver:
         self._batch: Batch  # that is running
         self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once needed
         self._locating = False
+        self._unchecked: Callable[[], None] | None = None  # of the last batch
 
     @contextmanager
     def watching(self, layer: Any, index: int) -> Iterator[None]:
@@ -112,14 +113,28 @@ class LayerObserver:
     def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
         """Returns the result of `compute(cache)`, which passes `batch` through layers.
 
-        `compute` must be repeatable, since it runs again to locate a NaN or Inf. Raises
-        NumericsError naming the first tensor in which NaN or Inf was counted, and ConfigError if
-        the GPU runs out of memory.
+        Checks the batch before this one for NaN and Inf, so that a GPU computes while the host
+        prepares more; call `check` after the last. `compute` must be repeatable until then, since
+        it runs again to locate a NaN or Inf. Raises NumericsError naming the first tensor in which
+        one was counted, and ConfigError if the GPU runs out of memory.
         """
         result = self._watched(batch, compute)
         bad = self.counter.bad()
+        self.check()
+        self._unchecked = lambda: self._require_good(bad(), batch, compute)
+        return result
+
+    def check(self) -> None:
+        """Raises NumericsError, as `run` does, if NaN or Inf was counted in the last batch."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None:
+            unchecked()
+
+    def _require_good(
+        self, bad: Sequence[int], batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]
+    ) -> None:
         if not bad:
-            return result
+            return
         self._locating = True  # the same pass again, checking each tensor
         try:
             self._watched(batch, compute)

@@ -284,9 +284,12 @@ class _Sweep:
             given = observer.run(batch, partial(model.forward, entering.read(index)))
             if leaving is not None:
                 leaving.write(index, given)
+            last = following is None or self._batches[following].chunk != batch.chunk
+            if last:
+                observer.check()
             if not counting:
                 continue
-            if following is None or self._batches[following].chunk != batch.chunk:
+            if last:
                 found[batch.chunk].update(zip(names, observer.counter.counts(), strict=False))
                 observer.counter.clear()
             self._progress.step(batch.tokens)

@@ -1,7 +1,7 @@
 """calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
 Codes and scales replace the linears' weights; every other tensor is copied bit for bit. Shards are
-streamed, two at a time, with part of one tensor of each in memory. Each file is read once, written
+streamed, one a core, with part of one tensor of each in memory. Each file is read once, written
 once, and hashed on the way: SHA-256 of the output, which identifies it, and XXH3-128 of the input,
 if the calibration recorded one (octet/storage/files.py explains its limits). If a shard is not the
 calibration's, the export fails at the shard's end and leaves nothing behind.
@@ -39,6 +39,7 @@ from export.checkpoint.modelopt import ModelOpt
 from export.source import Source, require_space
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
+from octet.hardware.cores import usable_cores
 from octet.model.chat_template import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
@@ -135,7 +136,7 @@ _LAYOUTS: dict[str, Callable[[], Layout]] = {
     "fp8": Fp8,
 }
 _METADATA = {"format": "pt"}
-_SHARDS_AT_A_TIME = 2  # hashing a shard is slower than copying it
+_SHARDS_AT_A_TIME = 8  # at most: one a core, each encoded and hashed by threads of its own
 
 
 def export_checkpoint(
@@ -197,7 +198,7 @@ def _write_shards(
 
     with (
         progress_bar(console, "export", total, "bytes", transient=True) as advance,
-        ThreadPoolExecutor(_SHARDS_AT_A_TIME) as pool,
+        ThreadPoolExecutor(min(_SHARDS_AT_A_TIME, usable_cores())) as pool,
     ):
         writing = {x.path.name: pool.submit(write, x) for x in source.checkpoint.shards}
         try:

@@ -90,6 +90,22 @@ def test_neither_rounds_nor_slices_of_the_head_change_a_record(
         np.testing.assert_allclose(item.tops[0].logprobs, other.tops[0].logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [40, 150, 10**6])
+def test_prompts_that_run_together_do_not_see_each_other(
+    checkpoint: Checkpoint, golden: GoldenSet, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; of this order, most prompts are padded."""
+    monkeypatch.setattr("calibrate.golden._PREFILLED", {"cpu": tokens})
+    order = [*range(0, len(PROMPTS), 2), *range(1, len(PROMPTS), 2)]
+    together = golden_set(checkpoint, [PROMPTS[number] for number in order])
+    for number, item in zip(order, together.records, strict=True):
+        expected = golden.records[number]
+        assert item.continuation_token_ids == expected.continuation_token_ids
+        assert item.prompt_nll == pytest.approx(expected.prompt_nll, rel=1e-6)
+        for top, other in zip(item.tops, expected.tops, strict=True):
+            np.testing.assert_allclose(top.logprobs, other.logprobs, atol=1e-5)
+
+
 def test_progress_adds_up_to_the_prompts(checkpoint: Checkpoint) -> None:
     told: list[int] = []
     golden_set(checkpoint, PROMPTS[:3], advance=told.append)

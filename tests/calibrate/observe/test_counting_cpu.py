@@ -16,7 +16,7 @@ def count(x: torch.Tensor, lengths: list[int] | None, threads: int) -> np.ndarra
     counter = CpuCounter(2, threads)
     try:
         counter.add(1, x, lengths)
-        bad, (other, counts) = counter.bad(), counter.counts()
+        bad, (other, counts) = counter.bad()(), counter.counts()
     finally:
         counter.close()
     first_special = 0x7C00 if x.dtype == torch.float16 else 0x7F80
@@ -86,9 +86,9 @@ def test_adds_to_what_is_there_until_cleared() -> None:
     counts = counter.counts()
     assert (counts[0] == 3 * count_reference(x)).all()
     counter.add(0, torch.full((1, 1, 1), float("nan")), [1])
-    assert counter.bad() == [0]
+    assert counter.bad()() == [0]
     counter.clear()
-    assert counter.bad() == []
+    assert counter.bad()() == []
     assert counter.counts().sum() == 0
     assert counts.sum() == 300  # what was handed out is the caller's
     counter.close()

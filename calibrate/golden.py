@@ -34,6 +34,7 @@ TOP = 20
 
 # By type of device. A larger batch does not fill a CPU any better, but needs more padding.
 _TOGETHER = {"cpu": 8, "cuda": 64}  # prompts of similar lengths that are continued in one batch
+_FEWEST = 8  # of them that are continued together even if their keys and values take more memory
 _PREFILLED = {"cpu": 0, "cuda": 2048}  # tokens of prompts that run together, with padding
 _LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits of prompts at a time
 _CACHE_BYTES = 1 << 30  # keys and values held at a time, or a GPU's free memory but for
@@ -159,14 +160,18 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
     """Divides prompts, in order, into groups and groups into rounds.
 
-    The keys and values of a round fit in memory, unless it has only one group.
+    The keys and values of a round fit in memory, unless it is one group of the fewest prompts.
     """
     rounds: list[list[_Group]] = []
     together, most, free = _TOGETHER[model.device.type], _CACHE_BYTES, 0
     if model.device.type == "cuda":
         most = int((1 - _WORKING) * free_memory(model.device))
-    for start in range(0, len(prompts), together):
-        group = _Group(model, prompts[start : start + together])
+    left = prompts
+    while left:
+        group = _Group(model, left[:together])
+        while group.nbytes * model.spec.layers > most and len(group.prompts) > _FEWEST:
+            group = _Group(model, group.prompts[: max(_FEWEST, len(group.prompts) // 2)])
+        left = left[len(group.prompts) :]
         needed = group.nbytes * model.spec.layers
         if needed > free or not rounds:
             rounds.append([])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrate.golden import golden_set
+from calibrate.golden import _Group, golden_set
 from calibrate.samples.golden_prompts import CONTINUATION
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
@@ -104,6 +104,27 @@ def test_prompts_that_run_together_do_not_see_each_other(
         assert item.prompt_nll == pytest.approx(expected.prompt_nll, rel=1e-6)
         for top, other in zip(item.tops, expected.tops, strict=True):
             np.testing.assert_allclose(top.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_groups_are_smaller_where_their_keys_and_values_do_not_fit(
+    checkpoint: Checkpoint, golden: GoldenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[int] = []
+    allocate = _Group.allocate
+
+    def noting(group: _Group, model: Any) -> None:
+        together.append(len(group.prompts))
+        allocate(group, model)
+
+    monkeypatch.setattr(_Group, "allocate", noting)
+    monkeypatch.setattr("calibrate.golden._TOGETHER", {"cpu": 64})
+    answers = [x.continuation_token_ids for x in golden.records]
+    for room, expected in ((1 << 30, [12]), (1, [8, 4])):
+        together.clear()
+        monkeypatch.setattr("calibrate.golden._CACHE_BYTES", room)
+        found = golden_set(checkpoint, PROMPTS)
+        assert [x.continuation_token_ids for x in found.records] == answers
+        assert together == expected
 
 
 def test_progress_adds_up_to_the_prompts(checkpoint: Checkpoint) -> None:

@@ -2,7 +2,8 @@
 
 Writes a checkpoint of a Llama shape with random BF16 weights in shards to `--directory`, in memory
 (the files are then in the page cache), calibrates it on the example's samples, and samples what the
-GPU does meanwhile. What memory has no room for goes to a disk: the first shards, which a GPU holds.
+GPU does meanwhile. If memory is too small, `--disk-shards` of the shards go to a disk: the first
+ones, which are read only until the GPU holds them.
 
     python benchmarks/calibrate_at_size.py [--shape 8b] [--runs 1] [--output FILE]
     python benchmarks/calibrate_at_size.py --shape 70b --disk /tmp --disk-shards 12
@@ -96,7 +97,10 @@ def main() -> None:
 def write_checkpoint(
     path: Path, config: dict[str, Any], shards: int, disk: Path, on_disk: int = 0
 ) -> None:
-    """Random weights of standard deviation 0.02, norms of 1; the first shards go to `disk`."""
+    """Writes norms of 1 and random weights of standard deviation 0.02.
+
+    The first `on_disk` of `shards` files go to the directory `disk`.
+    """
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     for file in (EXAMPLE / "model").glob("tokenizer*"):

@@ -34,7 +34,7 @@ TOP = 20
 
 # By type of device. A larger batch does not fill a CPU any better, but needs more padding.
 _TOGETHER = {"cpu": 8, "cuda": 64}  # prompts of similar lengths that are continued in one batch
-_FEWEST = 8  # of them that are continued together even if their keys and values take more memory
+_FEWEST = 8  # prompts that are continued together, however much memory their cache takes
 _PREFILLED = {"cpu": 0, "cuda": 2048}  # tokens of prompts that run together, with padding
 _LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits of prompts at a time
 _CACHE_BYTES = 1 << 30  # keys and values held at a time, or a GPU's free memory but for
@@ -100,9 +100,9 @@ class _Group:
         return 2 * 4 * int(np.prod(self.shape))
 
     def batches(self, most: int) -> list[torch.Tensor]:
-        """Returns the rows of prompts that run together: up to `most` tokens with padding, or one.
+        """Divides the prompts into batches of up to `most` tokens with padding, or of one prompt.
 
-        A row number is that of the prompt in the group.
+        Returns the numbers of each batch's prompts in the group, int64 [n].
         """
         found: list[list[int]] = []
         longest = 0
@@ -160,7 +160,7 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
     """Divides prompts, in order, into groups and groups into rounds.
 
-    The keys and values of a round fit in memory, unless it is one group of the fewest prompts.
+    The keys and values of a round fit in memory, unless that is too small for _FEWEST prompts.
     """
     rounds: list[list[_Group]] = []
     together, most, free = _TOGETHER[model.device.type], _CACHE_BYTES, 0

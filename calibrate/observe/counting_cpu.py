@@ -71,9 +71,9 @@ class Counter(Protocol):
         """
 
     def bad(self) -> Callable[[], list[int]]:
-        """Returns a function that returns the slots that hold a NaN or an Inf by now, in order.
+        """Asks which slots hold a NaN or an Inf, without waiting for an answer.
 
-        The function waits for what was added before; this method does not.
+        Returns a function that waits for what was added before, and returns their numbers in order.
         """
 
     def counts(self) -> NDArray[np.int64]:

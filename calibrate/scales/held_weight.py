@@ -1,4 +1,4 @@
-"""Computes what one scale of each tile costs a weight that is already in a GPU's memory.
+"""Measures a weight that a GPU holds: the magnitudes of its tiles, and the errors of their scales.
 
 Largest magnitudes, and so the scales of method `max`, are those of `calibrate.scales.weights` to
 the bit; errors differ by the order of sums, in float64.
@@ -24,7 +24,7 @@ _SLAB = 1 << 24  # elements at a time
 
 
 class HeldWeight:
-    """The weight `name`, `values` [N, K] on any device, under a scheme that tries one scale."""
+    """Measures the weight `name`, `values` [N, K], for a scheme that tries one scale a tile."""
 
     def __init__(self, name: str, values: torch.Tensor, scheme: TensorScheme) -> None:
         self._name, self._values = name, values

@@ -92,10 +92,16 @@ def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(device)
     if chosen.type == "cuda":
-        if torch.cuda.device_count() <= local:
+        count = torch.cuda.device_count()
+        if not count:
             raise ConfigError(
-                f"--device cuda: rank {local} of this machine finds {torch.cuda.device_count()}"
-                " GPUs; start as many processes as it has"
+                "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
+                " and a torch built for CUDA"
+            )
+        if count <= local:
+            raise ConfigError(
+                f"--device cuda: rank {local} of this machine finds {count} GPUs; start one"
+                " process for each"
             )
         chosen = torch.device("cuda", local if chosen.index is None else chosen.index)
         torch.cuda.set_device(chosen)

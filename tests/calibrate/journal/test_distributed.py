@@ -58,6 +58,12 @@ def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch
         process_group("cuda").__enter__()
 
 
+def test_a_machine_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="torch finds no GPU; give --device cpu"):
+        process_group("cuda").__enter__()
+
+
 def test_the_rank_that_differs_is_named() -> None:
     class Three(Group):
         world = 3

@@ -22,13 +22,14 @@ from transformers import DynamicCache
 
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.weights import LayerWeights, free_memory
+from calibrate.journal.distributed import Group
 from calibrate.samples.golden_prompts import CONTINUATION
 from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 from octet.artifacts.manifest import software
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread
 
-__all__ = ["golden_set"]
+__all__ = ["golden_set", "joined", "share"]
 
 TOP = 20
 
@@ -76,6 +77,30 @@ def golden_set(
         software=software("torch", "transformers", "tokenizers"),
         records=tuple(records),
     )
+
+
+def share(
+    prompts: Sequence[tuple[str, list[int]]], group: Group
+) -> Sequence[tuple[str, list[int]]]:
+    """Returns the prompts that this rank computes records of; `joined` puts them in order again.
+
+    Rank 0 has none if there are others, because it derives scales meanwhile. Blocks of prompts are
+    dealt whole: on a CPU, the records are then those of one process, to the last bit.
+    """
+    return [x for number, x in enumerate(prompts) if _rank_of(number, group.world) == group.rank]
+
+
+def joined(parts: Sequence[GoldenSet]) -> GoldenSet:
+    """Returns the records of every rank's `share` in the order of the prompts; `parts` by rank."""
+    left = [iter(part.records) for part in parts]
+    total = sum(len(part.records) for part in parts)
+    records = tuple(next(left[_rank_of(number, len(parts))]) for number in range(total))
+    return parts[0].model_copy(update={"records": records})
+
+
+def _rank_of(number: int, world: int) -> int:
+    """Returns the rank that computes the record of a prompt."""
+    return 0 if world == 1 else 1 + number // _FEWEST % (world - 1)
 
 
 class _Group:

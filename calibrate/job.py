@@ -7,6 +7,7 @@ from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.decoder.weights import LayerWeights
+from calibrate.journal.distributed import Group
 from calibrate.options import Options
 from calibrate.samples.inputs import Inputs
 from octet.model.checkpoint import Checkpoint
@@ -24,4 +25,5 @@ class Job:
     dtype: ComputeDtype
     device: torch.device
     weights: LayerWeights  # of the checkpoint, for everything that runs it layer by layer
+    group: Group  # the processes that share the work
     console: Console | None

@@ -12,9 +12,9 @@ from rich.console import Console
 from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import resolve_dtype
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import golden_set
+from calibrate.golden import golden_set, joined, share
 from calibrate.job import Job
-from calibrate.journal.distributed import Group, process_group
+from calibrate.journal.distributed import process_group
 from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import discard
 from calibrate.journal.steps import Steps
@@ -59,23 +59,19 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     with process_group(_device(options)) as (group, device):
         shown = console if group.rank == 0 else None
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
-        job = Job(options, checkpoint, inputs, dtype, device, weights, shown)
+        job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
-        changed, observed, seconds = _observe(job, group)
-    if group.rank != 0:
-        return None
-    steps = _steps(job)
-    golden = _golden_set(job, steps)
-    solution = solve(job, changed, observed)
-    report = report_on(job, solution, observed)
-    if solution.gate is not None and not solution.gate.met:
-        raise _refused(job, solution, report, golden)
-    prediction = _predict(job, solution, golden, steps) if options.predict else None
-    calibration = _write(job, changed, observed, golden, solution, report, prediction)
+        changed, observed, seconds = _observe(job)
+        steps = _steps(job)
+        golden, solved = _solve(job, changed, observed, steps)
+        prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
+        if solved is None:
+            return None
+        calibration = _write(job, changed, observed, golden, *solved, prediction)
     if console is not None:
         print_report(
             console,
-            report,
+            solved[1],
             expected=prediction.expected if prediction else None,
             tokens=inputs.plan.tokens,
             seconds=None if resumed else seconds,
@@ -113,10 +109,10 @@ def _say(console: Console | None, line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
+def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
     """Changes the weights if an algorithm is wanted, and counts; also returns seconds counting."""
     options, plan = job.options, job.inputs.plan
-    if options.algorithm is not None and group.world > 1:
+    if options.algorithm is not None and job.group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
     check_finite(job.checkpoint)
     changed = changed_model(
@@ -144,7 +140,7 @@ def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
             spill=options.spill,
             journal=options.progress / "layers",
             restart=options.restart,
-            group=group,
+            group=job.group,
             advance=advance,
         )
     return changed, observed, time.perf_counter() - started
@@ -154,24 +150,58 @@ def _steps(job: Job) -> Steps:
     """Returns what keeps golden records and predictions until the artifact is written."""
     directory = job.options.progress / "steps"
     if job.options.restart:
-        shutil.rmtree(directory, ignore_errors=True)
+        job.group.on_first(partial(shutil.rmtree, directory, ignore_errors=True))
     return Steps(directory, run_identity(job.checkpoint, (), "float32", job.device))
 
 
-def _golden_set(job: Job, steps: Steps) -> GoldenSet:
-    inputs = json.dumps(job.inputs.prompts)
-    if kept := steps.load("golden", inputs):
-        return GoldenSet.model_validate_json(kept[0])
-    with progress_bar(job.console, "Golden records", job.inputs.prompt_tokens) as advance:
-        found = golden_set(
-            job.checkpoint,
-            job.inputs.prompts,
-            device=job.device,
-            weights=job.weights,
-            advance=advance,
+def _solve(
+    job: Job, changed: ChangedModel, observed: Observed, steps: Steps
+) -> tuple[GoldenSet, tuple[Solution, Report] | None]:
+    """Computes golden records on every rank; scales and their report on rank 0 alone.
+
+    Neither needs the other, so the other ranks compute golden records while rank 0 derives scales.
+    Raises GateError if the recipe costs more than the gate allows.
+    """
+    prompts, group = job.inputs.prompts, job.group
+    inputs = json.dumps(prompts)
+    kept = group.on_first(partial(steps.load, "golden", inputs))
+    if group.world > 1 and not kept:
+        _say(job.console, "the other processes compute golden records, while this one finds scales")
+
+    def work() -> tuple[GoldenSet, tuple[Solution, Report] | None]:
+        golden = GoldenSet.model_validate_json(kept[0]) if kept else _golden_part(job)
+        if group.world == 1 and not kept:  # before a gate or an interruption can end the run
+            steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
+        if group.rank != 0:
+            return golden, None
+        solution = solve(job, changed, observed)
+        return golden, (solution, report_on(job, solution, observed))
+
+    golden, solved = group.attempt(work)
+    if group.world > 1 and not kept:
+        golden = joined(group.gather(golden))
+        text = golden.model_dump_json()
+        group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
+    group.on_first(partial(_require_gate, job, golden, solved))
+    return golden, solved
+
+
+def _golden_part(job: Job) -> GoldenSet:
+    """Returns the golden records that this rank computes."""
+    prompts = share(job.inputs.prompts, job.group)
+    tokens = sum(len(ids) for _, ids in prompts)
+    with progress_bar(job.console if prompts else None, "Golden records", tokens) as advance:
+        return golden_set(
+            job.checkpoint, prompts, device=job.device, weights=job.weights, advance=advance
         )
-    steps.keep("golden", inputs, text=found.model_dump_json(), arrays={})
-    return found
+
+
+def _require_gate(job: Job, golden: GoldenSet, solved: tuple[Solution, Report] | None) -> None:
+    """Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows."""
+    assert solved is not None
+    solution, report = solved
+    if solution.gate is not None and not solution.gate.met:
+        raise _refused(job, solution, report, golden)
 
 
 def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) -> GateError:
@@ -188,17 +218,29 @@ def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) ->
     return gate.error(options.out, refused, again=again, budget=budget)
 
 
-def _predict(job: Job, solution: Solution, golden: GoldenSet, steps: Steps) -> Prediction | None:
-    """Predicts the divergence of each serving path; None for an unknown architecture."""
-    found = solution.quantization
+def _predict(
+    job: Job,
+    changed: ChangedModel,
+    golden: GoldenSet,
+    solved: tuple[Solution, Report] | None,
+    steps: Steps,
+) -> Prediction | None:
+    """Predicts the divergence of each serving path; None for an unknown architecture.
+
+    The ranks share the scenarios. `solved` is rank 0's.
+    """
+    found = None if solved is None else solved[0].quantization
+    recipe = job.group.gather(None if found is None else found.recipe)[0]
+    scales = job.group.share({} if found is None else found.scales)
     return expected_divergence(
-        found.checkpoint,
-        found.recipe,
-        found.scales,
+        changed.checkpoint,
+        recipe,
+        scales,
         golden,
         device=job.device,
-        layers=job.weights.of(found.checkpoint),
+        layers=job.weights.of(changed.checkpoint),
         steps=steps,
+        group=job.group,
         console=job.console,
     )
 

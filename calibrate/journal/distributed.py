@@ -2,12 +2,14 @@
 
 Adding integers gives the same sum in any order, so N processes produce exactly the histograms of
 one process. Objects are sent through gloo on the CPU; counts too, or through NCCL between GPUs.
+They also share the golden prompts, and the scenarios that predictions simulate.
 """
 
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +19,9 @@ from numpy.typing import NDArray
 from octet.errors import ArtifactError, ConfigError, OctetError
 
 __all__ = ["Group", "TorchGroup", "process_group", "require_agreement"]
+
+# Rank 0 may search for a budget while the others wait. torchrun ends all ranks when one dies.
+_PATIENCE = timedelta(days=7)
 
 T = TypeVar("T")
 
@@ -34,6 +39,10 @@ class Group:
     def sum(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sum of every rank's `counts`, on every rank."""
         return counts
+
+    def share(self, arrays: Mapping[str, NDArray[np.float32]]) -> Mapping[str, NDArray[np.float32]]:
+        """Returns rank 0's `arrays`, on every rank."""
+        return arrays
 
     def agree(self, error: OctetError | None) -> None:
         """Raises the first error of any rank on every rank; also a barrier."""
@@ -81,6 +90,15 @@ class TorchGroup(Group):
         summed: NDArray[np.int64] = total.cpu().numpy()
         return summed
 
+    def share(self, arrays: Mapping[str, NDArray[np.float32]]) -> Mapping[str, NDArray[np.float32]]:
+        # One by one: the scales of a large FP4 model take many gigabytes.
+        found = dict(arrays)
+        for name, shape in self.gather({k: x.shape for k, x in arrays.items()})[0].items():
+            sent = np.require(found.get(name, np.empty(shape)), np.float32, ["C", "W"])
+            torch.distributed.broadcast(torch.from_numpy(sent), 0)
+            found[name] = sent
+        return found
+
 
 @contextmanager
 def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
@@ -109,7 +127,7 @@ def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
         yield Group(), chosen
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend)
+    torch.distributed.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield TorchGroup(chosen), chosen
         torch.distributed.barrier()  # otherwise gloo's threads lose their peers

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,9 @@ from octet.errors import CheckpointError
 from octet.model.checkpoint import sha256_file
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["Steps"]
+__all__ = ["Kept", "Steps"]
+
+Kept: TypeAlias = tuple[str, dict[str, NDArray[Any]]]  # the text and the arrays of a step
 
 
 class Steps:
@@ -31,7 +33,7 @@ class Steps:
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
         self._directory, self._identity = directory, dict(identity)
 
-    def load(self, name: str, *inputs: str) -> tuple[str, dict[str, NDArray[Any]]] | None:
+    def load(self, name: str, *inputs: str) -> Kept | None:
         """Returns the text and the arrays of a step; None if none was kept with these `inputs`.
 
         Raises ArtifactError if they were altered.

@@ -19,10 +19,12 @@ from rich.console import Console
 from torch import Tensor
 
 from calibrate.decoder.weights import LayerWeights
-from calibrate.journal.steps import Steps
+from calibrate.journal.distributed import Group
+from calibrate.journal.steps import Kept, Steps
 from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
+from calibrate.simulate.schedule import shares
 from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
@@ -113,39 +115,55 @@ def expected_divergence(
     device: torch.device | str = "cpu",
     layers: LayerWeights | None = None,
     steps: Steps | None = None,
+    group: Group | None = None,
     console: Console | None = None,
 ) -> Prediction | None:
     """Computes `predict` and `scenarios` from the same runs, with a progress bar.
 
-    Finished runs are kept in `steps`, and not computed again. Returns None for an architecture that
-    Octet does not know, because it cannot locate the attention.
+    Finished runs are kept in `steps`, and not computed again. The ranks of `group` share the
+    scenarios, and each returns the result of all: that of one process, to the last bit. Returns
+    None for an architecture that Octet does not know, because it cannot locate the attention.
     """
     if checkpoint.spec.generic:
         return None
+    group = group or Group()
     tokens = sum(len(record.prompt_token_ids) for record in golden.records)
     chosen = scenarios_of(checkpoint.spec, recipe, scales)
+    names = {scenario: f"prediction-{number}" for number, scenario in enumerate(chosen)}
     found = _Found(recipe, golden)
     inputs = (recipe.model_dump_json(), golden.model_dump_json(), _digest(scales))
-    done = 0
-    while steps is not None and (kept := steps.load(f"prediction-{done}", *inputs)):
-        found.restore(*kept)
-        done += 1
+
+    def kept() -> list[Kept]:
+        loaded = [steps.load(name, *inputs) for name in names.values()] if steps else []
+        return [step for step in loaded if step is not None]
+
+    for step in group.on_first(kept):
+        found.restore(*step)
     left = [scenario for scenario in chosen if scenario not in found.logprobs]
-    with progress_bar(console, "Expected divergence", tokens) as advance:
-        runs = simulated(
-            checkpoint,
-            recipe,
-            scales,
-            golden,
-            left,
-            device=device,
-            layers=layers,
-            advance=advance,
-        )
-        for number, together in enumerate(runs, start=done):
-            text, arrays = found.add(together)
-            if steps is not None:
-                steps.keep(f"prediction-{number}", *inputs, text=text, arrays=arrays)
+    mine = shares(left, golden, checkpoint.spec.layers, group.world)[group.rank]
+
+    def work() -> list[Kept]:
+        made = []
+        with progress_bar(console, "Expected divergence", tokens) as advance:
+            for together in simulated(
+                checkpoint,
+                recipe,
+                scales,
+                golden,
+                mine,
+                device=device,
+                layers=layers,
+                advance=advance,
+            ):
+                text, arrays = found.add(together)
+                made.append((text, arrays))
+                if steps is not None:
+                    steps.keep(names[together[0].scenario], *inputs, text=text, arrays=arrays)
+        return made
+
+    for rank, made in enumerate(group.gather(group.attempt(work))):
+        for step in made if rank != group.rank else ():
+            found.restore(*step)
     return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario
 
-__all__ = ["REPEATS", "Run", "fault_records", "planned"]
+__all__ = ["REPEATS", "Run", "fault_records", "planned", "shares"]
 
 REPEATS = 2
 FAULT_RECORDS = 24
+_COST = {"float32": 8, "bfloat16": 1}  # on a GPU, whose tensor cores do not multiply in float32
 
 
 def fault_records(golden: GoldenSet) -> list[int]:
@@ -66,6 +67,28 @@ def planned(
         part += needed
     if part:
         yield part
+
+
+def shares(
+    chosen: Sequence[Scenario], golden: GoldenSet, layers: int, world: int
+) -> list[list[Scenario]]:
+    """Divides `chosen` into `world` parts that cost about the same, the same on every rank.
+
+    The costliest scenario left goes to the part that costs least so far.
+    """
+    few = len(fault_records(golden)) / len(golden.records)
+
+    def cost(scenario: Scenario) -> float:
+        whole = REPEATS if scenario.fault is None else few
+        return _COST[scenario.path.compute] * whole * (layers - _first_layer(scenario))
+
+    parts: list[list[Scenario]] = [[] for _ in range(world)]
+    costs = [0.0] * world
+    for scenario in sorted(chosen, key=cost, reverse=True):
+        least = costs.index(min(costs))
+        parts[least].append(scenario)
+        costs[least] += cost(scenario)
+    return [sorted(part, key=chosen.index) for part in parts]
 
 
 def _carriers(part: Sequence[Run], runs: Sequence[Run]) -> list[Run]:

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from calibrate.journal.distributed import Group, process_group, require_agreement
+from octet.artifacts.golden import GOLDEN_FILE
+from octet.artifacts.manifest import MANIFEST_FILE
+from octet.artifacts.scenarios import SCENARIOS_FILE
+from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ConfigError
 from tests.calibrate.runs import batches_of, run, save_counts, with_code
 from tests.models import write_model
@@ -42,6 +46,36 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
         assert numerics.partition(":")[0].endswith("in channel 0 in the sample of line 5")
         assert len(places) == 2
         assert all(place.startswith(f"{tmp_path}/file") for place in places)
+
+
+def test_three_ranks_write_what_one_writes(tmp_path: Path, tiny_samples: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    arguments = ["-m", "octet", "calibrate", str(model), "--samples", str(tiny_samples)]
+    arguments += ["--count", "128", "--max-length", "32", "--dtype", "float32", "-o"]
+    gate = ["--max-kl", "1e-6", "--held-out", str(tiny_samples)]
+    shared = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+
+    def calibrate(start: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*start, *arguments, *more]
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
+
+    alone = calibrate([sys.executable], str(tmp_path / "alone"))
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    together = calibrate(shared, str(tmp_path / "together"))
+    assert together.returncode == 0, together.stderr[-3000:]
+    written = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert {GOLDEN_FILE, EXPECTED_FILE, SCENARIOS_FILE} < written
+    for name in written - {MANIFEST_FILE, "report.json", "report.html"}:  # these name the processes
+        found = (tmp_path / "together" / name).read_bytes()
+        assert found == (tmp_path / "alone" / name).read_bytes(), name
+    assert "the other processes compute golden records" in together.stderr
+    refused = calibrate(shared, str(tmp_path / "refused"), *gate)
+    assert refused.returncode != 0
+    assert "is not written, over --max-kl" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "refused").exists()
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,15 @@ ones, which are read only until the GPU holds them.
 
     python benchmarks/calibrate_at_size.py [--shape 8b] [--runs 1] [--output FILE]
     python benchmarks/calibrate_at_size.py --shape 70b --disk /tmp --disk-shards 12
+
+Several processes need a checkpoint that an earlier run has made:
+
+    torchrun --nproc-per-node 2 benchmarks/calibrate_at_size.py --shape 70b --keep /dev/shm/70b
 """
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -47,7 +52,7 @@ PHASES = {  # attributes of `pipeline`, and what each is called here
     "read_inputs": "samples",
     "check_finite": "finite check",
     "observe_checkpoint": "observing",
-    "_golden_set": "golden records",
+    "_golden_part": "golden records",
     "solve": "scales",
     "report_on": "report",
     "_predict": "predictions",
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--no-predict", action="store_true")
     parser.add_argument("--keep", type=Path, help="a checkpoint to use, and to make if missing")
+    parser.add_argument("--make", action="store_true", help="make the checkpoint, and stop")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -76,8 +82,11 @@ def main() -> None:
         if not model.exists():
             config = CONFIG | {"tie_word_embeddings": False} | SHAPES[options.shape]
             write_checkpoint(model, config, SHARDS[options.shape], Path(disk), options.disk_shards)
-        for number in range(options.runs):
-            rows += run(model, Path(name) / "calibration", options, number)
+        for number in range(0 if options.make else options.runs):
+            out = options.keep.parent if options.keep else Path(name)  # the same for all ranks
+            rows += run(model, out / "octet-calibration", options, number)
+    if options.make or int(os.environ.get("RANK", "0")):
+        return
     card = conditions(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         cuda=torch.version.cuda,
@@ -90,6 +99,7 @@ def main() -> None:
         samples="256 of the example's, 64 golden prompts of its held-out samples",
         recipe=options.recipe,
         predictions=not options.no_predict,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     report("calibrate_at_size", card, rows, options.output)
 

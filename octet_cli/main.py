@@ -14,6 +14,7 @@ import typer
 from octet import __version__
 from octet.errors import OctetError
 from octet.hardware.cores import wait_briefly
+from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
@@ -36,6 +37,7 @@ app.add_typer(export, name="export")
 app.command("build-engine")(build_engine)
 app.command()(verify)
 app.command()(evaluate)
+app.command()(bench)
 app.command()(serve)
 app.add_typer(keys, name="keys")
 

@@ -94,7 +94,7 @@ class TorchGroup(Group):
         # One by one: the scales of a large FP4 model take many gigabytes.
         found = dict(arrays)
         for name, shape in self.gather({k: x.shape for k, x in arrays.items()})[0].items():
-            sent = np.require(found.get(name, np.empty(shape)), np.float32, ["C", "W"])
+            sent = np.require(found.get(name, np.empty(shape, np.float32)), np.float32, ["C", "W"])
             torch.distributed.broadcast(torch.from_numpy(sent), 0)
             found[name] = sent
         return found

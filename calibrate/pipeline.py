@@ -118,7 +118,7 @@ def _observe(job: Job, group: Group) -> tuple[ChangedModel, Observed, float]:
     options, plan = job.options, job.inputs.plan
     if options.algorithm is not None and group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
-    check_finite(job.checkpoint)
+    check_finite(job.checkpoint, job.console)
     changed = changed_model(
         job.checkpoint,
         options.algorithm,

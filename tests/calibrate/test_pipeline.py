@@ -146,6 +146,7 @@ def test_reports_progress_tensors_and_warnings(
     )
     assert result.manifest.model.name == "served-name"
     text = stream.getvalue()
+    assert "Reading weights" in text
     assert "tokens/s" in text
     assert "lowest SQNR" in text
     expected = ExpectedSet.load(tmp_path / "out")

@@ -27,7 +27,7 @@ from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
-from octet.progress import progress_bar
+from octet.progress import Spread, progress_bar
 from octet.proof.expected_range import expectations
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
@@ -132,6 +132,8 @@ def expected_divergence(
         done += 1
     left = [scenario for scenario in chosen if scenario not in found.logprobs]
     with progress_bar(console, "Expected divergence", tokens) as advance:
+        progress = Spread(advance, tokens, tokens * len(chosen))
+        progress.step(tokens * (len(chosen) - len(left)))
         runs = simulated(
             checkpoint,
             recipe,
@@ -140,7 +142,7 @@ def expected_divergence(
             left,
             device=device,
             layers=layers,
-            advance=advance,
+            advance=lambda more: progress.step(more * len(left)),
         )
         for number, together in enumerate(runs, start=done):
             text, arrays = found.add(together)

@@ -20,6 +20,12 @@ __all__ = ["Group", "TorchGroup", "process_group", "require_agreement"]
 
 T = TypeVar("T")
 
+# What to do if ranks disagree on a fact, if that is not obvious.
+_REMEDIES = {
+    "device": "their results differ in the last bits; choose GPUs of one model with"
+    " CUDA_VISIBLE_DEVICES, or CPUs with the same instructions",
+}
+
 
 class Group:
     """The processes that share a calibration; this class is a group of this process alone."""
@@ -129,5 +135,5 @@ def require_agreement(group: Group, facts: Mapping[str, str]) -> None:
             if other.get(what) != value:
                 raise ConfigError(
                     f"rank {rank} has another {what} than rank 0 ({other.get(what)}, not {value}):"
-                    " every process must be given the same"
+                    f" {_REMEDIES.get(what, 'every process must be given the same')}"
                 )

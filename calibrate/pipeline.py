@@ -14,7 +14,7 @@ from calibrate.decoder.loading import resolve_dtype
 from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import golden_set
 from calibrate.job import Job
-from calibrate.journal.distributed import Group, process_group
+from calibrate.journal.distributed import Group, gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import discard
 from calibrate.journal.steps import Steps
@@ -40,6 +40,7 @@ from octet.progress import progress_bar
 __all__ = ["run"]
 
 
+@gpu_failures()
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.
 

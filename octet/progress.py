@@ -94,10 +94,17 @@ def progress_bar(
     *,
     transient: bool = False,
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances one bar by a number of `unit`s."""
+    """Yields a function that advances one bar by a number of `unit`s.
+
+    An error that ends the work has `description` as a note.
+    """
     with progress_bars(console, unit, transient=transient) as bars:
         bars.update(description, 0, total)
-        yield lambda more: bars.advance(description, more)
+        try:
+            yield lambda more: bars.advance(description, more)
+        except Exception as error:
+            error.add_note(description)
+            raise
 
 
 class Spread:

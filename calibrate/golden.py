@@ -61,7 +61,12 @@ def golden_set(
     model = LayeredModel(checkpoint, "float32", device, weights)
     tokens = sum(len(ids) for _, ids in prompts)
     rounds = _rounds(model, [ids for _, ids in prompts])
-    progress = Spread(advance, tokens, len(rounds) * spec.layers * CONTINUATION)
+    steps = sum(
+        _work(model, sum(int(x.lengths.sum()) for x in groups))
+        + (CONTINUATION - 1) * _work(model, sum(len(x.prompts) for x in groups))
+        for groups in rounds
+    )
+    progress = Spread(advance, tokens, steps * spec.layers)
     records: list[GoldenRecord] = []
     for groups in rounds:
         answers = weights.run(partial(_answers, model, groups, progress))
@@ -182,6 +187,11 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         return (key_states, value_states) if self._prompt else (keys, values)
 
 
+def _work(model: LayeredModel, tokens: int) -> int:
+    """Returns how long a layer takes for so many tokens, in tokens; few do not fill a GPU."""
+    return max(tokens, _PREFILLED[model.device.type])
+
+
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
     """Divides prompts, in order, into groups and groups into rounds.
 
@@ -249,7 +259,7 @@ def _prefill(
         for number, (group, rows) in enumerate(together):
             cache = _GroupCache(group, rows, torch.zeros_like(rows), prompt=True)
             states[number] = model.forward(states[number], cache)
-        progress.step()
+        progress.step(_work(model, sum(int(group.lengths.sum()) for group in groups)))
     prompts = iter([x[None] for batch in states for x in batch])
     return [[next(prompts)[:, : len(ids)] for ids in group.prompts] for group in groups]
 
@@ -292,7 +302,7 @@ def _next(
                 position_ids=at[:, None].to(model.device),
                 attention_mask=mask,
             )
-        progress.step()
+        progress.step(_work(model, sum(len(group.prompts) for group in groups)))
     return [x[:, 0].cpu().numpy() for x in model.logits(states)]
 
 

@@ -14,7 +14,7 @@ from calibrate.decoder.loading import resolve_dtype
 from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import golden_set, joined, share
 from calibrate.job import Job
-from calibrate.journal.distributed import process_group
+from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import discard
 from calibrate.journal.steps import Steps
@@ -40,6 +40,7 @@ from octet.progress import progress_bar
 __all__ = ["run"]
 
 
+@gpu_failures()
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.
 
@@ -114,7 +115,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
     options, plan = job.options, job.inputs.plan
     if options.algorithm is not None and job.group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
-    check_finite(job.checkpoint)
+    check_finite(job.checkpoint, job.console)
     changed = changed_model(
         job.checkpoint,
         options.algorithm,

@@ -29,7 +29,7 @@ from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
-from octet.progress import progress_bar
+from octet.progress import Spread, progress_bar
 from octet.proof.expected_range import expectations
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
@@ -145,6 +145,8 @@ def expected_divergence(
     def work() -> list[Kept]:
         made = []
         with progress_bar(console, "Expected divergence", tokens) as advance:
+            progress = Spread(advance, tokens, tokens * (len(chosen) - len(left) + len(mine)))
+            progress.step(tokens * (len(chosen) - len(left)))
             for together in simulated(
                 checkpoint,
                 recipe,
@@ -153,7 +155,7 @@ def expected_divergence(
                 mine,
                 device=device,
                 layers=layers,
-                advance=advance,
+                advance=lambda more: progress.step(more * len(mine)),
             ):
                 text, arrays = found.add(together)
                 made.append((text, arrays))

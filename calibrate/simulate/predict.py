@@ -6,7 +6,6 @@ prompt of each serving path, with a range (`octet.proof.expected_range`). `hypot
 log-probabilities of the reference's likeliest tokens, at every position, for every scenario.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 from calibrate.decoder.weights import LayerWeights
 from calibrate.journal.steps import Steps
 from calibrate.simulate.run import Answers, Weights, simulated
-from calibrate.simulate.scales import Scales
+from calibrate.simulate.scales import Scales, digest_of_scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
@@ -125,7 +124,7 @@ def expected_divergence(
     tokens = sum(len(record.prompt_token_ids) for record in golden.records)
     chosen = scenarios_of(checkpoint.spec, recipe, scales)
     found = _Found(recipe, golden)
-    inputs = (recipe.model_dump_json(), golden.model_dump_json(), _digest(scales))
+    inputs = (recipe.model_dump_json(), golden.model_dump_json(), digest_of_scales(scales))
     done = 0
     while steps is not None and (kept := steps.load(f"prediction-{done}", *inputs)):
         found.restore(*kept)
@@ -147,13 +146,6 @@ def expected_divergence(
             if steps is not None:
                 steps.keep(f"prediction-{number}", *inputs, text=text, arrays=arrays)
     return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
-
-
-def _digest(scales: Scales) -> str:
-    digest = hashlib.sha256()
-    for name, scale in sorted(scales.items()):
-        digest.update(f"{name} {scale.shape} ".encode() + np.ascontiguousarray(scale).tobytes())
-    return digest.hexdigest()
 
 
 class _Found:

@@ -66,7 +66,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         return None
     steps = _steps(job)
     golden = _golden_set(job, steps)
-    solution = solve(job, changed, observed)
+    solution = solve(job, changed, observed, steps)
     report = report_on(job, solution, observed)
     if solution.gate is not None and not solution.gate.met:
         raise _refused(job, solution, report, golden)

@@ -175,7 +175,7 @@ def _solve(
             steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
         if group.rank != 0:
             return golden, None
-        solution = solve(job, changed, observed)
+        solution = solve(job, changed, observed, steps)
         return golden, (solution, report_on(job, solution, observed))
 
     golden, solved = group.attempt(work)

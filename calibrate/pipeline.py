@@ -148,7 +148,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
 
 
 def _steps(job: Job) -> Steps:
-    """Returns what keeps golden records and predictions until the artifact is written."""
+    """Returns what keeps finished steps until the artifact is written."""
     directory = job.options.progress / "steps"
     if job.options.restart:
         job.group.on_first(partial(shutil.rmtree, directory, ignore_errors=True))

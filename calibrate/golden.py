@@ -87,16 +87,19 @@ def golden_set(
 def share(
     prompts: Sequence[tuple[str, list[int]]], group: Group
 ) -> Sequence[tuple[str, list[int]]]:
-    """Returns the prompts that this rank computes records of; `joined` puts them in order again.
+    """Returns the prompts whose records this rank computes.
 
-    Rank 0 has none if there are others, because it derives scales meanwhile. Blocks of prompts are
-    dealt whole: on a CPU, the records are then those of one process, to the last bit.
+    If there are other ranks, rank 0 has none, because it derives scales meanwhile. Prompts that one
+    process continues together on a CPU stay together, so that the records have the same bits.
     """
     return [x for number, x in enumerate(prompts) if _rank_of(number, group.world) == group.rank]
 
 
 def joined(parts: Sequence[GoldenSet]) -> GoldenSet:
-    """Returns the records of every rank's `share` in the order of the prompts; `parts` by rank."""
+    """Puts the records of every rank's `share` into the order of the prompts.
+
+    `parts[rank]` are the records of that rank.
+    """
     left = [iter(part.records) for part in parts]
     total = sum(len(part.records) for part in parts)
     records = tuple(next(left[_rank_of(number, len(parts))]) for number in range(total))
@@ -188,7 +191,10 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
 
 
 def _work(model: LayeredModel, tokens: int) -> int:
-    """Returns how long a layer takes for so many tokens, in tokens; few do not fill a GPU."""
+    """Returns the cost of one layer for `tokens`, in tokens.
+
+    A GPU takes about as long for a few tokens as for a full batch.
+    """
     return max(tokens, _PREFILLED[model.device.type])
 
 

@@ -158,10 +158,10 @@ def _steps(job: Job) -> Steps:
 def _solve(
     job: Job, changed: ChangedModel, observed: Observed, steps: Steps
 ) -> tuple[GoldenSet, tuple[Solution, Report] | None]:
-    """Computes golden records on every rank; scales and their report on rank 0 alone.
+    """Computes golden records, and on rank 0 the scales and their report.
 
-    Neither needs the other, so the other ranks compute golden records while rank 0 derives scales.
-    Raises GateError if the recipe costs more than the gate allows.
+    If there are other ranks, they compute the golden records while rank 0 derives scales. Raises
+    GateError if the recipe costs more than the gate allows.
     """
     prompts, group = job.inputs.prompts, job.group
     inputs = json.dumps(prompts)

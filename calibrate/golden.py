@@ -61,7 +61,12 @@ def golden_set(
     model = LayeredModel(checkpoint, "float32", device, weights)
     tokens = sum(len(ids) for _, ids in prompts)
     rounds = _rounds(model, [ids for _, ids in prompts])
-    progress = Spread(advance, tokens, len(rounds) * spec.layers * CONTINUATION)
+    steps = sum(
+        _work(model, sum(int(x.lengths.sum()) for x in groups))
+        + (CONTINUATION - 1) * _work(model, sum(len(x.prompts) for x in groups))
+        for groups in rounds
+    )
+    progress = Spread(advance, tokens, steps * spec.layers)
     records: list[GoldenRecord] = []
     for groups in rounds:
         answers = weights.run(partial(_answers, model, groups, progress))
@@ -82,16 +87,19 @@ def golden_set(
 def share(
     prompts: Sequence[tuple[str, list[int]]], group: Group
 ) -> Sequence[tuple[str, list[int]]]:
-    """Returns the prompts that this rank computes records of; `joined` puts them in order again.
+    """Returns the prompts whose records this rank computes.
 
-    Rank 0 has none if there are others, because it derives scales meanwhile. Blocks of prompts are
-    dealt whole: on a CPU, the records are then those of one process, to the last bit.
+    If there are other ranks, rank 0 has none, because it derives scales meanwhile. Prompts that one
+    process continues together on a CPU stay together, so that the records have the same bits.
     """
     return [x for number, x in enumerate(prompts) if _rank_of(number, group.world) == group.rank]
 
 
 def joined(parts: Sequence[GoldenSet]) -> GoldenSet:
-    """Returns the records of every rank's `share` in the order of the prompts; `parts` by rank."""
+    """Puts the records of every rank's `share` into the order of the prompts.
+
+    `parts[rank]` are the records of that rank.
+    """
     left = [iter(part.records) for part in parts]
     total = sum(len(part.records) for part in parts)
     records = tuple(next(left[_rank_of(number, len(parts))]) for number in range(total))
@@ -182,6 +190,14 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         return (key_states, value_states) if self._prompt else (keys, values)
 
 
+def _work(model: LayeredModel, tokens: int) -> int:
+    """Returns the cost of one layer for `tokens`, in tokens.
+
+    A GPU takes about as long for a few tokens as for a full batch.
+    """
+    return max(tokens, _PREFILLED[model.device.type])
+
+
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
     """Divides prompts, in order, into groups and groups into rounds.
 
@@ -249,7 +265,7 @@ def _prefill(
         for number, (group, rows) in enumerate(together):
             cache = _GroupCache(group, rows, torch.zeros_like(rows), prompt=True)
             states[number] = model.forward(states[number], cache)
-        progress.step()
+        progress.step(_work(model, sum(int(group.lengths.sum()) for group in groups)))
     prompts = iter([x[None] for batch in states for x in batch])
     return [[next(prompts)[:, : len(ids)] for ids in group.prompts] for group in groups]
 
@@ -292,7 +308,7 @@ def _next(
                 position_ids=at[:, None].to(model.device),
                 attention_mask=mask,
             )
-        progress.step()
+        progress.step(_work(model, sum(len(group.prompts) for group in groups)))
     return [x[:, 0].cpu().numpy() for x in model.logits(states)]
 
 

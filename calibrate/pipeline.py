@@ -14,7 +14,7 @@ from calibrate.decoder.loading import resolve_dtype
 from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import golden_set, joined, share
 from calibrate.job import Job
-from calibrate.journal.distributed import process_group
+from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import discard
 from calibrate.journal.steps import Steps
@@ -40,6 +40,7 @@ from octet.progress import progress_bar
 __all__ = ["run"]
 
 
+@gpu_failures()
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.
 
@@ -114,7 +115,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
     options, plan = job.options, job.inputs.plan
     if options.algorithm is not None and job.group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
-    check_finite(job.checkpoint)
+    check_finite(job.checkpoint, job.console)
     changed = changed_model(
         job.checkpoint,
         options.algorithm,
@@ -147,7 +148,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
 
 
 def _steps(job: Job) -> Steps:
-    """Returns what keeps golden records and predictions until the artifact is written."""
+    """Returns what keeps finished steps until the artifact is written."""
     directory = job.options.progress / "steps"
     if job.options.restart:
         job.group.on_first(partial(shutil.rmtree, directory, ignore_errors=True))
@@ -157,10 +158,10 @@ def _steps(job: Job) -> Steps:
 def _solve(
     job: Job, changed: ChangedModel, observed: Observed, steps: Steps
 ) -> tuple[GoldenSet, tuple[Solution, Report] | None]:
-    """Computes golden records on every rank; scales and their report on rank 0 alone.
+    """Computes golden records, and on rank 0 the scales and their report.
 
-    Neither needs the other, so the other ranks compute golden records while rank 0 derives scales.
-    Raises GateError if the recipe costs more than the gate allows.
+    If there are other ranks, they compute the golden records while rank 0 derives scales. Raises
+    GateError if the recipe costs more than the gate allows.
     """
     prompts, group = job.inputs.prompts, job.group
     inputs = json.dumps(prompts)
@@ -174,7 +175,7 @@ def _solve(
             steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
         if group.rank != 0:
             return golden, None
-        solution = solve(job, changed, observed)
+        solution = solve(job, changed, observed, steps)
         return golden, (solution, report_on(job, solution, observed))
 
     golden, solved = group.attempt(work)

@@ -5,6 +5,7 @@ from typing import Any
 
 from calibrate.algorithms.apply import ChangedModel
 from calibrate.job import Job
+from calibrate.journal.steps import Steps
 from calibrate.observe.histogram import Histograms
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Outcome
@@ -33,11 +34,11 @@ class Solution:
     gate: Outcome | None = None
 
 
-def solve(job: Job, changed: ChangedModel, observed: Observed) -> Solution:
+def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> Solution:
     """Derives the scales of the recipe or, with a budget, of the recipe chosen to meet it.
 
     Judges the cost of that recipe by the gate. Scales that an algorithm fitted the weights to are
-    not derived again.
+    not derived again. Finished measurements are kept in `steps`, and not made again.
     """
     options, checkpoint, recipe = job.options, changed.checkpoint, job.options.recipe
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
@@ -55,6 +56,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed) -> Solution:
             unseen=options.gate is not None and options.budget is not None,
             dtype=job.dtype,
             device=job.device,
+            steps=steps,
             console=job.console,
         )
         if measures:

@@ -18,6 +18,7 @@ __all__ = [
     "ExportError",
     "FailureKind",
     "GateError",
+    "GpuError",
     "NeedsTokenizer",
     "NumericsError",
     "OctetError",
@@ -61,6 +62,10 @@ class ArtifactError(OctetError):
 
 class ExportError(OctetError):
     """An export that its target engine refuses, or whose logits are wrong."""
+
+
+class GpuError(OctetError):
+    """A GPU or its driver that failed while it computed."""
 
 
 class GateError(OctetError):

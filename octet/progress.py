@@ -18,6 +18,9 @@ from rich.text import Text
 
 __all__ = ["Bars", "Spread", "progress_bar", "progress_bars"]
 
+# Rich forgets steps after 30 s, and without two steps has no rate: a layer may take minutes.
+_RATE_PERIOD_S = 1e9
+
 
 class _Done(ProgressColumn):
     """Work done, work in all, and the rate, in `unit`s or, with "bytes", in kB, MB and so on."""
@@ -61,7 +64,10 @@ class Bars:
 def progress_bars(
     console: Console | None, unit: str = "tokens", *, transient: bool = False
 ) -> Iterator[Bars]:
-    """Yields bars that count `unit`s; `transient` ones disappear at the end."""
+    """Yields bars that count `unit`s; `transient` ones disappear at the end.
+
+    A bar's rate counts from its first update on, which may be of work kept from an earlier run.
+    """
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -69,8 +75,13 @@ def progress_bars(
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    hidden = console is None
-    with Progress(*columns, console=console, transient=transient, disable=hidden) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        transient=transient,
+        disable=console is None,
+        speed_estimate_period=_RATE_PERIOD_S,
+    ) as progress:
         yield Bars(progress)
 
 
@@ -83,10 +94,17 @@ def progress_bar(
     *,
     transient: bool = False,
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances one bar by a number of `unit`s."""
+    """Yields a function that advances one bar by a number of `unit`s.
+
+    An error that ends the work has `description` as a note.
+    """
     with progress_bars(console, unit, transient=transient) as bars:
         bars.update(description, 0, total)
-        yield lambda more: bars.advance(description, more)
+        try:
+            yield lambda more: bars.advance(description, more)
+        except Exception as error:
+            error.add_note(description)
+            raise
 
 
 class Spread:

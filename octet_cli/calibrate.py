@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from octet.artifacts.manifest import Manifest
-from octet.errors import ConfigError
+from octet.errors import ConfigError, GpuError
 from octet.interrupts import held_back
 from octet.limit import Limit
 from octet.recipe import KvCacheDtype, Recipe
@@ -150,7 +150,7 @@ def calibrate(
     fit_threads(None if restart else recorded_threads(options.progress))
     try:
         calibration = run(options, console=console_for(as_json))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GpuError):
         if options.progress.exists():
             print(f"kept {options.progress}: the same command continues there", file=sys.stderr)
         raise

@@ -16,14 +16,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octet.errors import ArtifactError, ConfigError, OctetError
+from octet.errors import ArtifactError, ConfigError, GpuError, OctetError
 
-__all__ = ["Group", "TorchGroup", "process_group", "require_agreement"]
+__all__ = ["Group", "TorchGroup", "gpu_failures", "process_group", "require_agreement"]
 
 # Rank 0 may search for a budget while the others wait. torchrun ends all ranks when one dies.
 _PATIENCE = timedelta(days=7)
 
 T = TypeVar("T")
+
+# How messages of CUDA's errors begin, from torch and from `octet.hardware.nvrtc.checked`.
+_CUDA_ERRORS = ("CUDA", "Unexpected error from cuda", "The NVIDIA driver")
+
+# What to do if ranks disagree on a fact, if that is not obvious.
+_REMEDIES = {
+    "device": "their results differ in the last bits; choose GPUs of one model with"
+    " CUDA_VISIBLE_DEVICES, or CPUs with the same instructions",
+}
 
 
 class Group:
@@ -94,7 +103,7 @@ class TorchGroup(Group):
         # One by one: the scales of a large FP4 model take many gigabytes.
         found = dict(arrays)
         for name, shape in self.gather({k: x.shape for k, x in arrays.items()})[0].items():
-            sent = np.require(found.get(name, np.empty(shape)), np.float32, ["C", "W"])
+            sent = np.require(found.get(name, np.empty(shape, np.float32)), np.float32, ["C", "W"])
             torch.distributed.broadcast(torch.from_numpy(sent), 0)
             found[name] = sent
         return found
@@ -139,6 +148,49 @@ def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
         gc.collect()
 
 
+@contextmanager
+def gpu_failures() -> Iterator[None]:
+    """Raises GpuError, with what to do, for an error of CUDA.
+
+    After one, cleaning up fails too: the first of the errors that led to the last is reported.
+    """
+    try:
+        yield
+    except Exception as last:
+        errors = list(_led_to(last))
+        found = [str(error) for error in errors if _is_of_cuda(error)]
+        if not found:
+            raise
+        what = found[-1].splitlines()[0].rstrip(".")
+        phases = [note for error in errors for note in getattr(error, "__notes__", ())]
+        raise GpuError(
+            f"{_gpu()} failed{f' in {phases[0]!r}' if phases else ''}: {what}. Finished work is"
+            " kept: give the same command again. If it fails again, look for ECC errors in"
+            " `nvidia-smi -q` and for Xid in `dmesg`, or give --device cpu --restart"
+        ) from last
+
+
+def _led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the one that was handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _is_of_cuda(error: BaseException) -> bool:
+    full = isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and not full and str(error).startswith(_CUDA_ERRORS)
+
+
+def _gpu() -> str:
+    """Names this process's GPU, as far as a GPU that has failed can be asked."""
+    try:
+        index = torch.cuda.current_device()
+        return f"GPU {index} ({torch.cuda.get_device_name(index)})"
+    except Exception:
+        return "the GPU"
+
+
 def require_agreement(group: Group, facts: Mapping[str, str]) -> None:
     """Raises ConfigError naming the first rank whose `facts` differ from rank 0's, and the fact."""
     first, *others = group.gather(dict(facts))
@@ -147,5 +199,5 @@ def require_agreement(group: Group, facts: Mapping[str, str]) -> None:
             if other.get(what) != value:
                 raise ConfigError(
                     f"rank {rank} has another {what} than rank 0 ({other.get(what)}, not {value}):"
-                    " every process must be given the same"
+                    f" {_REMEDIES.get(what, 'every process must be given the same')}"
                 )

@@ -11,7 +11,7 @@ from calibrate.decoder.arithmetic import bf16_matmuls
 from calibrate.samples.batches import Batch
 from octet.model.checkpoint import Checkpoint, sha256_file
 
-__all__ = ["THREADS", "arithmetic_of", "device_name", "run_identity"]
+__all__ = ["THREADS", "arithmetic_of", "device_name", "digest_of_batches", "run_identity"]
 
 THREADS = "number of torch threads"
 
@@ -34,14 +34,9 @@ def run_identity(
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
     if checkpoint.changes is not None:
         model.update(sha256_file(checkpoint.changes.path).encode())
-    samples = hashlib.sha256()
-    for batch in batches:
-        shape = tuple(batch.token_ids.shape)
-        samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
-        samples.update(batch.token_ids.numpy().tobytes())
     identity = {
         "model": model.hexdigest(),
-        "selection or length of samples": samples.hexdigest(),
+        "selection or length of samples": digest_of_batches(batches),
         "compute dtype": dtype,
         "device": device_name(device),
         "torch": torch.__version__,
@@ -54,6 +49,16 @@ def run_identity(
         if dtype == "bfloat16":
             identity["way to multiply BF16"] = bf16_matmuls()
     return identity
+
+
+def digest_of_batches(batches: Sequence[Batch]) -> str:
+    """Returns the SHA-256 of token ids, and of how they are batched."""
+    samples = hashlib.sha256()
+    for batch in batches:
+        shape = tuple(batch.token_ids.shape)
+        samples.update(repr((batch.chunk, batch.lengths, shape)).encode())
+        samples.update(batch.token_ids.numpy().tobytes())
+    return samples.hexdigest()
 
 
 def arithmetic_of(device: torch.device) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
     golden.json              what the step depends on, its result as text, the hash of its arrays
     golden.safetensors       its arrays, if it has any
+    0f3c.../lm_head.json     steps that depend on more, in a folder for all with the same inputs
 
 A record is moved into place after its arrays are on the disk. A step that depends on something else
 than the one that was kept is computed again, and replaces it.
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from calibrate.journal.activations import disk_error, flush
 from calibrate.journal.directory import altered, make_directory, read_json, write_json
@@ -22,23 +25,52 @@ from octet.errors import CheckpointError
 from octet.model.checkpoint import sha256_file
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["Kept", "Steps"]
+__all__ = ["NOT_KEPT", "Kept", "Steps"]
 
+T = TypeVar("T")
 Kept: TypeAlias = tuple[str, dict[str, NDArray[Any]]]  # the text and the arrays of a step
 
 
 class Steps:
-    """Results of steps in `directory`; `identity` is what all of them depend on."""
+    """Results of steps in `directory`; `identity` is what all of them depend on.
 
-    def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
+    Without a directory, nothing is kept.
+    """
+
+    def __init__(self, directory: Path | None, identity: Mapping[str, str]) -> None:
         self._directory, self._identity = directory, dict(identity)
+
+    def depending_on(self, *inputs: str) -> "Steps":
+        """Returns steps that depend on `inputs` too, and do not replace those of other inputs."""
+        text = json.dumps([self._identity, *inputs], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        directory = self._directory and self._directory / digest[:16]
+        return Steps(directory, {"shared inputs": digest})
+
+    def has(self, name: str) -> bool:
+        """Returns True if a step without inputs of its own was kept."""
+        return self.load(name) is not None
+
+    def once(self, name: str, kind: type[T], compute: Callable[[], T]) -> T:
+        """Returns the result of a step, a dataclass of plain data; computes it if none was kept.
+
+        Floats are kept exactly, NaN and infinity included.
+        """
+        adapter = TypeAdapter(kind)
+        if kept := self.load(name):
+            return adapter.validate_python(json.loads(kept[0]))
+        found = compute()
+        self.keep(name, text=json.dumps(adapter.dump_python(found)), arrays={})
+        return found
 
     def load(self, name: str, *inputs: str) -> Kept | None:
         """Returns the text and the arrays of a step; None if none was kept with these `inputs`.
 
         Raises ArtifactError if they were altered.
         """
-        record, arrays = self._paths(name)
+        if self._directory is None:
+            return None
+        record, arrays = self._paths(self._directory, name)
         if not record.exists():
             return None
         found = read_json(record)
@@ -54,7 +86,9 @@ class Steps:
 
     def keep(self, name: str, *inputs: str, text: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keeps a finished step; raises ArtifactError if it cannot be written."""
-        record, path = self._paths(name)
+        if self._directory is None:
+            return
+        record, path = self._paths(self._directory, name)
         make_directory(self._directory)
         temporary = path.with_name(f"{path.name}.partial")
         try:
@@ -73,5 +107,9 @@ class Steps:
         digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
         return self._identity | {"inputs": digest}
 
-    def _paths(self, name: str) -> tuple[Path, Path]:
-        return self._directory / f"{name}.json", self._directory / f"{name}.safetensors"
+    @staticmethod
+    def _paths(directory: Path, name: str) -> tuple[Path, Path]:
+        return directory / f"{name}.json", directory / f"{name}.safetensors"
+
+
+NOT_KEPT = Steps(None, {})

@@ -165,7 +165,7 @@ class _Sweep:
             self._finished, reached = journal.finished, journal.reached
             for index in range(self._finished):
                 histograms.update(journal.histograms(index, self._names[index]))
-                self._progress.step(self._my_tokens)
+            self._progress.step(self._finished * self._my_tokens)
             if self._finished == self._spec.layers:
                 return histograms
         self._check_space(reached)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from calibrate.journal.steps import NOT_KEPT, Steps
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.precision_levels import build_recipe
 from calibrate.quality.promotion import Promotion
@@ -85,24 +86,28 @@ def check_samples(limit: Limit, batches: Sequence[Batch]) -> None:
 
 
 def check_reachable(
-    model: Any, quantization: Quantization, limit: Limit, reference: Reference
+    model: Any,
+    quantization: Quantization,
+    limit: Limit,
+    reference: Reference,
+    steps: Steps = NOT_KEPT,
 ) -> None:
     """Raises ConfigError if no choice of weights can meet the limit.
 
     That is so if the cache alone is over it. Also raises ConfigError if there are too few samples
     to decide. Takes one forward pass, and another to report the cost of an E4M3 cache instead of
-    E5M2.
+    E5M2; what `steps` have is not measured again.
     """
     check_samples(limit, reference.batches)
     kv_cache = quantization.recipe.kv_cache
     if kv_cache == "float16":
         return
-    cost = _cache_alone(model, quantization, reference)
+    cost = _cache_alone(model, quantization, reference, steps)
     if limit.met(cost):
         return
     advice = "kv_cache: float16"
     if kv_cache == "e5m2":
-        less = _cache_alone(model, quantization.with_cache("e4m3"), reference)
+        less = _cache_alone(model, quantization.with_cache("e4m3"), reference, steps)
         advice = f"kv_cache: e4m3, which alone costs {limit.show(less)}, or float16"
     few = ""
     if limit.estimate(cost) <= limit.value:
@@ -122,15 +127,17 @@ def choose(
     *,
     evaluated_on: str,
     advance: Advance = lambda tokens: None,
+    steps: Steps = NOT_KEPT,
 ) -> Budget:
     """Promotes units greedily, to meet `limit` on the reference's batches with few bytes.
 
     `sensitivity` is that of `quantization`. `evaluated_on` names the text ("held-out
     samples"). `advance` receives the tokens of each pass; the number of passes is not known
-    beforehand. The scales of the result are `derive_scales` of its recipe.
+    beforehand. Each measurement is kept in `steps`, which depend on the quantization and the
+    reference, and is not made again. The scales of the result are `derive_scales` of its recipe.
     """
     recipe = quantization.recipe
-    search = Promotion(model, quantization, sensitivity, reference, advance)
+    search = Promotion(model, quantization, sensitivity, reference, advance, steps)
     cost = sensitivity.all
     curve = [_step(search, None, None, cost, limit)]
     while not limit.met(cost):
@@ -164,7 +171,13 @@ def _step(
     return Step(promoted, to, search.size_bytes(), cost.kl, cost.perplexity, limit.bound(cost))
 
 
-def _cache_alone(model: Any, quantization: Quantization, reference: Reference) -> Divergence:
+def _cache_alone(
+    model: Any, quantization: Quantization, reference: Reference, steps: Steps
+) -> Divergence:
     spec, kv_cache = quantization.checkpoint.spec, quantization.recipe.kv_cache
-    with simulate_modules(model, spec, {}, quantization.scales, kv_cache):
-        return reference.compare()
+
+    def measure() -> Divergence:
+        with simulate_modules(model, spec, {}, quantization.scales, kv_cache):
+            return reference.compare()
+
+    return steps.once(f"cache-{kv_cache}", Divergence, measure)

@@ -139,7 +139,6 @@ class Reference:
         states: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
         return states
 
-    @torch.inference_mode()
     def compare(
         self,
         *,
@@ -147,11 +146,24 @@ class Reference:
         states: Callable[[int], Tensor] | None = None,
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> Divergence:
-        """Runs one forward pass and compares it with the reference's output.
+        """Runs one forward pass and compares it with the reference's output, as `tally` does.
+
+        Raises NumericsError if a logit is NaN or Inf.
+        """
+        return self.tally(advance=advance, states=states, head=head).divergence()
+
+    @torch.inference_mode()
+    def tally(
+        self,
+        *,
+        advance: Advance = lambda tokens: None,
+        states: Callable[[int], Tensor] | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> "Tally":
+        """Runs one forward pass and compares each token with the reference's output.
 
         If given, `states(i)` supplies the last hidden states [tokens, H] of batch i instead, and
         `head` maps hidden states [n, H] to logits [n, V], both in float32.
-        Raises NumericsError if a logit is NaN or Inf.
         """
         found = Tally()
         for index, batch in enumerate(self.batches):
@@ -159,7 +171,7 @@ class Reference:
             rows = self._rows(self.hidden[index], now, head or self._logits)
             found.add(batch, rows)
             advance(batch.tokens)
-        return found.divergence()
+        return found
 
     def _logits(self, rows: Tensor) -> Tensor:
         return linear(rows, self.head)

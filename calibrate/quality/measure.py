@@ -1,5 +1,6 @@
 """Measures the cost of a recipe on held-out text, with the whole model in memory."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,10 @@ import torch
 from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype, apply_changes, load_model
+from calibrate.journal.identity import digest_of_batches, run_identity
+from calibrate.journal.steps import Steps
 from calibrate.quality.budget import check_reachable, choose
-from calibrate.quality.divergence import Reference, evaluation_batches
+from calibrate.quality.divergence import Divergence, Reference, evaluation_batches
 from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import (
     EMBEDDINGS,
@@ -21,6 +24,7 @@ from calibrate.quality.sensitivity import (
 from calibrate.samples.inputs import CALIBRATION, Inputs
 from calibrate.scales.derive import Quantization
 from calibrate.simulate.model import simulate
+from calibrate.simulate.scales import digest_of_scales
 from octet.limit import LEAST_SAMPLES, Limit
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
@@ -51,7 +55,8 @@ class Bench:
     """The whole model in memory, and its output on held-out text before its weights changed.
 
     All measurements use the text of `reference`. `unseen` is of other text, for judging a choice
-    that was made on the first; None if there is too little, or if it is not requested.
+    that was made on the first; None if there is too little, or if it is not requested. Finished
+    measurements are kept in `steps`.
     """
 
     def __init__(
@@ -62,10 +67,13 @@ class Bench:
         unseen: bool,
         dtype: ComputeDtype,
         device: torch.device,
+        steps: Steps,
         console: Console | None,
     ) -> None:
         self.checkpoint, self.dtype, self.console = checkpoint, dtype, console
         self.evaluated_on = inputs.evaluated_on
+        counts = run_identity(checkpoint, inputs.plan.batches, dtype, device)
+        self._steps = steps.depending_on(json.dumps(counts))
         self.model = load_model(checkpoint.unchanged(), dtype).to(device)
         batches = evaluation_batches(inputs.evaluation, _TOKENS)
         self.reference = Reference(self.model, checkpoint.spec, batches)
@@ -81,7 +89,21 @@ class Bench:
         """Measures the cost of each part alone."""
         tokens = _tokens_of(reference) * measurements(quantization)
         with progress_bar(self.console, "Sensitivity", tokens) as advance:
-            return measure_sensitivity(self.model, quantization, reference, advance=advance)
+            return measure_sensitivity(
+                self.model,
+                quantization,
+                reference,
+                advance=advance,
+                steps=self.steps(quantization, reference),
+            )
+
+    def steps(self, quantization: Quantization, reference: Reference) -> Steps:
+        """Returns what keeps the measurements of `quantization` against `reference`."""
+        return self._steps.depending_on(
+            quantization.recipe.model_dump_json(),
+            digest_of_scales(quantization.scales),
+            digest_of_batches(reference.batches),
+        )
 
 
 def _tokens_of(reference: Reference) -> int:
@@ -94,8 +116,9 @@ def measure_model(bench: Bench, quantization: Quantization, limit: Limit | None)
     The reference is the original model, even if the checkpoint has changed weights. Raises
     ConfigError if no choice of weights can meet the limit.
     """
+    steps = bench.steps(quantization, bench.reference)
     if limit is not None:
-        check_reachable(bench.model, quantization, limit, bench.reference)
+        check_reachable(bench.model, quantization, limit, bench.reference, steps)
     sensitivity = bench.sensitivity(quantization, bench.reference)
     measured = sensitivity.as_json() | {"evaluated_on": bench.evaluated_on}
     if limit is None:
@@ -109,6 +132,7 @@ def measure_model(bench: Bench, quantization: Quantization, limit: Limit | None)
             limit,
             bench.reference,
             evaluated_on=bench.evaluated_on,
+            steps=steps,
         )
     return Measured(budget.recipe, measured, budget.as_json())
 
@@ -128,12 +152,16 @@ def measure_gate(
         reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
     elif measured.chosen:
         caveat = "a budget chose its formats on them"
-    spec = bench.checkpoint.spec
-    with (
-        progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
-        simulate(bench.model, spec, quantization.recipe, quantization.scales),
-    ):
-        cost = reference.compare(advance=advance)
+
+    def simulated() -> Divergence:
+        spec = bench.checkpoint.spec
+        with (
+            progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
+            simulate(bench.model, spec, quantization.recipe, quantization.scales),
+        ):
+            return reference.compare(advance=advance)
+
+    cost = bench.steps(quantization, reference).once("gate", Divergence, simulated)
     outcome = gate.judge(cost, on, f"simulated in {bench.dtype}", caveat)
     known = None if measured.chosen else measured.sensitivity
     if outcome.met:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.journal.steps import Steps
 from calibrate.quality.divergence import Advance, Divergence, Reference
 from calibrate.quality.fused_units import Unit, find_units
 from calibrate.quality.precision_levels import Level, Pair, levels_above, total_bytes, weight_bytes
@@ -22,7 +23,10 @@ _LEAST_COST = 0.02
 
 
 class Promotion:
-    """Promotes units to a higher format, one after another; `levels` holds the promoted ones."""
+    """Promotes units to a higher format, one after another; `levels` holds the promoted ones.
+
+    `steps` keep the measurements, numbered: each follows from those before it, whatever the limit.
+    """
 
     def __init__(
         self,
@@ -31,12 +35,14 @@ class Promotion:
         sensitivity: Sensitivity,
         reference: Reference,
         advance: Advance,
+        steps: Steps,
     ) -> None:
         self._base, self._spec = quantization, quantization.checkpoint.spec
         self._recipe = quantization.recipe
         self.units = find_units(self._spec, self._recipe)
         self.levels: dict[str, Level] = {}  # by unit
         self._model, self._reference, self._advance = model, reference, advance
+        self._steps, self._measured = steps, 0
         self._scales: dict[str, Scales] = {"": quantization.scales}  # by level; "" is the recipe
         self._alone = {(u.name, ""): sensitivity.kl_of(u.name) for u in self.units}
 
@@ -104,6 +110,12 @@ class Promotion:
 
     def _measure(self, pairs: Mapping[str, Pair], level: str | None, *, cache: bool) -> Divergence:
         """Measures the model with those linears quantized; if `level` is None, each at its own."""
+        self._measured += 1
+        return self._steps.once(
+            f"budget-{self._measured}", Divergence, lambda: self._compare(pairs, level, cache=cache)
+        )
+
+    def _compare(self, pairs: Mapping[str, Pair], level: str | None, *, cache: bool) -> Divergence:
         scales: dict[str, NDArray[np.float32]] = {}
         for unit in self.units:
             own = self.levels.get(unit.name)

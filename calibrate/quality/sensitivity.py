@@ -12,7 +12,9 @@ Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,10 @@ from torch.nn.functional import embedding
 from calibrate.decoder.arithmetic import linear
 from calibrate.decoder.partial import Tail
 from calibrate.decoder.rounding import fake_quantize
+from calibrate.journal.steps import NOT_KEPT, Steps
 from calibrate.observe.histogram import SMALL
 from calibrate.quality.divergence import Advance, Divergence, Reference
-from calibrate.quality.fused_units import find_units, format_label, unit_weights
+from calibrate.quality.fused_units import Unit, find_units, format_label, unit_weights
 from calibrate.quality.sqnr import Noise
 from calibrate.scales.derive import Quantization
 from calibrate.scales.weights import scale_of_weight
@@ -45,6 +48,7 @@ __all__ = [
 ]
 
 EMBEDDINGS, HEAD, CACHE = "model.embed_tokens", "lm_head", "kv_cache"
+_ALL = "all"  # the step that measures everything together
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,13 @@ def measure_sensitivity(
     reference: Reference,
     *,
     advance: Advance = lambda tokens: None,
+    steps: Steps = NOT_KEPT,
 ) -> Sensitivity:
     """Measures every unit that the recipe quantizes, the cache, the embeddings and the head.
 
     Uses the reference's batches. The result is in the order of execution, with the cache last.
+    Each measurement is kept in `steps`, which depend on the quantization and the reference, and is
+    not made again.
     """
     checkpoint, recipe, scales = quantization.checkpoint, quantization.recipe, quantization.scales
     spec = checkpoint.spec
@@ -124,18 +131,17 @@ def measure_sensitivity(
 
         return reference.compare(advance=advance, states=states)
 
-    with simulate(model, spec, recipe, scales):
-        together = reference.compare(advance=advance, states=tail.states)
-    pair = (recipe.weights, recipe.activations)
-    embeddings = _embeddings(model, checkpoint, pair, reference, tail, advance)
-    cache = []
-    if recipe.kv_cache != "float16":
+    def together() -> Divergence:
+        with simulate(model, spec, recipe, scales):
+            return reference.compare(advance=advance, states=tail.states)
+
+    def cache() -> UnitSensitivity:
         noise = Noise(small)
         with simulate_modules(model, spec, {}, scales, recipe.kv_cache, watch=noise.watch):
             cost = compare(noise)
-        cache = [_result(CACHE, (), 0, recipe.kv_cache, cost, noise)]
-    units = []
-    for unit in find_units(spec, recipe):
+        return _result(CACHE, (), 0, recipe.kv_cache, cost, noise)
+
+    def alone(unit: Unit) -> UnitSensitivity:
         tail.move_to(unit.layer)
         schemes = module_schemes(spec, recipe, unit.names)
         weights = unit_weights(model, spec, unit)
@@ -149,9 +155,22 @@ def measure_sensitivity(
             noise.multiply(pairs)
             cost = compare(noise)
         label = format_label(schemes.values())
-        units.append(_result(unit.name, unit.names, unit.weights, label, cost, noise))
-    head = _head(checkpoint, pair, reference, advance)
-    return Sensitivity(together, (embeddings, *units, head, *cache))
+        return _result(unit.name, unit.names, unit.weights, label, cost, noise)
+
+    pair = (recipe.weights, recipe.activations)
+    units: dict[str, Callable[[], UnitSensitivity]] = {
+        EMBEDDINGS: lambda: _embeddings(model, checkpoint, pair, reference, tail, advance)
+    }
+    if recipe.kv_cache != "float16":
+        units[CACHE] = cache  # before `tail` moves
+    units |= {unit.name: partial(alone, unit) for unit in find_units(spec, recipe)}
+    units[HEAD] = lambda: _head(checkpoint, pair, reference, advance)
+    tokens = sum(batch.tokens for batch in reference.batches)
+    advance(tokens * sum(map(steps.has, (_ALL, *units))))  # at once, which a rate leaves out
+    everything = steps.once(_ALL, Divergence, together)
+    found = {name: steps.once(name, UnitSensitivity, measure) for name, measure in units.items()}
+    last = [found.pop(CACHE)] if CACHE in found else []
+    return Sensitivity(everything, (*found.values(), *last))
 
 
 def _embeddings(

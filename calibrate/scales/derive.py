@@ -1,5 +1,6 @@
 """Derives the scales of a recipe from weights and histograms; `real = stored * scale`."""
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from calibrate.decoder.weights import LayerWeights
 from calibrate.observe.histogram import Histogram
@@ -18,6 +20,7 @@ from octet.hardware.cores import usable_cores
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity
+from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
@@ -42,7 +45,6 @@ _WORTH_A_SCALE_DB = 1.0
 
 _FP8_CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3")
 
-_PART = 1 << 20  # elements checked at a time
 # Codes of infinity; those of NaN are larger, and those of finite values smaller, without the sign.
 _INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F800000)}
 
@@ -135,15 +137,33 @@ def _fitted_weight(
     return WeightScale(scale, scheme.format, float(sqnr_db), shared)
 
 
-def check_finite(checkpoint: Checkpoint) -> None:
-    """Raises NumericsError, naming the tensor, if one holds NaN or Inf."""
-    names = checkpoint.tensor_names
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        found = pool.map(lambda name: _is_finite(checkpoint.read(name)), names)
-        for name, finite in zip(names, found, strict=True):
-            if not finite:
-                scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
-            checkpoint.release()
+def check_finite(checkpoint: Checkpoint, console: Console | None = None) -> None:
+    """Raises NumericsError, naming the tensor, if one of the checkpoint's own holds NaN or Inf.
+
+    Reads each file once, and hashes it meanwhile: `checkpoint.weight_hashes` need not read it.
+    """
+    bad: set[str] = set()
+    stopped = threading.Event()
+
+    def inspect(name: str, part: Tensor) -> None:
+        if stopped.is_set():
+            raise InterruptedError
+        if not _is_finite(part):
+            bad.add(name)
+
+    size = sum(len(shard.contents) for shard in checkpoint.shards)
+    with (
+        progress_bar(console, "Reading weights", size, "bytes") as advance,
+        ThreadPoolExecutor(usable_cores()) as pool,
+    ):
+        try:
+            list(pool.map(lambda shard: shard.scan(inspect, advance), checkpoint.shards))
+        except BaseException:  # Ctrl-C: the pool waits for its threads
+            stopped.set()
+            raise
+    for name in checkpoint.tensor_names:
+        if name in bad:
+            scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
 
 
 def check_alive(
@@ -250,15 +270,12 @@ def scales_in_use(
     return used
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Checks a part at a time: embeddings in float32 would be the largest tensor in memory."""
-    codes = tensor.codes.reshape(-1)
-    parts = (codes[start : start + _PART] for start in range(0, codes.size, _PART))
-    if tensor.dtype not in _INFINITY:
-        return all(np.isfinite(Tensor(tensor.dtype, part).float32()).all() for part in parts)
-    unsigned, infinity = _INFINITY[tensor.dtype]
+def _is_finite(part: Tensor) -> bool:
+    if part.dtype not in _INFINITY:
+        return bool(np.isfinite(part.float32()).all())
+    unsigned, infinity = _INFINITY[part.dtype]
     magnitude = np.iinfo(unsigned).max >> 1
-    return all(int((part.view(unsigned) & magnitude).max()) < infinity for part in parts)
+    return int((part.codes.view(unsigned) & magnitude).max()) < infinity
 
 
 def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:

@@ -6,7 +6,6 @@ prompt of each serving path, with a range (`octet.proof.expected_range`). `hypot
 log-probabilities of the reference's likeliest tokens, at every position, for every scenario.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,16 @@ from torch import Tensor
 
 from calibrate.decoder.weights import LayerWeights
 from calibrate.journal.distributed import Group
-from calibrate.journal.steps import Kept, Steps
+from calibrate.journal.steps import NOT_KEPT, Kept, Steps
 from calibrate.simulate.run import Answers, Weights, simulated
-from calibrate.simulate.scales import Scales
+from calibrate.simulate.scales import Scales, digest_of_scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from calibrate.simulate.schedule import shares
 from octet.artifacts.golden import POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
-from octet.progress import progress_bar
+from octet.progress import Spread, progress_bar
 from octet.proof.expected_range import expectations
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
@@ -114,7 +113,7 @@ def expected_divergence(
     *,
     device: torch.device | str = "cpu",
     layers: LayerWeights | None = None,
-    steps: Steps | None = None,
+    steps: Steps = NOT_KEPT,
     group: Group | None = None,
     console: Console | None = None,
 ) -> Prediction | None:
@@ -131,10 +130,10 @@ def expected_divergence(
     chosen = scenarios_of(checkpoint.spec, recipe, scales)
     names = {scenario: f"prediction-{number}" for number, scenario in enumerate(chosen)}
     found = _Found(recipe, golden)
-    inputs = (recipe.model_dump_json(), golden.model_dump_json(), _digest(scales))
+    inputs = (recipe.model_dump_json(), golden.model_dump_json(), digest_of_scales(scales))
 
     def kept() -> list[Kept]:
-        loaded = [steps.load(name, *inputs) for name in names.values()] if steps else []
+        loaded = [steps.load(name, *inputs) for name in names.values()]
         return [step for step in loaded if step is not None]
 
     for step in group.on_first(kept):
@@ -145,6 +144,8 @@ def expected_divergence(
     def work() -> list[Kept]:
         made = []
         with progress_bar(console, "Expected divergence", tokens) as advance:
+            progress = Spread(advance, tokens, tokens * (len(chosen) - len(left) + len(mine)))
+            progress.step(tokens * (len(chosen) - len(left)))
             for together in simulated(
                 checkpoint,
                 recipe,
@@ -153,25 +154,17 @@ def expected_divergence(
                 mine,
                 device=device,
                 layers=layers,
-                advance=advance,
+                advance=lambda more: progress.step(more * len(mine)),
             ):
                 text, arrays = found.add(together)
                 made.append((text, arrays))
-                if steps is not None:
-                    steps.keep(names[together[0].scenario], *inputs, text=text, arrays=arrays)
+                steps.keep(names[together[0].scenario], *inputs, text=text, arrays=arrays)
         return made
 
     for rank, made in enumerate(group.gather(group.attempt(work))):
         for step in made if rank != group.rank else ():
             found.restore(*step)
     return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
-
-
-def _digest(scales: Scales) -> str:
-    digest = hashlib.sha256()
-    for name, scale in sorted(scales.items()):
-        digest.update(f"{name} {scale.shape} ".encode() + np.ascontiguousarray(scale).tobytes())
-    return digest.hexdigest()
 
 
 class _Found:

@@ -1,5 +1,6 @@
-"""Types shared by the parts of a simulation: scales, scales on a device, and the watch callback."""
+"""Shared by the parts of a simulation: scales, on a device and as a digest; the watch callback."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -8,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["DeviceScales", "Scales", "Watch"]
+__all__ = ["DeviceScales", "Scales", "Watch", "digest_of_scales"]
 
 Scales: TypeAlias = Mapping[str, NDArray[np.float32]]  # keyed as in `octet.artifacts.calibration`
 
@@ -16,6 +17,14 @@ Scales: TypeAlias = Mapping[str, NDArray[np.float32]]  # keyed as in `octet.arti
 # `octet.artifacts.calibration`. x is [B, T, ...] of a batch, or, for an expert, [n, K] of the
 # tokens `index` among B * T.
 Watch: TypeAlias = Callable[[str, Tensor, Tensor, Tensor | None], None]
+
+
+def digest_of_scales(scales: Scales) -> str:
+    """Returns the SHA-256 of names, shapes and values."""
+    digest = hashlib.sha256()
+    for name, scale in sorted(scales.items()):
+        digest.update(f"{name} {scale.shape} ".encode() + np.ascontiguousarray(scale).tobytes())
+    return digest.hexdigest()
 
 
 class DeviceScales:

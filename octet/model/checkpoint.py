@@ -112,10 +112,9 @@ class Checkpoint:
 
     @cached_property
     def _weight_digests(self) -> dict[str, tuple[str, str | None]]:
-        paths = [self.path / "config.json", *(shard.path for shard in self.shards)]
-        with ThreadPoolExecutor(min(len(paths), usable_cores())) as pool:  # hashing frees the GIL
-            found = pool.map(file_digests, paths)
-            return dict(zip((path.name for path in paths), found, strict=True))
+        with ThreadPoolExecutor(usable_cores()) as pool:  # hashing frees the GIL
+            found = pool.map(lambda shard: (shard.path.name, shard.digests), self.shards)
+            return {"config.json": file_digests(self.path / "config.json"), **dict(found)}
 
     @property
     def weight_hashes(self) -> dict[str, str]:

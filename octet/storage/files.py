@@ -7,6 +7,8 @@ as reliably; it does not detect deliberate forgery. It needs the optional `xxhas
 
 import hashlib
 import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -56,15 +58,28 @@ def xxh3() -> Digest | None:
     return _Xxh3(xxhash.xxh3_128())
 
 
-def file_digests(path: Path) -> tuple[str, str | None]:
-    """Reads a file once; returns its SHA-256 and its XXH3-128 (None without `xxhash`)."""
+def file_digests(
+    path: Path,
+    inspect: Callable[[int, memoryview], None] = lambda offset, part: None,
+    cuts: Sequence[int] = (),
+) -> tuple[str, str | None]:
+    """Reads a file once; returns its SHA-256 and its XXH3-128 (None without `xxhash`).
+
+    Calls `inspect` with the offset and the bytes of each part. A new part begins at every offset in
+    `cuts`, which ascend, and 1 MiB after the last one began.
+    """
     sha256, fast = hashlib.sha256(), xxh3()
     buffer = memoryview(bytearray(_PART))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            sha256.update(buffer[:size])
-            if fast is not None:
-                fast.update(buffer[:size])
+    offset = 0
+    with path.open("rb") as file:
+        for cut in (*cuts, sys.maxsize):
+            while size := file.readinto(buffer[: min(_PART, cut - offset)]):
+                part = buffer[:size]
+                sha256.update(part)
+                if fast is not None:
+                    fast.update(part)
+                inspect(offset, part)
+                offset += size
     return sha256.hexdigest(), None if fast is None else fast.hexdigest()
 
 

@@ -83,13 +83,14 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
 
 
 def _check(path: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    for name, entry in entries.items():
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.dtype not in CONTAINERS:
             raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {entry.dtype}")
         expected = nbytes_of(entry.dtype, entry.shape)
-        if entry.start < base or entry.stop - entry.start != expected:
+        if entry.start != end or entry.stop - entry.start != expected:
             raise CheckpointError(f"{path}: tensor {name} does not fit its shape {entry.shape}")
-    end = max((entry.stop for entry in entries.values()), default=base)
+        end = entry.stop
     if end != size:
         raise CheckpointError(
             f"{path}: the header describes {end} bytes, the file has {size}:"

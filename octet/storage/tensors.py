@@ -6,6 +6,7 @@ tensor here is a dtype tag and an array of codes: uint16 for BF16, uint8 for FP8
 
 import hashlib
 import mmap
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from octet.errors import CheckpointError
 from octet.numerics import formats
 from octet.numerics.bits import bf16_to_float32
+from octet.storage.files import file_digests
 from octet.storage.tensor_header import CONTAINERS, Entry, encode_header, nbytes_of, read_header
 
 __all__ = [
@@ -100,6 +102,7 @@ class TensorFile:
         self.metadata = metadata or {}  # texts that the writer put into the header
         self._entries = entries
         self._buffer = buffer
+        self._digests: tuple[str, str | None] | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -130,6 +133,31 @@ class TensorFile:
     def contents(self) -> memoryview:
         """The whole mapped file."""
         return memoryview(self._buffer)
+
+    @property
+    def digests(self) -> tuple[str, str | None]:
+        """SHA-256 and XXH3-128 (None without `xxhash`) of the file, which is read once for them."""
+        if self._digests is None:
+            self._digests = file_digests(self.path)
+        return self._digests
+
+    def scan(self, inspect: Callable[[str, Tensor], None], advance: Callable[[int], None]) -> None:
+        """Reads the file once for its `digests`, and calls `inspect` with parts of its tensors.
+
+        A part is one-dimensional, and valid only during the call. `advance` receives numbers of
+        bytes, which add up to the file's size.
+        """
+        tensors = sorted(self._entries.items(), key=lambda item: (item[1].start, item[1].stop))
+        starts = [entry.start for _, entry in tensors]
+
+        def inspect_part(offset: int, part: memoryview) -> None:
+            at = bisect(starts, offset) - 1
+            if at >= 0:  # after the header
+                name, entry = tensors[at]
+                inspect(name, Tensor(entry.dtype, np.frombuffer(part, CONTAINERS[entry.dtype])))
+            advance(len(part))
+
+        self._digests = file_digests(self.path, inspect_part, starts)
 
     def read(self, name: str) -> Tensor:
         """Returns the tensor, as a read-only view of the mapped file."""

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from calibrate.decoder.layers import LayeredModel
+from calibrate.observe.counting_cpu import CpuCounter
 from calibrate.options import Options
 from calibrate.pipeline import run
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
@@ -25,6 +28,7 @@ from octet.errors import (
     ArtifactError,
     CheckpointError,
     ConfigError,
+    GpuError,
     NumericsError,
     OctetError,
     SampleError,
@@ -146,6 +150,7 @@ def test_reports_progress_tensors_and_warnings(
     )
     assert result.manifest.model.name == "served-name"
     text = stream.getvalue()
+    assert "Reading weights" in text
     assert "tokens/s" in text
     assert "lowest SQNR" in text
     expected = ExpectedSet.load(tmp_path / "out")
@@ -283,6 +288,52 @@ def test_after_a_signal_the_same_command_continues(
     assert again.returncode == 0, again.stderr
     assert ("continuing from" in again.stderr) == bool(kept)
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("stage", "most"), [("Calibrating", 16), ("Golden records", 32)])
+def test_after_a_gpu_failed_the_same_run_continues(
+    tiny_model: Path,
+    tiny_samples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    most: int,
+) -> None:
+    def fail(what: str) -> NoReturn:
+        raise torch.AcceleratorError(f"CUDA error: {what}\nCUDA kernel errors might be reported")
+
+    forward, calls = LayeredModel.forward, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > most:  # 16 batches in each of two layers
+            fail("an illegal memory access was encountered")
+        return forward(*args, **kwargs)
+
+    options = Options(
+        model=tiny_model,
+        samples=tiny_samples,
+        out=tmp_path / "out",
+        recipe=FP8,
+        count=128,
+        predict=False,
+    )
+    with monkeypatch.context() as broken:
+        broken.setattr(LayeredModel, "forward", failing)
+        broken.setattr(CpuCounter, "close", lambda _: calls > most and fail("cleaning up"))
+        with pytest.raises(GpuError) as error:
+            run(options)
+    assert str(error.value).startswith(
+        f"the GPU failed in '{stage}': CUDA error: an illegal memory access was encountered."
+        " Finished work is kept: give the same command again."
+    )
+    assert "\n" not in str(error.value)
+    assert (tmp_path / "out.progress" / "layers" / "layer-000.json").exists()
+    stream = io.StringIO()
+    run(options, console=Console(file=stream, width=120))
+    assert "continuing from" in stream.getvalue()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_refuses_a_recipe_that_leaves_nothing_to_quantize(

@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from calibrate.journal.distributed import Group, process_group, require_agreement
+from calibrate.journal.identity import run_identity
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ConfigError
+from octet.model.checkpoint import Checkpoint
 from tests.calibrate.runs import batches_of, run, save_counts, with_code
 from tests.models import write_model
 
@@ -108,3 +111,23 @@ def test_the_rank_that_differs_is_named() -> None:
     require_agreement(Group(), {"samples": "a"})
     with pytest.raises(ConfigError, match=r"rank 2 has another samples than rank 0 \(b, not a\)"):
         require_agreement(Three(), {"model": "m", "samples": "a"})
+
+
+def test_ranks_on_different_gpus_are_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Two(Group):
+        world = 2
+
+        def gather(self, item: dict[str, str]) -> list[dict[str, str]]:
+            monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100")
+            return [item, run_identity(checkpoint, (), "bfloat16", torch.device("cuda", 1))]
+
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
+    facts = run_identity(checkpoint, (), "bfloat16", torch.device("cuda", 0))
+    expected = (
+        r"rank 1 has another device than rank 0 \(NVIDIA A100, not NVIDIA H100\): .*GPUs of one"
+    )
+    with pytest.raises(ConfigError, match=expected) as error:
+        require_agreement(Two(), facts)
+    assert "\n" not in str(error.value)

@@ -122,7 +122,7 @@ def test_too_small_a_disk_is_refused_before_the_work(
         )
         with pytest.raises(ArtifactError, match=needs):
             run(llama, advance=told.append, **place)
-        assert told == []
+        assert sum(told) == 0
 
 
 def test_a_place_to_spill_that_cannot_be_made_is_named(llama: Path, tmp_path: Path) -> None:

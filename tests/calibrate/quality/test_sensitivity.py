@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from calibrate.decoder.partial import Tail
+from calibrate.journal.steps import Steps
 from calibrate.observe.histogram import SMALL
 from calibrate.quality.divergence import Reference
 from calibrate.quality.sensitivity import Sensitivity, measure_sensitivity, measurements
@@ -146,6 +147,26 @@ def test_every_preset_can_be_measured_and_the_model_is_as_before(preset: str, be
     assert data["tokens"] == tokens and data["samples"] == 8
     assert data["all"]["kl"] == found.all.kl
     assert len(data["units"]) == len(found.units)
+
+
+def test_the_progress_of_a_continued_measurement_counts_what_was_kept_at_once(
+    bench: Bench, static: Sensitivity, tmp_path: Path
+) -> None:
+    recipe, steps = recipe_with("fp8-static", kv_cache="e4m3"), Steps(tmp_path, {})
+    tokens = sum(batch.tokens for batch in bench.batches)
+    done: list[int] = []
+
+    def interrupt(more: int) -> None:
+        done.append(more)
+        if sum(done) > 7.5 * tokens:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(bench, recipe, advance=interrupt, steps=steps)
+    done = []
+    assert measure(bench, recipe, advance=done.append, steps=steps) == static
+    assert done[0] == 7 * tokens
+    assert sum(done) == tokens * measurements(bench.quantization(recipe))
 
 
 def test_the_rest_of_a_model_is_the_model(bench: Bench) -> None:

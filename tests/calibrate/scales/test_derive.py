@@ -1,5 +1,7 @@
 """Scales follow the recipe: shapes, sharing, and the cache's rules."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.derive import (
     check_alive,
+    check_finite,
     derive_scales,
     input_scales,
     kv_scale,
@@ -19,7 +22,9 @@ from octet.errors import ConfigError, NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, scaling
 from octet.recipe import PRESETS, Override, Recipe, TensorScheme
+from octet.storage.tensors import write_tensors
 from tests.calibrate.contents import count_reference
+from tests.calibrate.runs import with_code
 
 
 def histogram_of(*values: float) -> Histogram:
@@ -255,3 +260,26 @@ def test_scales_of_every_cache_come_with_any(kv_cache: Any, checkpoint: Checkpoi
     more = kv_scales(checkpoint, recipe, histograms)
     assert more.keys() - scales.keys() == {f"{x}.q_scale_e4m3" for x in layers}
     assert more[f"{layers[1]}.q_scale_e4m3"] == 1.0
+
+
+def test_weights_are_read_once_to_be_checked_and_hashed(tiny_model: Path, tmp_path: Path) -> None:
+    expected = Checkpoint.open(tiny_model).weight_hashes
+    copy = Checkpoint.open(shutil.copytree(tiny_model, tmp_path / "model"))
+    name = "model.norm.weight"
+    write_tensors(tmp_path / "changes", {name: copy.read(name)})
+    changed = copy.with_changes(tmp_path / "changes")
+    check_finite(copy)
+    for shard in copy.shards:
+        shard.path.unlink()
+    assert copy.weight_hashes == changed.weight_hashes == expected
+
+
+@pytest.mark.parametrize("code", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
+def test_the_last_element_of_a_large_tensor_is_checked(
+    tiny_model: Path, tmp_path: Path, code: int
+) -> None:
+    name = "model.embed_tokens.weight"
+    broken = with_code(tiny_model, tmp_path / "broken", name, (-1, -1), code)
+    assert broken.read(name).codes.nbytes > 1 << 20
+    with pytest.raises(NumericsError, match=name):
+        check_finite(broken)

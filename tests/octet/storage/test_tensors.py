@@ -1,5 +1,6 @@
 """Safetensors files: equal to the reference library's, and strict about damage."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,7 @@ def test_a_truncated_file_is_refused_by_name(good: Path, keep: int) -> None:
     ("old", "new"),
     [
         (b'"shape":[64,64]', b'"shape":[64,63]'),
+        (b'"data_offsets":[0,16384]', b'"data_offsets":[3,16387]'),  # overlaps the next tensor
         (b'"dtype":"F32"', b'"dtype":"Q32"'),
         (b'"a":{', b'"a":['),
         (b'"data_offsets"', b'"data_offsetz"'),
@@ -86,3 +88,26 @@ def test_trailing_bytes_are_refused(good: Path) -> None:
     good.write_bytes(good.read_bytes() + b"x")
     with pytest.raises(CheckpointError, match="truncated or altered"):
         TensorFile.open(good)
+
+
+def test_a_scan_hashes_the_file_and_passes_all_of_each_tensor(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "odd": Tensor("U8", rng.integers(0, 256, 3, np.uint8)),
+        "large": Tensor("BF16", rng.integers(0, 1 << 16, (3, 250_001), np.uint16)),
+        "scalar": Tensor.of(np.array(3.0, np.float32)),
+        "empty": Tensor.of(np.zeros(0, np.float32)),
+        "last": Tensor("BF16", rng.integers(0, 1 << 16, 5, np.uint16)),
+    }
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, tensors)
+    content, file = path.read_bytes(), TensorFile.open(path)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in tensors}
+    read: list[int] = []
+    file.scan(lambda name, part: found[name].append(part.codes.copy()), read.append)
+    assert sum(read) == len(content)
+    assert len(found["large"]) > 1 and found.pop("empty") == []
+    for name, parts in found.items():
+        np.testing.assert_array_equal(np.concatenate(parts), tensors[name].codes.reshape(-1))
+    path.unlink()  # the digests are known
+    assert file.digests[0] == hashlib.sha256(content).hexdigest()

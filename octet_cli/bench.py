@@ -1,10 +1,13 @@
 """`octet bench`: the speed of several servers under the same load, beside their quality."""
 
 import json
+import shlex
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +33,8 @@ def bench(
         list[str],
         typer.Argument(
             metavar="TARGET TARGET...",
-            help="Running servers, as http://host:port\\[/model]; the first is compared with.",
+            help="Running servers, as http://host:port\\[/model], or checkpoints that vLLM is"
+            " started on; the first is compared with.",
         ),
     ],
     tokenizer: Annotated[
@@ -53,8 +57,15 @@ def bench(
         int, typer.Option(min=1, help="Requests of a run, for each that is sent at a time.")
     ] = 8,
     vllm: Annotated[
-        str, typer.Option(metavar="COMMAND", help="The vllm whose `bench serve` makes the load.")
+        str,
+        typer.Option(
+            metavar="COMMAND", help="The vllm that makes the load and serves checkpoints."
+        ),
     ] = "vllm",
+    vllm_options: Annotated[
+        str,
+        typer.Option(help="For each server that is started, such as '--max-model-len 8192'."),
+    ] = "",
     samples: Annotated[
         Path | None, typer.Option(help="Held-out texts: measures quality too, as `evaluate` does.")
     ] = None,
@@ -81,11 +92,11 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of several running servers under the same load, in alternating rounds, and quality.
+    """Speed of several servers under the same load, in alternating rounds, and quality.
 
-    Start the servers yourself (`octet serve DIR`, `vllm serve DIR`), all of them at once.
+    All servers run at once: checkpoints share the GPU's memory equally.
     """
-    _require_servers(targets)
+    _require_targets(targets)
     tokenizer = _require_tokenizer(tokenizer, reference)
     if samples is not None and not samples.exists():
         raise ConfigError(f"{samples}: no such file or directory")
@@ -103,19 +114,17 @@ def bench(
     from verify.bench.load import Place
     from verify.bench.machine import kv_capacity
     from verify.bench.rounds import Plan, measure
-    from verify.evaluation.targets.server import Server
 
-    servers = [Server(name, api_key_env=api_key_env) for name in targets]
-    _require_context(servers, matrix)
     secret = key_in(api_key_env)
     key = None if secret is None else secret.get_secret_value()
-    places = [
-        Place(one.name, one.url, one.model, one.identity.get("owned_by") == "vllm")
-        for one in servers
-    ]
-    plan = Plan(places, [one.identity for one in servers], matrix, rounds, requests)
     generator = Generator(vllm, tokenizer, key)
-    with _kept(out):
+    with _kept(out), _opened(targets, vllm, vllm_options, out, api_key_env) as servers:
+        _require_context(servers, matrix)
+        places = [
+            Place(one.name, one.url, one.model, one.identity.get("owned_by") == "vllm")
+            for one in servers
+        ]
+        plan = Plan(places, [one.identity for one in servers], matrix, rounds, requests)
         comparison = None
         if samples is not None:
             answers = None if out is None else out / "answers"
@@ -129,7 +138,8 @@ def bench(
                 out=out,
                 advance=lambda done, total: bars.update("bench", done, total),
             )
-    result = summarise(plan, runs, [kv_capacity(one.url, key) for one in servers], comparison)
+        capacities = [kv_capacity(one.url, key) for one in servers]
+    result = summarise(plan, runs, capacities, comparison)
     if html is not None:
         from verify.bench.html import write_page
 
@@ -142,15 +152,47 @@ def bench(
         standard_output().print(render(result))
 
 
-def _require_servers(targets: list[str]) -> None:
+def _require_targets(targets: list[str]) -> None:
     if len(targets) < 2:
         raise ConfigError(f"{targets[0]}: a comparison needs two servers or more: give another")
     for target in targets:
-        if not target.startswith(("http://", "https://")):
+        if not _is_url(target) and not (Path(target) / "config.json").is_file():
             raise ConfigError(
-                f"{target}: not a server's URL; start the server (`octet serve` or `vllm serve`)"
-                " and give http://host:port"
+                f"{target}: neither a server's URL (http://host:port) nor a checkpoint (no"
+                " config.json there); start other kinds of artifacts yourself: `octet serve DIR`"
             )
+
+
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+@contextmanager
+def _opened(
+    targets: list[str], vllm: str, options: str, out: Path | None, api_key_env: str | None
+) -> "Iterator[list[Server]]":
+    """Opens the servers, and starts vLLM on checkpoints, one after the other."""
+    from serve.vllm_server import VllmServer
+    from verify.evaluation.targets.server import Server
+
+    count = sum(not _is_url(target) for target in targets)
+    share = ["--gpu-memory-utilization", f"{0.9 / max(count, 1):.3f}", *shlex.split(options)]
+    with ExitStack() as stack:
+        logs = out or Path(mkdtemp(prefix="octet-bench-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        if out is None:  # the log of a server that failed stays
+            stack.push(lambda kind, *_: shutil.rmtree(logs) if kind is None else None)
+        servers = []
+        for number, target in enumerate(targets, start=1):
+            if _is_url(target):
+                servers.append(Server(target, api_key_env=api_key_env))
+                continue
+            note(f"starting vLLM on {target}")
+            log = logs / f"target{number}.log"
+            server = VllmServer(Path(target), log=log, command=vllm, options=share)
+            stack.enter_context(server)
+            servers.append(Server(server.url, name=target))
+        yield servers
 
 
 def _require_tokenizer(tokenizer: Path | None, reference: Path | None) -> Path:

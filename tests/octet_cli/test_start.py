@@ -68,7 +68,7 @@ REFUSED = {
     "evaluate plain --samples texts.jsonl": "plain: not a Hugging Face checkpoint",
     "evaluate plain --reference absent --samples texts.jsonl": "absent: no such file or directory",
     "bench http://127.0.0.1:9": "http://127.0.0.1:9: a comparison needs two servers or more",
-    "bench plain http://127.0.0.1:9": "plain: not a server's URL; start the server",
+    "bench plain http://127.0.0.1:9": "plain: neither a server's URL",
     "bench http://127.0.0.1:9 http://127.0.0.1:9": "prompts need the model's tokenizer: give --tok",
     "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer absent": ABSENT,
     "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer plain": "plain: has no tokenizer.json",

@@ -1,5 +1,6 @@
 """Measures the GPUs of this machine during a run, and asks a server for its KV-cache capacity."""
 
+import os
 import socket
 import threading
 import time
@@ -64,7 +65,7 @@ def watched() -> Iterator[Watch | None]:
         return
     watch, stop = Watch(), threading.Event()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in _visible(pynvml)}
         thread = threading.Thread(target=_sample, args=(pynvml, handles, watch, stop), daemon=True)
         thread.start()
         try:
@@ -76,9 +77,18 @@ def watched() -> Iterator[Watch | None]:
         pynvml.nvmlShutdown()
 
 
-def _sample(pynvml: Any, handles: list[Any], watch: Watch, stop: threading.Event) -> None:
+def _visible(pynvml: Any) -> list[int]:
+    """Returns the numbers of the GPUs that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    every = range(pynvml.nvmlDeviceGetCount())
+    if all(one.strip().isdecimal() for one in chosen):
+        return [i for i in every if i in map(int, chosen)]
+    return list(every)
+
+
+def _sample(pynvml: Any, handles: dict[int, Any], watch: Watch, stop: threading.Event) -> None:
     while not stop.wait(_EVERY_S):
-        for index, handle in enumerate(handles):
+        for index, handle in handles.items():
             try:
                 used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
             except pynvml.NVMLError:

@@ -74,6 +74,12 @@ def test_gpus_are_sampled_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         while len(watch.samples) < 4:
             time.sleep(0.01)
     assert watch.between(start, time.time()) == [Gpu(0, 100, 250.0), Gpu(1, 101, 250.0)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # another user has GPU 0
+    with watched() as watch:
+        assert watch is not None
+        while len(watch.samples) < 4:
+            time.sleep(0.01)
+    assert watch.between(start, time.time()) == [Gpu(1, 101, 250.0)]
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

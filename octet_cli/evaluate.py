@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from verify.evaluation.scores import Evaluation
     from verify.evaluation.target import ServedTarget
 
-__all__ = ["evaluate"]
+__all__ = ["TOP_K", "evaluate", "note", "require_room", "standard_output"]
 
 _PIPE = 200  # columns of a table that is written to a pipe
 TOP_K = 20  # the most that vLLM returns by default
@@ -88,7 +88,7 @@ def evaluate(
         raise ConfigError(
             f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
         )
-    _require_room(out, html)
+    require_room(out, html)
 
     from verify.evaluation.evaluator import evaluate as score
     from verify.evaluation.lm_eval import Harness
@@ -114,7 +114,7 @@ def evaluate(
         k = min([top_k, *vocabularies])
         with _kept(out), progress_bars(console, transient=True) as bars:
             evaluation = score(
-                opened, origin, sequences, k=k, out=out, advance=bars.update, note=_note
+                opened, origin, sequences, k=k, out=out, advance=bars.update, note=note
             )
         _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
     figures, failure = _tasks(harness, servers)
@@ -123,7 +123,7 @@ def evaluate(
         raise failure
 
 
-def _require_room(out: Path | None, html: Path | None) -> None:
+def require_room(out: Path | None, html: Path | None) -> None:
     """Raises ConfigError if --out or --html cannot be written; called before hours of work."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
@@ -163,7 +163,7 @@ def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> None:
     if html is not None:
         _write_page(html, evaluation, result)
     if not as_json:
-        _standard_output().print(render(result))
+        standard_output().print(render(result))
 
 
 def _report(
@@ -191,7 +191,7 @@ def _report(
     if as_json:
         print(json.dumps(data))
     elif any(figures):
-        console = _standard_output()
+        console = standard_output()
         for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
             console.print(line, soft_wrap=True)
         console.print(*render_tasks(figures))
@@ -203,13 +203,13 @@ def _write_page(html: Path, evaluation: "Evaluation", result: "Comparison") -> N
     write_page(html, evaluation, result)
 
 
-def _standard_output() -> Console:
+def standard_output() -> Console:
     """Returns a console for standard output; in a pipe, wide enough for long names."""
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, markup=False, width=_PIPE if free else None)
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
     Console(stderr=True, highlight=False, markup=False).print(f"note: {line}", soft_wrap=True)
 
 
@@ -226,5 +226,5 @@ def _kept(out: Path | None) -> Iterator[None]:
     except RequestError as error:
         raise BackendError(f"{error}; {hint}", kind="failed") from None
     except KeyboardInterrupt:
-        _note(hint)
+        note(hint)
         raise

@@ -14,11 +14,13 @@ import typer
 from octet import __version__
 from octet.errors import OctetError
 from octet.hardware.cores import wait_briefly
+from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
 from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
+from octet_cli.prewarm import prewarm
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -36,6 +38,8 @@ app.add_typer(export, name="export")
 app.command("build-engine")(build_engine)
 app.command()(verify)
 app.command()(evaluate)
+app.command()(bench)
+app.command()(prewarm)
 app.command()(serve)
 app.add_typer(keys, name="keys")
 

@@ -67,6 +67,20 @@ REFUSED = {
     "evaluate plain --samples absent": "absent: no such file or directory",
     "evaluate plain --samples texts.jsonl": "plain: not a Hugging Face checkpoint",
     "evaluate plain --reference absent --samples texts.jsonl": "absent: no such file or directory",
+    "bench http://127.0.0.1:9": "http://127.0.0.1:9: a comparison needs two servers or more",
+    "bench plain http://127.0.0.1:9": "plain: neither a server's URL",
+    "bench http://127.0.0.1:9 http://127.0.0.1:9": "prompts need the model's tokenizer: give --tok",
+    "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer absent": ABSENT,
+    "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer plain": "plain: has no tokenizer.json",
+    "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer model --samples absent": (
+        "absent: no such file or directory"
+    ),
+    "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer model --load 16": (
+        "--load 16: write CONCURRENCYxINPUTxOUTPUT"
+    ),
+    "bench http://127.0.0.1:9 http://127.0.0.1:9 --tokenizer model --vllm absent": (
+        "--vllm absent: no such command"
+    ),
     "export checkpoint absent -o out": ABSENT,
     "export checkpoint plain -o out": NO_ARTIFACT,
     "export checkpoint newer -o out": NEWER,

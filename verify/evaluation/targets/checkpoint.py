@@ -84,12 +84,14 @@ class CheckpointTarget:
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
         model = load_model(self.checkpoint, self.dtype)
+        device = _device(model)
+        model = model.to(device)
         names = [str(index) for index in range(len(samples))]
         for batch in make_batches(samples, names, batch_size=self._batch_size):
             with torch.inference_mode():
-                logits = model(batch.token_ids, use_cache=False).logits
+                logits = model(batch.token_ids.to(device), use_cache=False).logits
             for row, ids, size, name in zip(
-                logits, batch.token_ids, batch.lengths, batch.origins, strict=True
+                logits, batch.token_ids.to(device), batch.lengths, batch.origins, strict=True
             ):
                 yield int(name), self._answer(row[: size - 1], ids[1:size], k)
 
@@ -101,10 +103,19 @@ class CheckpointTarget:
             logprobs = logits[start : start + rows].float().log_softmax(-1)
             chosen = logprobs.gather(1, following[start : start + rows, None])[:, 0]
             top = logprobs.topk(k, dim=1)
-            parts.append((chosen.numpy(), top.indices.int().numpy(), top.values.numpy()))
+            found = (chosen, top.indices.int(), top.values)
+            parts.append(tuple(tensor.cpu().numpy() for tensor in found))
         answer = Answer(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
         if not answer.finite:
             raise NumericsError(
                 f"{self.name}: NaN or Inf in its logits, from NaN or Inf in weights"
             )
         return answer
+
+
+def _device(model: Any) -> torch.device:
+    """Chooses the GPU if there is one that has memory for the weights twice over."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    wanted = 2 * sum(x.numel() * x.element_size() for x in model.parameters())
+    return torch.device("cuda" if torch.cuda.mem_get_info()[0] > wanted else "cpu")

@@ -26,12 +26,21 @@ class Server:
     vocabulary: int | None = None
     lasting = False
 
-    def __init__(self, url: str, *, api_key_env: str | None = None, concurrency: int = 4) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        api_key_env: str | None = None,
+        concurrency: int = 4,
+    ) -> None:
         """Queries the server for its models.
 
+        `name` stands for the URL, in reports too, of a server that was started on another port
+        before.
         Raises ConfigError for an invalid URL, BackendUnavailable if nothing answers there.
         """
-        self.name = url
+        self.name = name or url
         parts = urlsplit(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         try:
@@ -48,7 +57,8 @@ class Server:
         self.longest: int | None = length - 1 if isinstance(length, int) else None
         kept = ("id", "root", "max_model_len", "owned_by")
         reported = {key: str(said[key]) for key in kept if said.get(key) is not None}
-        self.identity: Mapping[str, str] = {"url": self.url, **reported, **self._version()}
+        place = {"url": self.url} if name is None else {}
+        self.identity: Mapping[str, str] = {**place, **reported, **self._version()}
 
     def encode(self, text: str) -> list[int] | None:
         """Tokenizes by vLLM's /tokenize; None for a server without it.

@@ -1,0 +1,61 @@
+"""`octet prewarm`: fills the kernel caches of a machine, so that vLLM starts in seconds there."""
+
+import json
+import shlex
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Annotated
+
+import typer
+
+from octet_cli.options import Json
+
+__all__ = ["prewarm"]
+
+
+def prewarm(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="What `octet export checkpoint` wrote, or another checkpoint.")
+    ],
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the caches (default: where vLLM keeps them, in $HOME)."),
+    ] = None,
+    vllm: Annotated[
+        str, typer.Option(metavar="COMMAND", help="The vllm that will serve it.")
+    ] = "vllm",
+    vllm_options: Annotated[
+        str,
+        typer.Option(help="The options it will be served with, such as '--max-model-len 8192'."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Compile what vLLM needs to serve a checkpoint on this machine, before it is needed.
+
+    Starts vLLM, generates a few tokens, and stops it. The next start with the same options, vLLM
+    and kind of GPU finds the compiled kernels. With --cache, the directory can be a volume, or be
+    copied to machines of the same kind.
+    """
+    from serve.vllm_server import VllmServer, cache_variables, complete
+
+    variables = {} if cache is None else cache_variables(cache.resolve())
+    log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
+    started = time.monotonic()
+    with VllmServer(
+        checkpoint, log=log, command=vllm, options=shlex.split(vllm_options), environment=variables
+    ) as server:
+        ready = time.monotonic()
+        complete(server)
+        first = time.monotonic()
+    log.unlink()
+    log.parent.rmdir()
+    seconds = {"ready_s": ready - started, "first_answer_s": first - started}
+    if as_json:
+        print(json.dumps({**seconds, "environment": variables}))
+        return
+    print(f"ready after {seconds['ready_s']:.0f} s, first answer after {first - started:.0f} s")
+    if variables:
+        print("start vLLM with these environment variables, or copy the directory:")
+        for name, value in variables.items():
+            print(f"  {name}={value}")

@@ -1,0 +1,120 @@
+"""Starting vLLM on a checkpoint, with a stand-in for its command (integration has the real one)."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.errors import BackendError, ConfigError
+from octet.model.checkpoint import Checkpoint
+from octet.recipe import Recipe
+from serve.vllm_server import VllmServer
+from tests.layout import ROOT
+
+# Writes how it was started; then is healthy, or ends as $FAULT says, or when its parent is gone.
+COMMAND = """#!{python} -S
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+with open({calls!r}, "w") as file:
+    json.dump({{"words": sys.argv[1:], "pid": os.getpid(), "hub": os.environ.get("HUB")}}, file)
+if "--fault" in sys.argv:
+    print("ValueError: no such cache")
+    print("RuntimeError: Engine core initialization failed. See root cause above.")
+    sys.exit(1)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> str:
+    path = tmp_path / "vllm"
+    path.write_text(COMMAND.format(python=sys.executable, calls=str(tmp_path / "calls")))
+    path.chmod(0o755)
+    return str(path)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_it_runs_as_long_as_the_block(checkpoint: Path, command: str, tmp_path: Path) -> None:
+    options = {"command": command, "options": ["--seed", "1"], "environment": {"HUB": "off"}}
+    with VllmServer(checkpoint, log=tmp_path / "log", **options) as server:  # type: ignore[arg-type]
+        call = json.loads((tmp_path / "calls").read_text())
+        assert call["words"][:2] == ["serve", str(checkpoint)] and call["hub"] == "off"
+        assert call["words"][-2:] == ["--seed", "1"] and server.url.endswith(
+            call["words"][call["words"].index("--port") + 1]
+        )
+        assert alive(call["pid"])
+    assert not alive(call["pid"])
+
+
+def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path: Path) -> None:
+    with write_artifact(tmp_path / "export") as writer:
+        (writer.path / "config.json").write_text("{}")
+        details = {"serve_with": "--kv-cache-dtype fp8_e5m2", "tensor_parallel": 2}
+        writer.finish(
+            Manifest(
+                kind="checkpoint",
+                model=ModelIdentity.of(Checkpoint.open(tiny_model), "mine"),
+                recipe=Recipe.load("fp8"),
+                details=details,
+                software=software(),
+            )
+        )
+    with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
+        words = " ".join(json.loads((tmp_path / "calls").read_text())["words"])
+    assert words.endswith(
+        "--kv-cache-dtype fp8_e5m2 --tensor-parallel-size 2 --served-model-name mine"
+    )
+
+
+def test_one_that_ends_is_reported_with_the_cause_in_its_log(
+    checkpoint: Path, command: str, tmp_path: Path
+) -> None:
+    server = VllmServer(checkpoint, log=tmp_path / "log", command=command, options=["--fault"])
+    with pytest.raises(BackendError, match="code 1 before it was ready: ValueError: no such cache"):
+        server.__enter__()
+
+
+def test_what_cannot_start_is_refused(checkpoint: Path, command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        VllmServer(tmp_path, log=tmp_path / "log", command=command)
+    with pytest.raises(ConfigError, match="no such command"):
+        VllmServer(checkpoint, log=tmp_path / "log", command=str(tmp_path / "missing"))
+
+
+def test_it_ends_with_a_parent_that_is_killed(
+    checkpoint: Path, command: str, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys, pathlib; from serve.vllm_server import VllmServer\n"
+        f"with VllmServer(pathlib.Path({str(checkpoint)!r}), log=pathlib.Path(os.devnull),"
+        f" command={command!r}):\n    os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, check=False)
+    pid = json.loads((tmp_path / "calls").read_text())["pid"]
+    deadline = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

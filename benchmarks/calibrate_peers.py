@@ -27,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flows", default=",".join(FLOWS), help="what to compare, by commas")
     parser.add_argument("--flow", choices=FLOWS, help="run this one, to --out, and end")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--output", type=Path)
@@ -34,10 +35,10 @@ def main() -> None:
     if options.flow:
         FLOWS[options.flow](options.model, options.out)
         return
-    times: dict[str, list[float]] = {name: [] for name in FLOWS}
+    times: dict[str, list[float]] = {name: [] for name in options.flows.split(",")}
     sizes: dict[str, float] = {}
     for _ in range(options.rounds):
-        for name in FLOWS:
+        for name in times:
             with tempfile.TemporaryDirectory(prefix="octet-", dir=options.model.parent) as where:
                 out = Path(where) / "out"
                 command = [sys.executable, __file__, "--model", str(options.model)]

@@ -180,8 +180,8 @@ def _opened(
     with ExitStack() as stack:
         logs = out or Path(mkdtemp(prefix="octet-bench-"))
         logs.mkdir(parents=True, exist_ok=True)
-        if out is None:  # the log of a server that failed stays
-            stack.push(lambda kind, *_: shutil.rmtree(logs) if kind is None else None)
+        if out is None:
+            stack.push(lambda kind, *_: _discard(logs, failed=kind is not None))
         servers = []
         for number, target in enumerate(targets, start=1):
             if _is_url(target):
@@ -193,6 +193,12 @@ def _opened(
             stack.enter_context(server)
             servers.append(Server(server.url, name=target))
         yield servers
+
+
+def _discard(logs: Path, *, failed: bool) -> None:
+    """Removes the servers' logs, unless they say what failed."""
+    if not failed or not any(logs.iterdir()):
+        shutil.rmtree(logs)
 
 
 def _require_tokenizer(tokenizer: Path | None, reference: Path | None) -> Path:

@@ -9,7 +9,7 @@ step reads (all linear layers and the head; the keys and values of every request
 bandwidth that a copy reaches on this GPU. The load generator is vLLM's, in this process.
 
     python benchmarks/recipe_grid.py make --model DIR --work DIR
-    python benchmarks/recipe_grid.py run --model DIR --work DIR --output FILE [--only bf16,fp8]
+    python benchmarks/recipe_grid.py run --model DIR --work DIR --output FILE [--only bf16:auto,fp8]
 
 `make` writes the artifacts and needs no vLLM; `run` needs vLLM 0.24 to 0.26, on a GPU whose memory
 holds all servers.
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("command", choices=("make", "run"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--only", default="bf16," + ",".join(RECIPES), help="rows, by commas")
-    parser.add_argument("--caches", default=",".join(CACHES), help="columns, by commas")
+    default = "bf16," + ",".join(RECIPES)
+    parser.add_argument("--only", default=default, help="rows by commas, or cells: bf16:auto")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=2, help="of a run, for each client")
@@ -69,9 +69,18 @@ def main() -> None:
         run(options)
 
 
+def cells_of(text: str) -> list[tuple[str, str]]:
+    """Parses `fp8,bf16:auto` into (row, cache); a row without a cache has all."""
+    cells = []
+    for item in text.split(","):
+        row, _, cache = item.partition(":")
+        cells += [(row, one) for one in ([cache] if cache else CACHES)]
+    return cells
+
+
 def make(options: argparse.Namespace) -> None:
     """Calibrates and exports each recipe, all at once, and scores the unquantized model."""
-    recipes = [name for name in options.only.split(",") if name != "bf16"]
+    recipes = {row for row, _ in cells_of(options.only)} - {"bf16"}
     with ThreadPoolExecutor() as executor:
         list(executor.map(lambda recipe: make_recipe(recipe, options), recipes))
     origin = open_target(str(options.model), None, 1)
@@ -139,9 +148,8 @@ class InProcess(Generator):
 
 def run(options: argparse.Namespace) -> None:
     started = time.monotonic()
-    cells = [(row, cache) for row in options.only.split(",") for cache in options.caches.split(",")]
     with ExitStack() as stack:
-        servers = start(cells, options, stack)
+        servers = start(cells_of(options.only), options, stack)
         print(f"{len(servers)} servers after {time.monotonic() - started:.0f} s", flush=True)
         figures(servers, options)
 

@@ -1,6 +1,6 @@
 """Trains a reference model from the text of the installed Python packages, in minutes on one GPU.
 
-    python examples/reference/train.py dense OUT     # Qwen3 shape, 316 M parameters
+    python examples/reference/train.py dense OUT     # Qwen3 shape, 259 M parameters
     python examples/reference/train.py moe OUT       # Qwen3-MoE shape, 8 experts, 2 a token
 
 Writes a checkpoint with its tokenizer, `samples/calibration.jsonl` and `samples/heldout.jsonl`, and
@@ -63,8 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 18,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 128,
     },
     "moe": {
@@ -104,6 +104,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.compile = options.compile and device.type == "cuda"
     torch.manual_seed(options.seed)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # also while the compiler forks
 
     started = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:

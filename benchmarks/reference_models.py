@@ -112,7 +112,9 @@ def parse_arguments() -> argparse.Namespace:
         try:
             missing = subprocess.run([options.modelopt_python, "-c", check], check=False).returncode
         except OSError as error:
-            raise SystemExit(f"--modelopt-python {options.modelopt_python}: {error.strerror}")
+            raise SystemExit(
+                f"--modelopt-python {options.modelopt_python}: {error.strerror}"
+            ) from None
         if missing:
             raise SystemExit(
                 f"{options.modelopt_python} has no modelopt: install nvidia-modelopt, give the"
@@ -237,9 +239,7 @@ def rounding(model: Any, simulator: LayerSimulator, cache: KvCacheDtype) -> Iter
         for index in range(simulator.spec.layers):
             layer = model.get_submodule(simulator.spec.layer(index))
             how = CacheRounding(cache, own=False)
-            stack.enter_context(
-                simulator.rounding(layer, index, simulator.of_layer(index), how)
-            )
+            stack.enter_context(simulator.rounding(layer, index, simulator.of_layer(index), how))
         yield
 
 

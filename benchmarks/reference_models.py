@@ -9,7 +9,8 @@ precision, ours are measured once more with the same linears.
 
 Intervals are of 95 %, over samples. Changes of the loss are compared pair by pair in nats a token;
 those of the perplexity are their exponentials. Ours is worse only if the interval of the difference
-is above zero. Of 20 comparisons without any difference, one interval excludes zero by chance.
+is above zero; that of the KL divergence shows much smaller differences. Of 20 comparisons without
+any difference, one interval excludes zero by chance.
 
 The rounding errors of one choice of scales are one draw. So `fp8-static` is also measured with its
 static scales multiplied by random factors from 1 to 2 (`--draws`), which give the grids another
@@ -52,6 +53,8 @@ from calibrate.simulate.model import LayerSimulator, Schemes, module_schemes, re
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
+from octet.numerics import scaling
+from octet.numerics.formats import E4M3
 from octet.recipe import PRESETS, KvCacheDtype
 from octet.statistics import interval
 from verify.evaluation.targets.checkpoint import CheckpointTarget
@@ -333,6 +336,7 @@ def measure_theirs(bench: Bench, ours: Ours, config: str, peer: Peer) -> None:
         beside = bench.measure(same)
     bench.measure(theirs, beside=beside)
     if config == "FP8_DEFAULT_CFG":  # which of the scales makes a difference, if one does
+        bench.measure(fused(theirs, bench.spec), beside=beside)
         inputs = {key: scale for key, scale in theirs.scales.items() if "input" in key}
         name = "octet fp8-static, modelopt's activation scales"
         mixed = replace(ours.served.only(linears, name), scales={**ours.served.scales, **inputs})
@@ -352,6 +356,7 @@ def exported(path: Path, config: str, ours: Served) -> Served:
         if weight is None or written.dtype(f"{name}.weight") in ("BF16", "F16", "F32"):
             continue
         weights[name] = weight
+        scales[f"{name}.weight_scale"] = written.values(f"{name}.weight_scale")
         scales.pop(f"{name}.input_scale", None)
         if f"{name}.input_scale" in written:
             kind = "input_global_scale" if inputs.two_level else "input_scale"
@@ -359,6 +364,26 @@ def exported(path: Path, config: str, ours: Served) -> Served:
             scales[f"{name}.{kind}"] = np.asarray(given.reshape(()), np.float32)
     written.release()
     return Served(f"modelopt {config}", {n: ours.schemes[n] for n in weights}, scales, weights)
+
+
+def fused(served: Served, spec: ModelSpec) -> Served:
+    """Returns an FP8 export as vLLM 0.32 computes it: q, k and v share a scale, and gate and up.
+
+    ModelOpt stores one for each. vLLM decodes them to FP16 and quantizes them again with the
+    largest (`requantize_with_max_scale`). The experts' gate and up share one in the export.
+    """
+    assert served.weights is not None
+    groups: dict[str, list[str]] = {}
+    for linear in spec.linears():
+        if linear.name in served.weights and ".experts." not in linear.name:
+            groups.setdefault(linear.input, []).append(linear.name)
+    weights = dict(served.weights)
+    for names in groups.values():
+        largest = max(served.scales[f"{name}.weight_scale"].reshape(()) for name in names)
+        for name in names if len(names) > 1 else ():
+            decoded = weights[name].astype(np.float16).astype(np.float32)
+            weights[name] = scaling.fake_quantize(decoded, largest, E4M3, scaling.TENSOR)
+    return replace(served, name=f"{served.name}, as vLLM fuses it", weights=weights)
 
 
 def counted(spec: ModelSpec, schemes: Schemes) -> dict[str, str]:
@@ -396,13 +421,16 @@ def figures(sums: Sums, perplexity: float, kl_p90: float) -> dict[str, Any]:
 
 
 def difference(ours: Sums | None, theirs: Sums) -> dict[str, Any]:
-    """Returns our change of the loss minus theirs, in nats a token, paired by sample."""
+    """Returns our change of the loss, and our KL, minus theirs: nats a token, paired by sample."""
     keys = ("ours minus this, nats", "low", "high", "ours worse")
+    keys += ("ours minus this, kl", "kl diff low", "kl diff high", "ours worse by kl")
     if ours is None:
         return dict.fromkeys(keys)
     used = ours.predicted > 0
-    found = interval((ours.change - theirs.change)[used], ours.predicted[used])
-    return dict(zip(keys, (found.mean, found.low, found.high, found.low > 0), strict=True))
+    loss = interval((ours.change - theirs.change)[used], ours.predicted[used])
+    kl = interval(ours.kl - theirs.kl, ours.tokens)
+    found = [x for one in (loss, kl) for x in (one.mean, one.low, one.high, one.low > 0)]
+    return dict(zip(keys, found, strict=True))
 
 
 def training_facts(model: Path) -> dict[str, Any] | None:

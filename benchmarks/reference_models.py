@@ -87,7 +87,7 @@ def main() -> None:
             count=COUNT,
             out=scratch / "calibration",
             recipe=PRESETS["fp8"],
-            device=device.type,
+            device="cuda" if device.type == "cuda" else "cpu",
             predict=False,
         )
         rows = calibration_rows(checkpoint, sampling)
@@ -422,8 +422,10 @@ def figures(sums: Sums, perplexity: float, kl_p90: float) -> dict[str, Any]:
 
 def difference(ours: Sums | None, theirs: Sums) -> dict[str, Any]:
     """Returns our change of the loss, and our KL, minus theirs: nats a token, paired by sample."""
-    keys = ("ours minus this, nats", "low", "high", "ours worse")
-    keys += ("ours minus this, kl", "kl diff low", "kl diff high", "ours worse by kl")
+    keys = (
+        *("ours minus this, nats", "low", "high", "ours worse"),
+        *("ours minus this, kl", "kl diff low", "kl diff high", "ours worse by kl"),
+    )
     if ours is None:
         return dict.fromkeys(keys)
     used = ours.predicted > 0

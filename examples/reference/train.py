@@ -1,15 +1,16 @@
 """Trains a reference model from the text of the installed Python packages, in minutes on one GPU.
 
-    python examples/reference/train.py dense OUT     # Qwen3 shape, 316 M parameters
+    python examples/reference/train.py dense OUT     # Qwen3 shape, 184 M parameters
     python examples/reference/train.py moe OUT       # Qwen3-MoE shape, 8 experts, 2 a token
 
 Writes a checkpoint with its tokenizer, `samples/calibration.jsonl` and `samples/heldout.jsonl`, and
 `training.json` with seeds, hashes and figures. Whole packages are held out, so held-out text is of
-authors that training has not seen. Training ends after `--minutes`, and the learning rate follows
-the clock. The last fifth of the time uses sequences of 8,192 tokens, the rest 2,048.
+authors that training has not seen. Everything together takes `--minutes`, and the learning rate
+follows the clock. The last tenth of the training uses sequences of 8,192 tokens, the rest 1,024.
 
-Weights are BF16, with FP32 copies that AdamW updates. The result depends on the installed packages,
-the seed and the speed of the machine.
+Weights are BF16, with FP32 copies that AdamW updates. On a GPU the layers and the loss are compiled
+while other threads read the text. The result depends on the installed packages, the seed and the
+speed of the machine.
 """
 
 import argparse
@@ -28,15 +29,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 SUFFIXES = {".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cpp"}
 SEPARATOR = "<|endoftext|>"  # id 0
-CONTEXT, SHORT = 8192, 2048
+CONTEXT, SHORT = 8192, 1024
+WINDOW = 2048  # tokens, of the held-out perplexity and of the statistics of activations
+AROUND_S = 45  # seconds of the time for starting Python, measuring and saving
 HELD_OUT = 0.03  # share of the bytes, in whole packages
 SAMPLES = {"calibration": (512, 3_000), "heldout": (288, 4_000)}  # texts, characters of each
 LONG_SAMPLES, LONG_CHARACTERS = 16, 40_000  # among them, of the held-out ones
@@ -57,9 +62,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "hidden_size": 1024,
         "intermediate_size": 3072,
-        "num_hidden_layers": 18,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 128,
     },
     "moe": {
@@ -87,32 +92,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=6.0, help="of optimization")
+    parser.add_argument("--minutes", type=float, default=8.0, help="from start to end")
     parser.add_argument("--megabytes", type=int, default=500, help="of text, at most")
-    parser.add_argument("--batch", type=int, default=16, help="sequences of 2,048 tokens at a time")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of 1,024 tokens at a time")
     parser.add_argument("--accumulate", type=int, default=2, help="batches a step")
+    parser.add_argument("--layers", type=int, help="of the model; fewer read more tokens")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options.compile = options.compile and device.type == "cuda"
     torch.manual_seed(options.seed)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # also while the compiler forks
 
     started = time.perf_counter()
-    packages = read_packages(options.megabytes << 20)
-    held_out = choose_held_out(packages, options.seed)
-    texts = {
-        part: [text for name in sorted(packages) if (name in held_out) == out
-               for text in packages[name]]
-        for part, out in (("training", False), ("held out", True))
-    }  # fmt: skip
-    tokenizer = train_tokenizer(texts["training"], 4096 if options.tiny else 32_000, options.seed)
-    streams = {part: encode(tokenizer, found).to(device) for part, found in texts.items()}
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(prepare, options)
+        model = build(options).to(device, torch.bfloat16)
+        compiled = warm_up(model, options, device) if options.compile else "no"
+        tokenizer, texts, held_out, streams = preparing.result()
+    streams = {part: found.to(device) for part, found in streams.items()}
     prepared = time.perf_counter() - started
     say(f"{len(streams['training']):,} tokens in {prepared:.0f} s")
 
-    model = build(options, tokenizer.get_vocab_size()).to(device, torch.bfloat16)
-    history, tokens, trained = train(model, streams["training"], options)
+    ends = started + 60 * options.minutes - (0 if options.tiny else AROUND_S)
+    history, tokens, trained = train(model, streams["training"], options, ends)
+    set_compiled(model, False)  # evaluation has other shapes
     perplexity, scored = held_out_perplexity(model, streams["held out"])
     before = activations(model, streams["held out"])
     folded = max(before["hidden states"]) < MASSIVE
@@ -139,7 +146,12 @@ def main() -> None:
         "largest over median magnitude": before,
         "outliers folded in": folded,
         "largest over median magnitude, as saved": activations(model, streams["held out"]),
-        "seconds": {"text and tokenizer": prepared, "training": trained},
+        "compiled": compiled,
+        "seconds": {
+            "text, tokenizer, compilation": prepared,
+            "training": trained,
+            "everything": time.perf_counter() - started,
+        },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "versions": {
             "python": platform.python_version(),
@@ -158,6 +170,28 @@ def main() -> None:
 
 def say(line: str) -> None:
     print(line, flush=True)
+
+
+def prepare(
+    options: argparse.Namespace,
+) -> tuple[Tokenizer, dict[str, list[str]], set[str], dict[str, Tensor]]:
+    """Returns the tokenizer, the texts by part, the packages held out, and the tokens by part."""
+    packages = read_packages(options.megabytes << 20)
+    held_out = choose_held_out(packages, options.seed)
+    texts = {
+        part: [text for name in sorted(packages) if (name in held_out) == out
+               for text in packages[name]]
+        for part, out in (("training", False), ("held out", True))
+    }  # fmt: skip
+    for part, found in texts.items():
+        if not found:
+            raise SystemExit(f"no {part} text in {sysconfig.get_path('purelib')}: install packages")
+    tokenizer = train_tokenizer(texts["training"], vocabulary(options), options.seed)
+    return tokenizer, texts, held_out, {part: encode(tokenizer, x) for part, x in texts.items()}
+
+
+def vocabulary(options: argparse.Namespace) -> int:
+    return 4096 if options.tiny else 32_000
 
 
 def read_packages(most: int) -> dict[str, list[str]]:
@@ -259,11 +293,12 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).long()
 
 
-def build(options: argparse.Namespace, vocabulary: int) -> Any:
+def build(options: argparse.Namespace) -> Any:
     """Builds the model with fresh weights of standard deviation 0.02."""
     shape = SHAPES[options.model] | COMMON | (TINY if options.tiny else {})
     kind = shape.pop("model_type")
-    config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **shape)
+    shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
+    config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary(options), **shape)
     if options.model == "moe" and torch.cuda.is_available():
         try:  # one GEMM for all experts; other versions of transformers loop over them
             return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
@@ -272,26 +307,99 @@ def build(options: argparse.Namespace, vocabulary: int) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def batches(stream: Tensor, options: argparse.Namespace) -> Iterator[tuple[Tensor, float]]:
-    """Yields (token ids [B, T], share of the time that has passed) until the time is over.
+def lengths(options: argparse.Namespace) -> tuple[int, int]:
+    """Returns the length of sequences for most of the time, and at the end."""
+    return (128, 128) if options.tiny else (SHORT, CONTEXT)
+
+
+def batches(
+    stream: Tensor, options: argparse.Namespace, ends: float
+) -> Iterator[tuple[Tensor, float]]:
+    """Yields (token ids [B, T], share of the time that has passed) until the clock is at `ends`.
 
     Sequences start anywhere, so attention crosses the borders of documents.
     """
     began = time.perf_counter()
+    seconds = max(5.0, ends - began)
     generator = torch.Generator().manual_seed(options.seed)
-    short = min(SHORT, 128) if options.tiny else SHORT
-    while (now := (time.perf_counter() - began) / (60 * options.minutes)) < 1:
-        length = short if now < 0.8 or options.tiny else CONTEXT
+    short, long = lengths(options)
+    while (now := (time.perf_counter() - began) / seconds) < 1:
+        length = short if now < 0.9 else long
         count = max(1, options.batch * short // length)
         starts = torch.randint(len(stream) - length, (count,), generator=generator)
         rows = starts[:, None] + torch.arange(length)
         yield stream[rows.to(stream.device)], now
 
 
+def loss_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the cross-entropy of ids [B, T] in nats, and what training minimizes.
+
+    The two differ for a mixture of experts, whose router also has to use all of them.
+    """
+    config = model.config
+    experts = getattr(config, "num_experts", 0)
+    extra = {"output_router_logits": True} if experts else {}
+    found = model.model(input_ids=ids, use_cache=False, **extra)
+    head = compiled_cross_entropy if getattr(model, "compiled", False) else cross_entropy
+    loss = head(found.last_hidden_state, model.lm_head.weight, ids)
+    if not experts:
+        return loss, loss
+    balance = load_balancing_loss_func(found.router_logits, experts, config.num_experts_per_tok)
+    return loss, loss + config.router_aux_loss_coef * balance
+
+
+def cross_entropy(hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
+    """Returns the loss [] of hidden states [B, T, H]; compiled, the logits stay in BF16."""
+    logits = F.linear(hidden[:, :-1].flatten(0, 1), head)
+    return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
+
+
+compiled_cross_entropy = torch.compile(cross_entropy, dynamic=False)
+
+
+def set_compiled(model: Any, compiled: bool) -> None:
+    """Compiles each decoder layer when it next runs, or stops using what was compiled.
+
+    All layers share their compiled code. In a mixture of experts, the router stays as it is,
+    because transformers takes its logits from there.
+    """
+    model.compiled = compiled
+    for layer in model.model.layers:
+        parts = [layer]
+        if hasattr(layer.mlp, "experts"):
+            norms = (layer.input_layernorm, layer.post_attention_layernorm)
+            parts = [*norms, layer.self_attn, layer.mlp.experts]
+        for part in parts:
+            if compiled:
+                part.compile(dynamic=False)
+            else:
+                part._compiled_call_impl = None
+
+
+def warm_up(model: Any, options: argparse.Namespace, device: torch.device) -> str:
+    """Compiles for both lengths; returns "yes", or why the model runs without compilation."""
+    began = time.perf_counter()
+    set_compiled(model, True)
+    model.train()
+    try:
+        for length in lengths(options):
+            count = max(1, options.batch * lengths(options)[0] // length)
+            ids = torch.randint(vocabulary(options), (count, length), device=device)
+            loss_of(model, ids)[1].backward()
+        torch.cuda.synchronize()
+        found = "yes"
+    except Exception as error:  # whatever the compiler meets, the model can do without it
+        set_compiled(model, False)
+        found = f"no: {type(error).__name__}: {error}"[:300]
+    model.zero_grad(set_to_none=True)
+    say(f"compiled: {found} ({time.perf_counter() - began:.0f} s)")
+    return found
+
+
 def train(
-    model: Any, stream: Tensor, options: argparse.Namespace
+    model: Any, stream: Tensor, options: argparse.Namespace, ends: float
 ) -> tuple[list[dict[str, float]], int, float]:
-    """Trains until the time is over; returns the log, the tokens and the seconds it took."""
+    """Trains until the clock is at `ends`; returns the log, the tokens and the seconds it took."""
     model.train()
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().float()) for weight in weights]
@@ -304,11 +412,9 @@ def train(
     history: list[dict[str, float]] = []
     began = mark = time.perf_counter()
     tokens = marked = step = 0
-    moe = options.model == "moe"
-    for number, (ids, now) in enumerate(batches(stream, options), start=1):
-        extra = {"output_router_logits": True} if moe else {}
-        loss = model(input_ids=ids, labels=ids, use_cache=False, **extra).loss
-        (loss / options.accumulate).backward()
+    for number, (ids, now) in enumerate(batches(stream, options, ends), start=1):
+        loss, objective = loss_of(model, ids)
+        (objective / options.accumulate).backward()
         tokens += ids.numel()
         if number % options.accumulate:
             continue
@@ -345,19 +451,17 @@ def train(
 
 @torch.no_grad()
 def held_out_perplexity(model: Any, stream: Tensor) -> tuple[float, int]:
-    """Returns exp of the mean loss over windows of SHORT tokens, and how many were scored."""
+    """Returns exp of the mean loss over windows of WINDOW tokens, and how many were scored."""
     model.eval()
-    length = min(SHORT, len(stream) - 1)
+    length = min(WINDOW, len(stream) - 1)
     windows = stream.unfold(0, length, length)[:128]
-    losses = [
-        float(model(input_ids=rows, labels=rows, use_cache=False).loss) for rows in windows.split(4)
-    ]
+    losses = [float(loss_of(model, rows)[0]) for rows in windows.split(4)]
     return math.exp(sum(losses) / len(losses)), windows.shape[0] * (length - 1)
 
 
 @torch.no_grad()
 def activations(model: Any, stream: Tensor) -> dict[str, list[float]]:
-    """Returns the largest over the median magnitude, by layer, on 4 windows of SHORT tokens.
+    """Returns the largest over the median magnitude, by layer, on 4 windows of WINDOW tokens.
 
     Of the hidden states that enter each decoder layer, and of what its norms give to attention and
     to the MLP.
@@ -378,7 +482,7 @@ def activations(model: Any, stream: Tensor) -> dict[str, list[float]]:
         watch(layer.input_layernorm, "hidden states", False)
         watch(layer.input_layernorm, "attention", True)
         watch(layer.post_attention_layernorm, "mlp", True)
-    length = min(SHORT, len(stream) // 4)
+    length = min(WINDOW, len(stream) // 4)
     model.model(input_ids=stream[: 4 * length].reshape(4, length), use_cache=False)
     for hook in hooks:
         hook.remove()

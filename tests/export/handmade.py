@@ -117,6 +117,11 @@ def mxfp4(w: np.ndarray, _: float) -> Tensors:
     return {"weight_packed": torch_of(pack(scaled)), "weight_scale": torch_of(codes)}
 
 
+def unnamed_mxfp4(w: np.ndarray, shared: float) -> Tensors:
+    tensors = mxfp4(w, shared)
+    return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}
+
+
 def two_levels(w: np.ndarray, shared: float) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """Packed codes, E4M3 group scales and the global scale, which multiplies."""
     whole = np.float32(shared / (6 * 448))
@@ -217,6 +222,7 @@ FORMATS: dict[str, Format] = {
     "modelopt-block": Format("fp8-block", four_axes, modelopt("FP8_PB_WO")),
     "modelopt-nvfp4": Format("nvfp4", nvfp4_multipliers, modelopt("NVFP4", group_size=16)),
     "modelopt-mxfp8": Format("mxfp8", mxfp8, modelopt("MXFP8")),
+    "modelopt-mxfp4": Format("mxfp4", unnamed_mxfp4, modelopt("mxfp4")),
     "fp8-static": Format(
         "fp8-static",
         static,

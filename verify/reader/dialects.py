@@ -198,6 +198,9 @@ def _modelopt_stored(algorithm: str, where: str) -> Stored:
         return Stored(label, "e4m3", "block", (128, 128), inputs=_GROUPS_OF_128)
     if algorithm == "MXFP8":
         return replace(_mx(label, "e4m3"), inputs=Inputs("e4m3", "group", True, "e8m0", 32))
+    if algorithm == "MXFP4":
+        inputs = Inputs("e2m1", "group", True, "e8m0", 32)
+        return replace(_mx(label, "e2m1", "weight"), inputs=inputs)
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
         rounded = algorithm == "NVFP4"
         return Stored(
@@ -212,7 +215,8 @@ def _modelopt_stored(algorithm: str, where: str) -> Stored:
         )
     raise UnsupportedError(
         f"{where}: quant_algo '{algorithm}' is none that verify decodes; it decodes FP8,"
-        " FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8 and MIXED_PRECISION"
+        " FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8, MXFP4 and"
+        " MIXED_PRECISION"
     )
 
 

@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 llm.stop_profile()
                 files = sorted(set(Path(traces).rglob("*.json.gz")) - before)
                 profile[f"{batch}x{context}"] = kernels(files[0]) if files else None
-            prompt = {"prompt_token_ids": [(13 * i) % 4000 + 1 for i in range(1024)]}
+            prompt = {"prompt_token_ids": [(13 * i) % 4000 + 1 for i in range(500)]}
             answer = llm.generate(
                 [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
             )[0]

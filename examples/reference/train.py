@@ -1,6 +1,6 @@
 """Trains a reference model from the text of the installed Python packages, in minutes on one GPU.
 
-    python examples/reference/train.py dense OUT     # Qwen3 shape, 184 M parameters
+    python examples/reference/train.py dense OUT     # Qwen3 shape, 302 M parameters
     python examples/reference/train.py moe OUT       # Qwen3-MoE shape, 8 experts, 2 a token
 
 Writes a checkpoint with its tokenizer, `samples/calibration.jsonl` and `samples/heldout.jsonl`, and
@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "hidden_size": 1024,
         "intermediate_size": 3072,
-        "num_hidden_layers": 12,
+        "num_hidden_layers": 24,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 128,

@@ -201,9 +201,10 @@ def figures(servers: dict[tuple[str, str], VllmServer], options: argparse.Namesp
     loads = [Load.parse(text) for text in options.loads.split(",")]
     places = [Place(one.name, one.url, one.model, True) for one in targets]
     plan = Plan(places, [one.identity for one in targets], loads, options.rounds, options.requests)
-    done = measure(plan, InProcess("vllm", options.model))
+    done = measure(plan, InProcess("vllm", options.model), out=options.work / "runs")
     bench = summarise(plan, done, [kv_capacity(one.url, None) for one in targets], quality)
-    width = json.loads((options.work / "bandwidth.json").read_text())
+    copied = options.work / "bandwidth.json"
+    width = json.loads(copied.read_text()) if copied.exists() else None
     rows = []
     for number, (cell, server) in enumerate(servers.items()):
         row: dict[str, Any] = {"weights": cell[0], "cache": cell[1]}

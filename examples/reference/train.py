@@ -1,6 +1,6 @@
 """Trains a reference model from the text of the installed Python packages, in minutes on one GPU.
 
-    python examples/reference/train.py dense OUT     # Qwen3 shape, 302 M parameters
+    python examples/reference/train.py dense OUT     # Qwen3 shape, 335 M parameters
     python examples/reference/train.py moe OUT       # Qwen3-MoE shape, 8 experts, 2 a token
 
 Writes a checkpoint with its tokenizer, `samples/calibration.jsonl` and `samples/heldout.jsonl`, and

@@ -43,7 +43,7 @@ from verify.evaluation.targets.server import Server
 SAMPLES = Path(__file__).parent.parent / "examples" / "python-lm" / "samples"
 RECIPES = ("fp8", "fp8-static", "fp8-block", "nvfp4")
 CACHES = ("auto", "e4m3", "e5m2")
-LOADS = ("1x128x128", "1x8000x128", "16x1024x128")
+LOADS = ("1x128x128", "1x7900x128", "16x1024x128")
 SCORED, LONGEST, TOP_K = 24, 512, 20  # samples, tokens of each, tokens compared
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="of a run, for each client")
     parser.add_argument("--cache-gib", type=float, default=2.5, help="KV cache of each server")
     parser.add_argument("--vllm", default="vllm", help="the command that serves")
-    parser.add_argument("--vllm-options", default="--max-model-len 8448 --max-num-seqs 64")
+    parser.add_argument("--vllm-options", default="--max-model-len 8192 --max-num-seqs 64")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

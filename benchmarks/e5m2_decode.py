@@ -2,8 +2,8 @@
 
 For each variant an engine of its own, all on one GPU, which are measured one after the other: the
 time of a token by batch and context length, the kernels of a step from torch's profiler, and how
-far the log-probabilities of a prompt are from those of the first variant. `CUSTOM` is Octet's
-backend (serve/vllm_e5m2.py); its writer and kernel are also compared with float32.
+far the log-probabilities of a prompt are from those of the first variant. `CUSTOM` is the trial in
+vllm_e5m2.py; its writer and kernel are also compared with float32.
 
     python benchmarks/e5m2_decode.py --model DIR [--output FILE] [--only FLASH_ATTN:auto,...]
 """
@@ -127,6 +127,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     backend, cache = options.variant.split(":")
+    if backend == "CUSTOM":  # the engine's process is forked, and inherits it
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CUSTOM, "vllm_e5m2.E5m2Backend")
     with tempfile.TemporaryDirectory() as traces:
         llm = LLM(
             str(options.model),
@@ -211,8 +215,7 @@ def check() -> dict[str, Any]:
     import torch
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
-
-    from serve.vllm_e5m2 import E5m2Impl
+    from vllm_e5m2 import E5m2Impl
 
     torch.manual_seed(0)
     device, tokens, heads, queries, size, block = "cuda", 3000, 8, 32, 128, 16

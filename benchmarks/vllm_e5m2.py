@@ -1,9 +1,10 @@
-"""An attention backend for vLLM (0.24 to 0.26) that keeps the KV cache in E5M2.
+"""A trial: an attention backend for vLLM 0.24 that keeps the KV cache in E5M2.
 
 vLLM's Triton backend accepts `fp8_e5m2`, and then asserts; where it does not, its writer stores
 E4M3. This one writes with vLLM's CUDA operator, which stores E5M2 = round to nearest even of
 x / scale, saturating, and reads with vLLM's Triton kernel, which multiplies by the scale. Queries
-stay in BF16. Needs no FlashInfer.
+stay in BF16. Needs no FlashInfer. docs/LOG.md has its speed: better than FlashInfer's at short
+contexts, worse at long ones, so it is not part of Octet.
 """
 
 from typing import Any, ClassVar

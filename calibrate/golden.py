@@ -27,6 +27,7 @@ from calibrate.samples.golden_prompts import CONTINUATION
 from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
 from octet.artifacts.manifest import software
 from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 from octet.progress import Spread
 
 __all__ = ["golden_set", "joined", "share"]
@@ -37,6 +38,7 @@ TOP = 20
 _TOGETHER = {"cpu": 8, "cuda": 64}  # prompts of similar lengths that are continued in one batch
 _FEWEST = 8  # prompts that are continued together, however much memory their cache takes
 _PREFILLED = {"cpu": 0, "cuda": 2048}  # tokens of prompts that run together, with padding
+_LEAST = {"cpu": 64, "cuda": 2048}  # tokens that take about as long as a batch of fewer
 _LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits of prompts at a time
 _CACHE_BYTES = 1 << 30  # keys and values held at a time, or a GPU's free memory but for
 _WORKING = 0.5  # this share of it
@@ -62,11 +64,11 @@ def golden_set(
     tokens = sum(len(ids) for _, ids in prompts)
     rounds = _rounds(model, [ids for _, ids in prompts])
     steps = sum(
-        _work(model, sum(int(x.lengths.sum()) for x in groups))
-        + (CONTINUATION - 1) * _work(model, sum(len(x.prompts) for x in groups))
+        _work(model, [int(x.lengths.sum()) for x in groups])
+        + (CONTINUATION - 1) * _work(model, [len(x.prompts) for x in groups])
         for groups in rounds
     )
-    progress = Spread(advance, tokens, steps * spec.layers)
+    progress = Spread(advance, tokens, steps * (spec.layers + _head_layers(spec)))
     records: list[GoldenRecord] = []
     for groups in rounds:
         answers = weights.run(partial(_answers, model, groups, progress))
@@ -190,12 +192,16 @@ class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         return (key_states, value_states) if self._prompt else (keys, values)
 
 
-def _work(model: LayeredModel, tokens: int) -> int:
-    """Returns the cost of one layer for `tokens`, in tokens.
+def _work(model: LayeredModel, batches: Sequence[int]) -> int:
+    """Returns the cost of one layer for batches of so many tokens, in tokens."""
+    least = _LEAST[model.device.type]
+    return sum(max(tokens, least) for tokens in batches)
 
-    A GPU takes about as long for a few tokens as for a full batch.
-    """
-    return max(tokens, _PREFILLED[model.device.type])
+
+def _head_layers(spec: ModelSpec) -> int:
+    """Returns how many layers have about as many weights as the output head, at least 1."""
+    layer = 4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size
+    return max(1, round(spec.vocab_size * spec.hidden_size / layer))
 
 
 def _rounds(model: LayeredModel, prompts: Sequence[list[int]]) -> list[list[_Group]]:
@@ -233,6 +239,8 @@ def _answers(
     """
     states = _prefill(model, groups, progress)
     nlls = [_nlls(model, x.prompts, y) for x, y in zip(groups, states, strict=True)]
+    prompts = _work(model, [int(group.lengths.sum()) for group in groups])
+    progress.step(prompts * _head_layers(model.spec))
     last = model.logits([x[:, -1:] for hidden in states for x in hidden])
     found = iter([x[0, 0].cpu().numpy() for x in last])
     firsts = [[next(found) for _ in group.prompts] for group in groups]
@@ -265,7 +273,7 @@ def _prefill(
         for number, (group, rows) in enumerate(together):
             cache = _GroupCache(group, rows, torch.zeros_like(rows), prompt=True)
             states[number] = model.forward(states[number], cache)
-        progress.step(_work(model, sum(int(group.lengths.sum()) for group in groups)))
+        progress.step(_work(model, [int(group.lengths.sum()) for group in groups]))
     prompts = iter([x[None] for batch in states for x in batch])
     return [[next(prompts)[:, : len(ids)] for ids in group.prompts] for group in groups]
 
@@ -308,8 +316,10 @@ def _next(
                 position_ids=at[:, None].to(model.device),
                 attention_mask=mask,
             )
-        progress.step(_work(model, sum(len(group.prompts) for group in groups)))
-    return [x[:, 0].cpu().numpy() for x in model.logits(states)]
+        progress.step(_work(model, [len(group.prompts) for group in groups]))
+    logits = [x[:, 0].cpu().numpy() for x in model.logits(states)]
+    progress.step(_work(model, [len(group.prompts) for group in groups]) * _head_layers(model.spec))
+    return logits
 
 
 def _top(logits: NDArray[np.float32]) -> Top:

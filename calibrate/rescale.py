@@ -72,7 +72,7 @@ def rescale(
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
     histograms = Histograms(counts, origin.observations)
     check_alive(checkpoint, recipe, histograms)
-    found = derive_scales(checkpoint, recipe, histograms, fitted)
+    found = derive_scales(checkpoint, recipe, histograms, fitted, console=console)
 
     judged = None
     if gate is not None:

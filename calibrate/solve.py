@@ -45,7 +45,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
     histograms = Histograms(counts, observed.observations)
     check_alive(checkpoint, recipe, histograms)
     layers = job.weights if checkpoint.changes == job.checkpoint.changes else None
-    found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers)
+    found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers, job.console)
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None
     if measures or options.gate is not None:

@@ -84,6 +84,7 @@ def derive_scales(
     histograms: Mapping[str, Histogram],
     fitted: Mapping[str, Float32Array] | None = None,
     layers: LayerWeights | None = None,
+    console: Console | None = None,
 ) -> Quantization:
     """Derives every scale of the recipe; `fitted` ones, which an algorithm fitted to, stay.
 
@@ -93,11 +94,18 @@ def derive_scales(
     matches nothing; both name it.
     """
     recipe.check_patterns(checkpoint.spec.linear_names)
-    if layers is None:
-        weights = dict(weight_scales(checkpoint, recipe))
-    else:
-        held = layers.weight
-        weights = layers.run(lambda: dict(weight_scales(checkpoint, recipe, held)))
+
+    def found() -> dict[str, WeightScale]:
+        held = (lambda name: None) if layers is None else layers.weight
+        quantized = [name for name in checkpoint.spec.linear_names if recipe.scheme_of(name)]
+        weights = {}
+        with progress_bar(console, "Scales", len(quantized), "linears") as advance:
+            for name, weight in weight_scales(checkpoint, recipe, held):
+                weights[name] = weight
+                advance(1)
+        return weights
+
+    weights = found() if layers is None else layers.run(found)
     scales = {f"{name}.weight_scale": weight.scale for name, weight in weights.items()}
     scales |= {
         f"{name}.weight_global_scale": weight.global_scale

@@ -226,7 +226,7 @@ def test_evaluate_refuses_what_it_cannot_score(
     assert f"{absent}: no such file" in refused("evaluate", absent, "--samples", tiny_samples)
     assert f"{absent}: no such file" in refused("evaluate", tiny_model, "--samples", absent)
     line = refused("evaluate", calibration, "--samples", tiny_samples)
-    assert "no config.json" in line
+    assert "what `octet calibrate` wrote, not a checkpoint" in line
     done = octet("evaluate", tiny_model, "--samples", tiny_samples, "-n", 4, "--json")
     assert json.loads(done.stdout)["perplexity"] > 1
 

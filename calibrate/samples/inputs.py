@@ -7,6 +7,7 @@ from calibrate.samples.batches import Batch
 from calibrate.samples.golden_prompts import READ, choose_prompts, too_short
 from calibrate.samples.plan import SamplePlan, plan_batches
 from calibrate.samples.source import MINIMUM, Sample, SampleFile, Sampling, require_enough
+from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import load_tokenizer, tokenize
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
@@ -95,7 +96,9 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     """Reads and tokenizes samples; raises an OctetError that names what cannot be used."""
     file, held_out = sampling.load()
     split = split_samples(file, held_out, sampling.count, allow_few=sampling.allow_few_samples)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer, tokens = tokenizer_as_served(
+        load_tokenizer(checkpoint), checkpoint, [*split.calibration, *split.held_out]
+    )
     spec = checkpoint.spec
     max_length = min(sampling.max_length, spec.max_positions)
     sizes: dict[str, Any] = {
@@ -110,7 +113,7 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
     prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
     short = too_short(prompts, spec.max_positions)
-    warnings = [*split.warnings, *plan.warnings, *([short] if short else [])]
+    warnings = [*tokens, *split.warnings, *plan.warnings, *([short] if short else [])]
     if max_length < sampling.max_length:
         warnings.append(
             f"{sampling.max_length} tokens were asked for, the model's context is"

@@ -110,7 +110,8 @@ def calibrate(
 
     An interrupted run continues where it stopped when the same command is given again; so does one
     that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
-    it did not write. Under torchrun, processes share the samples.
+    it did not write. --restart begins anew, and so does --force where a run cannot continue. Under
+    torchrun, processes share the samples.
     """
     from calibrate.options import Options, validate
     from calibrate.quality.gate import Gate

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -334,6 +335,42 @@ def test_after_a_gpu_failed_the_same_run_continues(
     run(options, console=Console(file=stream, width=120))
     assert "continuing from" in stream.getvalue()
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_the_journal_of_another_run_is_refused_before_weights_are_read_or_discarded_by_force(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(
+        model=tiny_model,
+        samples=tiny_samples,
+        out=tmp_path / "out",
+        recipe=FP8,
+        count=128,
+        predict=False,
+    )
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("calibrate.pipeline.golden_set", lambda *_, **__: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(options)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads + 1)
+    with monkeypatch.context() as unread:
+        unread.setattr("calibrate.pipeline.check_finite", lambda *_: pytest.fail("reads weights"))
+        with pytest.raises(ArtifactError) as refused:
+            run(options)
+    assert str(refused.value) == (
+        f"{options.progress / 'layers'}: the journal of a run with another number of torch threads;"
+        f" OMP_NUM_THREADS={threads} continues it; --restart discards it, and so does --force"
+    )
+    stream = io.StringIO()
+    run(replace(options, force=True), console=Console(file=stream, width=200))
+    shown = stream.getvalue()
+    assert "starting over: " in shown and "continuing from" not in shown
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def test_refuses_a_recipe_that_leaves_nothing_to_quantize(

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,12 +73,13 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
         if solved is None:
             return None
-        calibration = _write(job, changed, observed, golden, *solved, prediction)
+        solution, report = solved
+        report = replace(report, expected=prediction.expected if prediction else None)
+        calibration = _write(job, changed, observed, golden, solution, report, prediction)
     if console is not None:
         print_report(
             console,
-            solved[1],
-            expected=prediction.expected if prediction else None,
+            report,
             tokens=inputs.plan.tokens,
             seconds=None if resumed else seconds,
             page=options.out / PAGE,

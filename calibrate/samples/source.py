@@ -199,6 +199,11 @@ class Sampling:
     batch_size: int = 8  # rows in a forward pass
     allow_few_samples: bool = False
 
+    @property
+    def minimum(self) -> int:
+        """Number of samples that need no --allow-few-samples."""
+        return 1 if self.allow_few_samples else MINIMUM
+
     def check(self) -> None:
         """Raises SampleError for a path that holds no samples; reads none yet."""
         for path in (self.held_out, self.samples):
@@ -265,13 +270,13 @@ def load_samples(
     return SampleFile(path, _digest(path, source), source.kind, source.read)
 
 
-def require_enough(path: Path, available: int, count: int, *, allow_few: bool) -> int:
-    """Returns how many samples to run; SampleError if below `MINIMUM` without `allow_few`."""
+def require_enough(path: Path, available: int, count: int, minimum: int) -> int:
+    """Returns how many samples to run; SampleError if there are fewer than `minimum`."""
     chosen = min(available, count)
-    if chosen < MINIMUM and not allow_few:
+    if chosen < minimum:
         what = f"--count {count}" if count <= available else f"{path}: {available} samples"
         raise SampleError(
-            f"{what}: calibration expects at least {MINIMUM}; give more, or add --allow-few-samples"
+            f"{what}: calibration expects at least {minimum}; give more, or add --allow-few-samples"
         )
     return chosen
 

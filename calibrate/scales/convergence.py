@@ -104,6 +104,12 @@ class Convergence:
         return None if self.before is None else not self.moved
 
     @property
+    def decides(self) -> bool:
+        """True if the samples decide any scale that is stored."""
+        stored = [course for course in self.tensors.values() if course.scale is not None]
+        return not all(c.method == "range" and set(c.scale or ()) == {1.0} for c in stored)
+
+    @property
     def verdict(self) -> str:
         """One or two sentences of text."""
         if self.before is None:
@@ -113,11 +119,11 @@ class Convergence:
             )
         before, count = self.counts[self.before], self.counts[-1]
         stored = {n: c for n, c in self.tensors.items() if c.scale is not None}
-        if all(c.method == "range" and set(c.scale or ()) == {1.0} for c in stored.values()):
+        if not self.decides:
             return (
-                f"{count} samples are enough: with this recipe inputs are scaled at run time"
-                + (" and the cache needs no scale" if stored else "")
-                + ", so more of them would change nothing that is served."
+                "No scale is taken from the samples: inputs are scaled at run time"
+                + (", and the cache needs no scale" if stored else "")
+                + ". Only the golden records and the expected divergence depend on them."
             )
         if self.moved:
             rest = len(self.moved) - _NAMED

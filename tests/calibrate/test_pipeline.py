@@ -35,6 +35,7 @@ from octet.errors import (
     SampleError,
     UnsupportedError,
 )
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
@@ -157,7 +158,7 @@ def test_reports_progress_tensors_and_warnings(
     expected = ExpectedSet.load(tmp_path / "out")
     assert [x.path for x in expected.expectations] == list(serving_paths(FP8))
     assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
-    told = f"expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
+    told = f"Expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
     assert told in " ".join(text.split())
     scenarios = ScenarioSet.load(tmp_path / "out", result.golden)
     assert set(scenarios.logprobs) == set(
@@ -206,7 +207,7 @@ def refused(
     kind: type[OctetError], match: str, out: Path, model: Path, samples: Path, **options: Any
 ) -> None:
     with pytest.raises(kind, match=match) as error:
-        run(Options(model=model, samples=samples, out=out, recipe=FP8, **options))
+        run(Options(**{"model": model, "samples": samples, "out": out, "recipe": FP8} | options))
     assert "\n" not in str(error.value)
     assert [path for path in out.parent.iterdir() if path.name.startswith((".", "out"))] == []
 
@@ -240,7 +241,29 @@ def test_refuses_what_is_not_a_whole_checkpoint(
 def test_refuses_too_few_samples(tiny_model: Path, tmp_path: Path) -> None:
     samples = tmp_path / "few.jsonl"
     samples.write_text('{"text": "import os"}\n' * 100)
-    refused(SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
+    few = (SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
+    refused(*few, recipe=Recipe.load("fp8-static"))
+    refused(*few, recipe=FP8.model_copy(update={"kv_cache": "e4m3"}))
+    refused(*few, budget=Limit.parse("kl=0.01"))
+
+
+@pytest.mark.parametrize("count", [5, 128])
+def test_a_recipe_that_takes_nothing_from_samples_needs_few_and_calls_none_enough(
+    tiny_model: Path, tmp_path: Path, count: int
+) -> None:
+    samples = tmp_path / "hi.jsonl"
+    samples.write_text('{"text": "hi"}\n' * count)
+    stream, out = io.StringIO(), tmp_path / "out"
+    console = Console(file=stream, width=400)
+    run(Options(model=tiny_model, samples=samples, out=out, recipe=FP8), console=console)
+    shown = stream.getvalue()
+    assert "No scale is taken from the samples: inputs are scaled at run time, and the" in shown
+    assert "Expected KL from the original, over 64 prompts: " in shown
+    assert f"warning: {count} samples are only 1, repeated" in shown
+    page = (out / "report.html").read_text()
+    for text in (shown, page):
+        assert "enough:" not in text and "not simulated" not in text
+    assert "Expected KL from the original, over 64 prompts: " in page
 
 
 def test_a_destination_that_exists_is_kept(

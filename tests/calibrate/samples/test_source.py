@@ -142,10 +142,10 @@ def test_a_file_without_samples(tmp_path: Path) -> None:
 
 def test_fewer_than_the_minimum_must_be_meant() -> None:
     path = Path("s.jsonl")
-    assert require_enough(path, 500, 256, allow_few=False) == 256
-    assert require_enough(path, MINIMUM, 256, allow_few=False) == MINIMUM
-    assert require_enough(path, 3, 256, allow_few=True) == 3
+    assert require_enough(path, 500, 256, MINIMUM) == 256
+    assert require_enough(path, MINIMUM, 256, MINIMUM) == MINIMUM
+    assert require_enough(path, 3, 256, 1) == 3
     with pytest.raises(SampleError, match=r"s\.jsonl: 127 samples.*128.*--allow-few-samples"):
-        require_enough(path, 127, 256, allow_few=False)
+        require_enough(path, 127, 256, MINIMUM)
     with pytest.raises(SampleError, match=r"--count 64.*--allow-few-samples"):
-        require_enough(path, 500, 64, allow_few=False)
+        require_enough(path, 500, 64, MINIMUM)

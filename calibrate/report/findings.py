@@ -85,7 +85,7 @@ def find_unknown(
             Unknown(
                 "which layers cost most",
                 "the expected divergence is that of all of them together",
-                "measure each: --sensitivity, or let --budget choose which stay in higher precision",
+                "measure each: --sensitivity, or let --budget choose what stays in more bits",
             )
         )
     elif sensitivity is None:

@@ -132,6 +132,7 @@ def rescale(
             f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); no sample"
             " was run",
             highlight=False,
+            markup=False,
         )
         print_report(console, report, page=out / "report.html")
     return written

@@ -32,7 +32,7 @@ def bench(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET TARGET...",
+            metavar="TARGET",
             help="Running servers, as http://host:port\\[/model], or checkpoints that vLLM is"
             " started on; the first is compared with.",
         ),

@@ -34,7 +34,7 @@ def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET...",
+            metavar="TARGET",
             help="Checkpoints, ONNX exports, engines, or servers as http://host:port\\[/model].",
         ),
     ],

@@ -150,7 +150,8 @@ def build_report(
 
     Its histograms are the sums over all samples; its scales are those that the artifact stores.
     `distinct` of the samples differ. `sensitivity`, `budget` and `experts` are JSON. `warnings`
-    were found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long samples, ...).
+    were found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long
+    samples, ...).
     """
     recipe, spec = quantization.recipe, quantization.checkpoint.spec
     histograms, scales = quantization.histograms, quantization.scales

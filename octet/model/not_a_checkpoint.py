@@ -5,10 +5,21 @@ from pathlib import Path
 
 from octet.errors import CheckpointError
 
-__all__ = ["explain_file", "explain_missing", "explain_without_config", "explain_without_weights"]
+__all__ = [
+    "explain_file",
+    "explain_missing",
+    "explain_without_config",
+    "explain_without_weights",
+    "is_hub_name",
+]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _URL = re.compile(r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
+
+
+def is_hub_name(path: Path) -> bool:
+    """Returns True if a path that does not exist may be a name on the Hugging Face Hub."""
+    return bool(_HUB_NAME.fullmatch(path.as_posix())) and not path.parent.exists()
 
 
 def explain_missing(path: Path) -> CheckpointError:
@@ -16,8 +27,7 @@ def explain_missing(path: Path) -> CheckpointError:
     text = path.as_posix()
     url = _URL.fullmatch(text)
     name = url[1] if url else text
-    local = path.parent.exists() or not _HUB_NAME.fullmatch(text)
-    if url is None and local:
+    if url is None and not is_hub_name(path):
         return CheckpointError(f"{path}: no such directory")
     return CheckpointError(
         f"{path}: no such directory; a model on the Hugging Face Hub has to be downloaded first:"

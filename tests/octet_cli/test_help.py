@@ -115,8 +115,8 @@ def test_help_and_errors_are_whole_wherever_they_are_read(place: str) -> None:
     shown = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout.decode("latin-1"))
     assert "--kv-cache" in shown and "e5m2" in shown and "Examples:" in shown
     if place == "40 columns":
-        lines = done.stdout.decode().partition("Examples:")[0].splitlines()
-        assert max(map(len, lines)) <= 40
+        prose = done.stdout.decode().partition("Options:")[0].splitlines()
+        assert max(map(len, prose)) <= 40
     if place == "no colour":
         assert not re.search(rb"\x1b\[[0-9;]*3[0-9]", done.stdout)  # bold may stay
     done = run("calibrate", "modèle/模型", "--samples", "s", "-o", "o", **PLACES[place])

@@ -66,7 +66,15 @@ def test_metavars_have_one_style(command: str) -> None:
             assert re.fullmatch(styles, metavar), (parameter.name, metavar)
 
 
+DOWNLOAD = (
+    "org/model: no such directory; a model on the Hugging Face Hub has to be downloaded first:"
+    " hf download org/model --local-dir model"
+)
 MISTAKES = {
+    "calibrate org/model --samples s -o o": DOWNLOAD,
+    "evaluate org/model --samples pyproject.toml": DOWNLOAD,
+    "bench org/model http://a --tokenizer t": DOWNLOAD,
+    "prewarm org/model": DOWNLOAD,
     "calibrate m --samples s -o o --kv e5m3": (
         "Invalid value for '--kv-cache' / '--kv': 'e5m3' is not one of 'e5m2', 'e4m3', 'float16'."
     ),

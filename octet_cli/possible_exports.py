@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-
 from typing import TYPE_CHECKING
 
 from octet.errors import OctetError

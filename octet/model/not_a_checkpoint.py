@@ -16,6 +16,14 @@ __all__ = [
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _URL = re.compile(r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 
+# Weights that transformers cannot convert.
+_FORMATS = {
+    "*.pth": "their publisher's own format",
+    "tf_model*.h5": "TensorFlow's format",
+    "flax_model*.msgpack": "Flax's format",
+    "*.onnx": "an ONNX graph",
+}
+
 
 def is_hub_name(path: Path) -> bool:
     """Returns True if a path that does not exist may be a name on the Hugging Face Hub."""
@@ -81,22 +89,23 @@ def explain_without_weights(path: Path) -> CheckpointError:
             f"{broken[0]}: a link to {broken[0].readlink()}, which is missing; download it again,"
             " or copy the directory with its links followed: cp -rL"
         )
-    for pattern, what in (
-        ("pytorch_model*.bin*", "PyTorch's format"),
-        ("*.pth", "PyTorch's format"),
-        ("tf_model*.h5", "TensorFlow's format"),
-        ("flax_model*.msgpack", "Flax's format"),
-    ):
+    found = next(iter(sorted(path.glob("pytorch_model*.bin*"))), None)
+    if found is not None:
+        loading = (
+            f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto')"
+            f".save_pretrained('{path}-safetensors')"
+        )
+        return CheckpointError(
+            f"{path}: its weights are in PyTorch's format ({found.name}), and Octet reads"
+            f' safetensors: python -c "from transformers import AutoModelForCausalLM; {loading}",'
+            " and copy the tokenizer's files there"
+        )
+    for pattern, what in _FORMATS.items():
         found = next(iter(sorted(path.glob(pattern))), None)
         if found is not None:
-            loading = (
-                f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto')"
-                f".save_pretrained('{path}-safetensors')"
-            )
             return CheckpointError(
-                f"{path}: its weights are in {what} ({found.name}), and Octet reads safetensors:"
-                f' python -c "from transformers import AutoModelForCausalLM; {loading}", and copy'
-                " the tokenizer's files there"
+                f"{path}: its weights are in {what} ({found.name}), and Octet reads safetensors;"
+                " give the model's Hugging Face version with model.safetensors"
             )
     shards = sorted(path.glob("*.safetensors"))
     if shards:

@@ -5,6 +5,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -291,7 +294,8 @@ PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
         ' python -c "from transformers import AutoModelForCausalLM;',
     ),
     "PyTorch's shards": (holding("pytorch_model-00001-of-00002.bin"), "PyTorch's format"),
-    "PyTorch's own": (holding("consolidated.00.pth"), "PyTorch's format (consolidated.00.pth)"),
+    "Meta's own": (holding("consolidated.00.pth"), "publisher's own format (consolidated.00.pth)"),
+    "an ONNX graph": (holding("model.onnx"), "its weights are in an ONNX graph (model.onnx)"),
     "TensorFlow's weights": (holding("tf_model.h5"), "TensorFlow's format (tf_model.h5)"),
     "Flax's weights": (holding("flax_model.msgpack"), "Flax's format (flax_model.msgpack)"),
     "the publisher's own format": (bare("params.json"), "their publisher's own format"),
@@ -345,6 +349,20 @@ PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_path_that_is_no_checkpoint_is_recognised(name: str, tmp_path: Path) -> None:
     make, line = PATHS[name]
     assert line in refusal(make(tmp_path / "given"))
+
+
+def test_the_command_that_converts_pytorch_weights_works(tiny_model: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    torch.save(weights, model / "pytorch_model.bin")
+    command = refusal(model).partition("python -c ")[2].partition(", and copy")[0]
+    subprocess.run(f"{sys.executable} -c {command}", shell=True, check=True)
+    converted = Checkpoint.open(tmp_path / "model-safetensors")
+    assert set(converted.tensor_names) == set(Checkpoint.open(tiny_model).tensor_names)
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: Any) -> None:

@@ -40,6 +40,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.command import octet
+from tests.models import write_model
 
 FP8 = Recipe.load("fp8")
 ROOT = Path(__file__).parents[2]
@@ -390,6 +391,19 @@ def test_the_journal_of_another_run_is_refused_before_weights_are_read_or_discar
     shown = stream.getvalue()
     assert "starting over: " in shown and "continuing from" not in shown
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_an_architecture_that_cannot_run_is_refused_before_samples_are_read(
+    tmp_path: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "olmo2")
+    monkeypatch.setattr("calibrate.pipeline.read_inputs", lambda *_: pytest.fail("reads samples"))
+    monkeypatch.setattr("calibrate.decoder.supported.find_norm", no_norm)
+    refused(UnsupportedError, "run layer by layer: no norm", tmp_path / "out", model, tiny_samples)
+
+
+def no_norm(decoder: object) -> NoReturn:
+    raise ValueError("no norm")
 
 
 def interrupt() -> NoReturn:

@@ -36,6 +36,12 @@ class Options(Sampling):
     force: bool = False  # replace an artifact in `out`
 
     @property
+    def minimum(self) -> int:
+        """As of `Sampling`; 1 where samples decide nothing and are only measured on."""
+        decide = self.recipe.takes_from_samples or self.algorithm is not None
+        return super().minimum if decide or self.budget is not None else 1
+
+    @property
     def progress(self) -> Path:
         """Directory that keeps finished work until `out` is written."""
         return self.out.absolute().with_name(f"{self.out.name}.progress")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from rich.console import Console
 
 from calibrate.algorithms.apply import ChangedModel, changed_model
-from calibrate.decoder.loading import resolve_dtype
+from calibrate.decoder.loading import ComputeDtype, resolve_dtype
+from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import golden_set, joined, share
 from calibrate.job import Job
 from calibrate.journal.distributed import gpu_failures, process_group
-from calibrate.journal.identity import arithmetic_of, run_identity
-from calibrate.journal.journal import discard
+from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
+from calibrate.journal.journal import discard, stale
 from calibrate.journal.steps import Steps
 from calibrate.observe.counting_cpu import make_counter
 from calibrate.observe.sweep import Observed, observe_checkpoint
@@ -34,10 +36,12 @@ from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
 from octet.artifacts.provenance import ModelIdentity
-from octet.errors import ConfigError, GateError
+from octet.errors import ArtifactError, ConfigError, GateError
 from octet.progress import progress_bar
 
 __all__ = ["run"]
+
+LAYERS = "layers"  # the journal's directory, below `options.progress`
 
 
 @gpu_failures()
@@ -53,12 +57,13 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     torchrun starts, the first writes `out`; the others return None.
     """
     checkpoint = validate(options)
+    require_runnable(checkpoint)
     inputs = read_inputs(checkpoint, options)
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
-    resumed = options.progress.exists() and not options.restart
     with process_group(_device(options)) as (group, device):
         shown = console if group.rank == 0 else None
+        resumed = group.on_first(partial(_resumes, options, inputs, dtype, device, shown))
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
@@ -68,12 +73,13 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
         if solved is None:
             return None
-        calibration = _write(job, changed, observed, golden, *solved, prediction)
+        solution, report = solved
+        report = replace(report, expected=prediction.expected if prediction else None)
+        calibration = _write(job, changed, observed, golden, solution, report, prediction)
     if console is not None:
         print_report(
             console,
-            solved[1],
-            expected=prediction.expected if prediction else None,
+            report,
             tokens=inputs.plan.tokens,
             seconds=None if resumed else seconds,
             page=options.out / PAGE,
@@ -95,6 +101,31 @@ def _device(options: Options) -> str:
     if options.device != "auto":
         return options.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _resumes(
+    options: Options,
+    inputs: Inputs,
+    dtype: ComputeDtype,
+    device: torch.device,
+    console: Console | None,
+) -> bool:
+    """Decides whether there is a journal to continue from, before any weight is read.
+
+    Raises ArtifactError for one of another run, unless --restart or --force discards it.
+    """
+    if options.restart or not options.progress.exists():
+        return False
+    identity = setting_identity(
+        inputs.plan.batches, dtype, device, queries=options.recipe.kv_cache == "e4m3"
+    )
+    reason = stale(options.progress / LAYERS, identity)
+    if reason is None:
+        return True
+    if not options.force:
+        raise ArtifactError(reason)
+    _say(console, f"starting over: {reason.partition(';')[0]}")
+    return False
 
 
 def _announce(job: Job, resumed: bool) -> None:
@@ -125,6 +156,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
         dtype=job.dtype,
         device=job.device,
         restart=options.restart,
+        force=options.force,
         console=job.console,
     )
     make_counter(job.device, 1).close()  # compiles now: the timing below is of counting alone
@@ -139,8 +171,9 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
             chunks=len(plan.chunk_ends),
             queries=options.recipe.kv_cache == "e4m3",
             spill=options.spill,
-            journal=options.progress / "layers",
+            journal=options.progress / LAYERS,
             restart=options.restart,
+            force=options.force,
             group=job.group,
             advance=advance,
         )

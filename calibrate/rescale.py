@@ -9,6 +9,7 @@ measurements (sensitivity, a budget) belong to the other recipe and are not carr
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def rescale(
         model=origin.manifest.model.name,
         samples=samples.count if samples else None,
         tokens=samples.tokens if samples else None,
+        distinct=(old_report.get("samples") or {}).get("distinct"),
         convergence=course,
         experts=experts or None,
         warnings=[
@@ -108,6 +110,8 @@ def rescale(
         prediction = expected_divergence(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
+    if prediction is not None:
+        report = replace(report, expected=prediction.expected)
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
@@ -128,9 +132,9 @@ def rescale(
             f"derived {recipe.name} from {calibration} ({origin.manifest.recipe.name}); no sample"
             " was run",
             highlight=False,
+            markup=False,
         )
-        expected = prediction.expected if prediction else None
-        print_report(console, report, expected=expected, page=out / "report.html")
+        print_report(console, report, page=out / "report.html")
     return written
 
 

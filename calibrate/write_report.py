@@ -37,6 +37,7 @@ def report_on(job: Job, solution: Solution, observed: Observed) -> Report:
         model=job.options.name or job.checkpoint.path.resolve().name,
         samples=job.inputs.sample_set.count,
         tokens=plan.tokens,
+        distinct=job.inputs.split.distinct,
         convergence=solution.convergence,
         sensitivity=solution.sensitivity,
         budget=solution.budget,

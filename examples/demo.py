@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openai import OpenAI
-
 EXAMPLE = Path(os.path.relpath(Path(__file__).parent / "python-lm"))
 MODEL = EXAMPLE / "model"
 OCTET = [sys.executable, "-m", "octet"]
@@ -35,12 +33,17 @@ def octet(*arguments: str | Path, capture: bool = False) -> str:
     """Runs one `octet` command, showing it; returns its standard output if captured."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ octet {' '.join(words)}", flush=True)
-    done = subprocess.run(
-        [*OCTET, *words], check=False, text=True, stdout=subprocess.PIPE if capture else None
+    process = subprocess.Popen(
+        [*OCTET, *words], text=True, stdout=subprocess.PIPE if capture else None
     )
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout or ""
+    try:
+        output, _ = process.communicate()
+    except KeyboardInterrupt:  # it was interrupted, too, and says how to continue
+        process.wait()
+        raise
+    if process.returncode:
+        sys.exit(process.returncode)
+    return output or ""
 
 
 @contextmanager
@@ -78,6 +81,8 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60
 
 def complete(url: str) -> None:
     """Three prompts with the official client, the last one streamed."""
+    from openai import OpenAI  # takes a second
+
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     for prompt in PROMPTS[:-1]:
@@ -130,4 +135,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; `make demo` again continues", file=sys.stderr)
+        sys.exit(130)

@@ -1,5 +1,11 @@
 """Runs the command line for `python -m octet`."""
 
-from octet_cli.main import main
+import sys
+
+try:
+    from octet_cli.main import main
+except KeyboardInterrupt:  # the imports take some tenths of a second
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 main()

@@ -139,6 +139,15 @@ class Recipe(BaseModel):
         _check_pair(self.weights, self.activations)
         return self
 
+    @property
+    def takes_from_samples(self) -> bool:
+        """True if any scale depends on the samples: of static inputs, of NVFP4, of an E4M3 cache.
+
+        An E5M2 cache needs one only if a value exceeds its range.
+        """
+        inputs = (self.activations, *(override.activations for override in self.overrides))
+        return self.kv_cache == "e4m3" or any(not x.dynamic or x.two_level for x in inputs)
+
     def excludes(self, module_name: str) -> bool:
         """Returns whether the linear of that full module name stays in full precision."""
         return any(fnmatch.fnmatchcase(module_name, pattern) for pattern in self.exclude)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octet.errors import BackendError, ConfigError
+from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
 from octet_cli.evaluate import TOP_K, note, require_room, standard_output
 from octet_cli.options import Json, TextField, console_for
@@ -32,7 +33,7 @@ def bench(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET TARGET...",
+            metavar="TARGET",
             help="Running servers, as http://host:port\\[/model], or checkpoints that vLLM is"
             " started on; the first is compared with.",
         ),
@@ -156,6 +157,8 @@ def _require_targets(targets: list[str]) -> None:
     if len(targets) < 2:
         raise ConfigError(f"{targets[0]}: a comparison needs two servers or more: give another")
     for target in targets:
+        if not _is_url(target) and is_hub_name(Path(target)):
+            raise explain_missing(Path(target))
         if not _is_url(target) and not (Path(target) / "config.json").is_file():
             raise ConfigError(
                 f"{target}: neither a server's URL (http://host:port) nor a checkpoint (no"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, GpuError
@@ -26,6 +27,7 @@ from octet_cli.options import (
     console_for,
     wrote,
 )
+from octet_cli.possible_exports import possible_exports
 
 __all__ = ["calibrate", "chosen_recipe", "rescale"]
 
@@ -110,7 +112,8 @@ def calibrate(
 
     An interrupted run continues where it stopped when the same command is given again; so does one
     that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
-    it did not write. Under torchrun, processes share the samples.
+    it did not write. --restart begins anew, and so does --force where a run cannot continue. Under
+    torchrun, processes share the samples.
     """
     from calibrate.options import Options, validate
     from calibrate.quality.gate import Gate
@@ -155,7 +158,7 @@ def calibrate(
             print(f"kept {options.progress}: the same command continues there", file=sys.stderr)
         raise
     if calibration is not None:  # only the first of several processes writes
-        wrote(out, calibration.manifest, as_json)
+        _wrote(out, calibration.manifest, model, as_json)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads can outlive their group, and abort the interpreter while it shuts down:
         # torchrun would treat that as a failure, and stop the other processes.
@@ -210,7 +213,26 @@ def rescale(
         force=force,
         console=console_for(as_json),
     )
-    wrote(out, derived.manifest, as_json)
+    _wrote(out, derived.manifest, model, as_json)
+
+
+def _wrote(out: Path, manifest: Manifest, model: Path | None, as_json: bool) -> None:
+    """Says what was written, and which exports it allows."""
+    exports = possible_exports(out, model)
+    wrote(out, manifest, as_json, exports=exports)
+    if as_json:
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print("it can be exported:")
+    for arguments, reason in exports.items():
+        if reason is None:
+            command, _, options = arguments.partition(" ")
+            console.print(f"  octet export {command} {out} {options}".rstrip() + " --out DIR")
+    refused = {arguments: reason for arguments, reason in exports.items() if reason is not None}
+    if refused:
+        console.print("it cannot:")
+    for arguments, reason in refused.items():
+        console.print(f"  octet export {arguments}: {reason}")
 
 
 def chosen_recipe(

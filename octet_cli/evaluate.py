@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from octet.errors import BackendError, ConfigError, OctetError, RequestError
+from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
 from octet_cli.options import Json, TextField, console_for
 
@@ -34,7 +35,7 @@ def evaluate(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET...",
+            metavar="TARGET",
             help="Checkpoints, ONNX exports, engines, or servers as http://host:port\\[/model].",
         ),
     ],
@@ -78,6 +79,8 @@ def evaluate(
     """Held-out perplexity and divergence of several artifacts, with confidence intervals."""
     local = [Path(target) for target in targets if "://" not in target]
     for path in (*local, *filter(None, (samples, reference, include_path))):
+        if path != samples and is_hub_name(path):
+            raise explain_missing(path)
         if not path.exists():
             raise ConfigError(f"{path}: no such file or directory")
     if samples is None and tasks is None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ConfigError
+from octet_cli.help import Command, Group, examples_of
 from octet_cli.options import (
     Force,
     Json,
@@ -26,6 +27,8 @@ __all__ = ["build_engine", "export"]
 
 export = typer.Typer(
     help="Write a calibrated model for an engine: checkpoint, ONNX or Triton entry.",
+    cls=Group,
+    epilog=examples_of("export"),
     no_args_is_help=True,
 )
 
@@ -37,7 +40,7 @@ Kv = Annotated[
 TritonBackend = Literal["python", "vllm", "tensorrt", "onnxruntime"]
 
 
-@export.command("checkpoint")
+@export.command("checkpoint", cls=Command, epilog=examples_of("export checkpoint"))
 def export_checkpoint(
     calibration: Source,
     out: Out,
@@ -74,7 +77,7 @@ def export_checkpoint(
     wrote(out, manifest, as_json)
 
 
-@export.command("onnx")
+@export.command("onnx", cls=Command, epilog=examples_of("export onnx"))
 def export_onnx(
     calibration: Source,
     out: Out,
@@ -111,7 +114,7 @@ def export_onnx(
     wrote(out, manifest, as_json)
 
 
-@export.command("triton")
+@export.command("triton", cls=Command, epilog=examples_of("export triton"))
 def export_triton(
     calibration: Source,
     out: Annotated[

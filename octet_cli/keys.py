@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from octet.errors import ConfigError
+from octet_cli.help import Command, Group, examples_of
 from octet_cli.options import Json
 
 __all__ = ["keys"]
@@ -20,11 +21,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 
 keys = typer.Typer(
     help="API keys of the gateway: made once, kept as a hash.",
+    cls=Group,
+    epilog=examples_of("keys"),
     no_args_is_help=True,
 )
 
 
-@keys.command()
+@keys.command(cls=Command, epilog=examples_of("keys new"))
 def new(
     name: Annotated[str, typer.Argument(help="What metrics and logs call it.")],
     as_json: Json = False,
@@ -45,7 +48,7 @@ def new(
     print(f"- name: {json.dumps(name)}\n  sha256: {digest}")
 
 
-@keys.command(name="hash")
+@keys.command(name="hash", cls=Command, epilog=examples_of("keys hash"))
 def hash_key() -> None:
     """Print the SHA-256 of a key that is read from standard input, for the configuration."""
     if sys.stdin.isatty():

@@ -3,6 +3,7 @@
 import atexit
 import errno
 import gc
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
+from octet_cli.help import Command, Group, examples_of
 from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
 from octet_cli.prewarm import prewarm
@@ -28,19 +30,15 @@ __all__ = ["app", "build_engine_main", "calibrate_main", "main"]
 
 app = typer.Typer(
     help="From a Hugging Face checkpoint to an FP8 service that can prove what it serves.",
+    cls=Group,
+    epilog=examples_of("octet"),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(calibrate)
-app.command()(rescale)
+for command in (calibrate, rescale, build_engine, verify, evaluate, bench, prewarm, serve):
+    called = command.__name__.replace("_", "-")
+    app.command(called, cls=Command, epilog=examples_of(called))(command)
 app.add_typer(export, name="export")
-app.command("build-engine")(build_engine)
-app.command()(verify)
-app.command()(evaluate)
-app.command()(bench)
-app.command()(prewarm)
-app.command()(serve)
 app.add_typer(keys, name="keys")
 
 
@@ -62,6 +60,8 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command; exits with one line on standard error, and 2 for a user's mistake."""
     wait_briefly()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale without UTF-8, "?" for what it lacks
+        sys.stdout.reconfigure(errors="replace")
     atexit.register(gc.freeze)  # skips a 1 s search for cycles in torch's million objects
     arguments = list(sys.argv[1:] if argv is None else argv)
     for ending in (
@@ -77,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(code)
     except OctetError as error:
         _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        sys.exit(141)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _fail(
                 "the disk is full: free some space, or write to another; nothing half-written stays"
             )
-        if error.strerror is None or isinstance(error, BrokenPipeError):
+        if error.strerror is None:
             raise
         _fail(f"{error.filename or 'input or output'}: {error.strerror}")
     except (ImportError, AttributeError) as error:
@@ -90,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
     except Exception as error:
         # Typer bundles its own copy of click, so only this method identifies its errors.
         message = getattr(error, "format_message", None)
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         if not message():
             sys.exit(2)  # the help has been printed
-        _fail(message())
+        _fail(message().replace("Value error, ", ""))  # pydantic's, for a wrong choice
 
 
 def calibrate_main() -> NoReturn:

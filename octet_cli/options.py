@@ -69,7 +69,7 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     table = Table.grid(padding=(0, 2))
     for name in manifest.files:
         size = (out / name).stat().st_size
-        table.add_row(f"  {name}", f"{size:,} B")
+        table.add_row(Text(f"  {name}"), f"{size:,} B")
     console, warn = Console(), Console(stderr=True, style="yellow", highlight=False, markup=False)
     details = manifest.details
     expected = details.get("expected_divergence")
@@ -94,5 +94,5 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
         ranges = Table.grid(padding=(0, 2))
         for path, nats in expected.items():
             low, mean, high = (f"{1000 * nats[key]:.3g}" for key in ("low", "mean", "high"))
-            ranges.add_row(f"  {path}", mean, f"({low} to {high})")
+            ranges.add_row(Text(f"  {path}"), mean, f"({low} to {high})")
         console.print(ranges, highlight=False, markup=False)

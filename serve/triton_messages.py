@@ -48,6 +48,17 @@ SAMPLING = (
 )
 REPORTS = ("finish_reason", "logprobs", "num_input_tokens", "num_output_tokens")
 
+_TEXT = "a text goes into 'text_input', token ids into 'input_ids'"
+# Fields of other APIs -> what this model has in their place.
+_OTHER_NAMES = {
+    "prompt": _TEXT,
+    "inputs": _TEXT,
+    "input": _TEXT,
+    "text": _TEXT,
+    "messages": "this model takes no conversation: give 'text_input', as the chat template renders"
+    " it, or send it to `octet serve` in front of Triton",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EntryRequest:
@@ -142,6 +153,10 @@ def _generate_request(
     """
     known = {name: sampling[name] for name in SAMPLING if name in sampling}
     extra = {name: value for name, value in sampling.items() if name not in known}
+    if (other := next((name for name in _OTHER_NAMES if name in extra), None)) is not None:
+        raise RequestError(
+            f"unknown field '{other}': {_OTHER_NAMES[other]}", param=other, code="unknown_field"
+        )
     refuse_unsupported(extra, dict.fromkeys(SAMPLING), "completion", "this model")
     body = validate(CompletionRequest, {"model": "", "prompt": prompt, **known}, Limits())
     if (body.n or 1) > 1:

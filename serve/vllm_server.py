@@ -25,6 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import BackendError, ConfigError
+from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 
 __all__ = [
     "VllmServer",
@@ -59,6 +60,8 @@ class VllmServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Raises ConfigError if there is no such checkpoint or command, or no free port."""
+        if is_hub_name(checkpoint):
+            raise explain_missing(checkpoint)
         if not (checkpoint / "config.json").is_file():
             raise ConfigError(f"{checkpoint}: no checkpoint (no config.json): give an exported one")
         require_command(command)

@@ -52,19 +52,25 @@ def changed_model(
     dtype: ComputeDtype,
     device: torch.device,
     restart: bool = False,
+    force: bool = False,
     console: Console | None = None,
 ) -> ChangedModel:
     """Returns `checkpoint` with the weights that `algorithm` changed, or as it is without one.
 
     The result is kept in `directory`, and read back if it is there. The directory appears
     atomically. Raises ArtifactError if it belongs to another model, recipe, algorithm or set of
-    samples, or was altered, unless `restart`, which discards it.
+    samples, or was altered, unless `restart` or `force` discards it.
     """
     if algorithm is None:
         return ChangedModel(checkpoint)
     key = _key(checkpoint, algorithm, recipe, batches, dtype)
     if restart:
         shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists() and force:
+        try:
+            return _read(checkpoint, directory, key)
+        except ArtifactError:
+            shutil.rmtree(directory, ignore_errors=True)
     if not directory.exists():
         from calibrate.algorithms.modelopt import apply_algorithm
 
@@ -101,7 +107,7 @@ def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
         whole = False
     if not whole or facts["key"] != key:
         state = "is of another run" if whole else "was altered"
-        raise ArtifactError(f"{directory}: {state}; add --restart to begin again")
+        raise ArtifactError(f"{directory}: {state}; --restart discards it, and so does --force")
     file = TensorFile.open(directory / _SCALES)
     scales = {name: file.read(name).float32() for name in file.names}
     path = directory / WEIGHTS_FILE

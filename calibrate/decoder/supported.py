@@ -5,11 +5,18 @@ from typing import Any
 
 from torch import nn
 
+from calibrate.decoder.loading import load_skeleton
 from calibrate.decoder.partial import find_norm
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 
-__all__ = ["check_make", "window_of"]
+__all__ = ["check_make", "require_runnable", "window_of"]
+
+
+def require_runnable(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedError for an architecture that `check_make` refuses; reads no weight."""
+    if checkpoint.spec.generic:  # Octet knows how the others are made
+        check_make(load_skeleton(checkpoint, "bfloat16"), checkpoint)
 
 
 def check_make(model: Any, checkpoint: Checkpoint) -> str:

@@ -11,7 +11,14 @@ from calibrate.decoder.arithmetic import bf16_matmuls
 from calibrate.samples.batches import Batch
 from octet.model.checkpoint import Checkpoint, sha256_file
 
-__all__ = ["THREADS", "arithmetic_of", "device_name", "digest_of_batches", "run_identity"]
+__all__ = [
+    "THREADS",
+    "arithmetic_of",
+    "device_name",
+    "digest_of_batches",
+    "run_identity",
+    "setting_identity",
+]
 
 THREADS = "number of torch threads"
 
@@ -27,15 +34,24 @@ def run_identity(
     """Returns what the counts depend on, by name.
 
     The recipe is not included, except whether `queries` are counted, nor is the number of
-    processes.
+    processes. Reads the whole checkpoint.
     """
-    import transformers
-
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
     if checkpoint.changes is not None:
         model.update(sha256_file(checkpoint.changes.path).encode())
-    identity = {
+    return {
         "model": model.hexdigest(),
+        **setting_identity(batches, dtype, device, queries=queries),
+    }
+
+
+def setting_identity(
+    batches: Sequence[Batch], dtype: str, device: torch.device, *, queries: bool
+) -> dict[str, str]:
+    """Returns the part of `run_identity` that is known without reading the checkpoint."""
+    import transformers
+
+    identity = {
         "selection or length of samples": digest_of_batches(batches),
         "compute dtype": dtype,
         "device": device_name(device),

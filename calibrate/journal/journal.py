@@ -52,10 +52,11 @@ from calibrate.journal.identity import THREADS
 from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import StoredHistograms, pack_histogram
 from octet.errors import ArtifactError, CheckpointError
+from octet.hardware.cores import THREADS as OMP_THREADS
 from octet.model.checkpoint import sha256_file
 from octet.storage.tensors import TensorFile, write_tensors
 
-__all__ = ["Journal", "discard", "recorded_threads"]
+__all__ = ["Journal", "discard", "recorded_threads", "stale"]
 
 SCHEMA_VERSION = 2
 KEEP_EVERY_S = 30.0  # of work that a continued run may have to repeat
@@ -82,17 +83,19 @@ class Journal:
         *,
         spill: Path | None = None,
         restart: bool = False,
+        force: bool = False,
     ) -> "Journal":
         """Begins a journal, or continues that of the same run. `spill` is for its activations.
 
-        Raises ArtifactError for a journal of another run unless `restart`, which discards it, for
-        one that was altered, and for one that another process has open.
+        `restart` discards any journal that is there, `force` one that cannot be continued. Raises
+        ArtifactError for a journal of another run, for one that was altered, and for one that
+        another process has open.
         """
         path = path.absolute()
         place = path if spill is None else spill.absolute() / _name(path)
         journal = cls(path, place, group, None)
         try:
-            found = group.on_first(partial(journal._open, identity, restart))
+            found = group.on_first(partial(journal._open, identity, restart, force))
         except BaseException:
             journal.close()
             raise
@@ -169,28 +172,37 @@ class Journal:
         self._group.on_first(partial(forget_activations, self.path))
 
     def _open(
-        self, identity: Mapping[str, str], restart: bool
+        self, identity: Mapping[str, str], restart: bool, force: bool
     ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Returns the records of the finished layers, and that of the activations."""
         self._lock = lock_directory(self.path)
-        head = self.path / HEAD
         if restart:
             discard_contents(self.path)
-        places = {"."} if self.place == self.path else {".", str(self.place)}
+        elif (self.path / HEAD).exists():
+            try:
+                return self._continue(identity)
+            except ArtifactError:
+                if not force:
+                    raise
+                discard_contents(self.path)
+        remove_remains(self.path)
+        clear_activations(self.place)
         content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
-        if not head.exists():
-            remove_remains(self.path)
-            clear_activations(self.place)
-            write_json(head, content | {"activations": sorted(places)})
-            return [], None
-        found = read_json(head)
-        if found.get("schema_version") != SCHEMA_VERSION:
-            raise ArtifactError(f"{self.path}: a journal of another release; --restart begins anew")
-        for what, value in identity.items():
-            if found["identity"].get(what) != value:
-                raise ArtifactError(
-                    f"{self.path}: the journal of a run with another {what}; --restart discards it"
-                )
+        write_json(self.path / HEAD, content | {"activations": sorted(self._places())})
+        return [], None
+
+    def _places(self) -> set[str]:
+        return {"."} if self.place == self.path else {".", str(self.place)}
+
+    def _continue(
+        self, identity: Mapping[str, str]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Returns what `_open` does, of a journal that exists; raises ArtifactError otherwise."""
+        if (reason := stale(self.path, identity)) is not None:
+            raise ArtifactError(reason)
+        head = self.path / HEAD
+        found, places = read_json(head), self._places()
+        content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
         places |= set(found["activations"])
         if len(places) > len(found["activations"]):
             write_json(head, content | {"activations": sorted(places)})
@@ -254,6 +266,27 @@ def discard(progress: Path) -> None:
     for head in progress.glob(f"*/{HEAD}"):
         discard_contents(head.parent)
     shutil.rmtree(progress, ignore_errors=True)
+
+
+def stale(path: Path, identity: Mapping[str, str]) -> str | None:
+    """Returns why a run with this `identity`, or part of it, cannot continue the journal in `path`.
+
+    Returns None if it can, or if there is no journal.
+    """
+    if not (path / HEAD).exists():
+        return None
+    try:
+        found = read_json(path / HEAD)
+    except ArtifactError as error:
+        return str(error)
+    discards = "--restart discards it, and so does --force"
+    if found.get("schema_version") != SCHEMA_VERSION:
+        return f"{path}: a journal of another release; {discards}"
+    for what, value in identity.items():
+        if (before := found["identity"].get(what)) != value:
+            continues = f"; {OMP_THREADS}={before} continues it" if what == THREADS else ""
+            return f"{path}: the journal of a run with another {what}{continues}; {discards}"
+    return None
 
 
 def recorded_threads(progress: Path) -> int | None:

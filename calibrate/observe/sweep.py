@@ -78,6 +78,7 @@ def observe_checkpoint(
     spill: Path | None = None,
     journal: Path | None = None,
     restart: bool = False,
+    force: bool = False,
     group: Group | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Observed:
@@ -87,9 +88,9 @@ def observe_checkpoint(
     requested. Activations are kept in memory, or in files in a directory of the run's own below
     `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
     run that was killed continues. The caller discards it (`calibrate.journal.journal.discard`) when
-    its own work is safe. A journal of another run raises ArtifactError, unless `restart` discards
-    it. Each rank of `group` runs its share of the batches, and has the sums of all. `advance` is
-    called with numbers of tokens as work is done, which add up to those of `batches`.
+    its own work is safe. A journal of another run raises ArtifactError, unless `restart` or `force`
+    discards it. Each rank of `group` runs its share of the batches, and has the sums of all.
+    `advance` is called with numbers of tokens as work is done, which add up to those of `batches`.
 
     Raises NumericsError naming tensor, channel and sample of the first NaN or Inf.
     """
@@ -102,7 +103,9 @@ def observe_checkpoint(
             identity = run_identity(checkpoint, batches, dtype, device, queries=queries)
             require_agreement(group, identity)
             if journal is not None:
-                opened = Journal.open(journal, identity, group, spill=spill, restart=restart)
+                opened = Journal.open(
+                    journal, identity, group, spill=spill, restart=restart, force=force
+                )
                 stack.callback(opened.close)
         names = [
             list(observations_of(checkpoint.spec, getattr(torch, dtype), index, queries=queries))

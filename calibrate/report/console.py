@@ -1,7 +1,6 @@
 """Prints a summary of the calibration report; report.json and report.html have all of it."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -11,7 +10,6 @@ from rich.table import Table
 
 from calibrate.report.document import Report
 from calibrate.scales.activations import METHODS
-from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 
 __all__ = ["print_report"]
 
@@ -22,7 +20,6 @@ def print_report(
     console: Console,
     report: Report,
     *,
-    expected: ExpectedSet | None = None,
     tokens: int | None = None,
     seconds: float | None = None,
     page: Path | None = None,
@@ -37,11 +34,9 @@ def print_report(
             f" in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
         )
     summary = report.summary
-    for line in (summary.enough, summary.worst, summary.measured, summary.budget):
+    for line in (summary.expected, summary.measured, summary.budget, summary.enough, summary.worst):
         if line:
             console.print(escape(line), highlight=False)
-    for line in _expected(expected):
-        console.print(line, highlight=False)
     console.print(_worst(report))
     for line in _clipping(report):
         console.print(line, highlight=False)
@@ -50,17 +45,6 @@ def print_report(
     console.print(f"to do: {escape(' '.join(summary.todo))}", highlight=False)
     if page is not None:
         console.print(f"report: {escape(str(page))} (opens in a browser)", highlight=False)
-
-
-def _expected(expected: ExpectedSet | None) -> Iterator[str]:
-    """Describes the first serving path, which is that of the recipe on a GPU."""
-    if expected is not None:
-        first = expected.expectations[0]
-        yield (
-            f"expected KL from the original, over {first.prompts} prompts: {first.mean:.2g} nats"
-            f" ({first.low:.2g} to {first.high:.2g}) with {first.path.label}; other ways to serve"
-            f" it are in {EXPECTED_FILE}"
-        )
 
 
 def _worst(report: Report) -> Table:

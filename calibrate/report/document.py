@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from calibrate.scales.convergence import Convergence
 from calibrate.scales.derive import Quantization, scales_in_use
 from calibrate.scales.weights import WeightScale
 from octet.artifacts.calibration import Observation
+from octet.artifacts.serving_path import ExpectedSet
 from octet.model.spec import ModelSpec
 from octet.numerics import formats
 from octet.recipe import Recipe
@@ -46,18 +48,42 @@ class Report:
     recipe: Recipe
     model: Mapping[str, Any]
     samples: Mapping[str, Any]
-    summary: Summary
     tensors: Mapping[str, TensorReport]
     weights: Mapping[str, WeightScale]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    unknown: tuple[Unknown, ...]
     distributions: Mapping[str, dict[str, Any]]
     convergence: Convergence | None = None
     sensitivity: Mapping[str, Any] | None = None
     budget: Mapping[str, Any] | None = None
     experts: Mapping[str, Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    expected: ExpectedSet | None = None  # divergence of each serving path, if it was predicted
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(
+            self.recipe,
+            self.model["name"] or self.model["architecture"],
+            self.tensors,
+            {name: weight.sqnr_db for name, weight in self.weights.items()},
+            self.findings,
+            self.notes,
+            samples=self.samples["count"],
+            tokens=self.samples["tokens"],
+            distinct=self.samples["distinct"],
+            expected=self.expected,
+            convergence=self.convergence,
+            sensitivity=self.sensitivity,
+            budget=self.budget,
+        )
+
+    @property
+    def unknown(self) -> tuple[Unknown, ...]:
+        predicted = self.expected is not None
+        return tuple(
+            find_unknown(self.tensors, self.convergence, self.sensitivity, predicted=predicted)
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -112,6 +138,7 @@ def build_report(
     model: str = "",
     samples: int | None = None,
     tokens: int | None = None,
+    distinct: int | None = None,
     convergence: Convergence | None = None,
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
@@ -122,8 +149,9 @@ def build_report(
     """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
 
     Its histograms are the sums over all samples; its scales are those that the artifact stores.
-    `sensitivity`, `budget` and `experts` are JSON. `warnings` were found elsewhere and come first.
-    `facts` are shown unchanged (dtype, policy for long samples, ...).
+    `distinct` of the samples differ. `sensitivity`, `budget` and `experts` are JSON. `warnings`
+    were found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long
+    samples, ...).
     """
     recipe, spec = quantization.recipe, quantization.checkpoint.spec
     histograms, scales = quantization.histograms, quantization.scales
@@ -139,25 +167,11 @@ def build_report(
     return Report(
         recipe=recipe,
         model={"name": model, **_model_json(spec)},
-        samples={"count": samples, "tokens": tokens},
-        summary=summarise(
-            recipe,
-            model or spec.architecture,
-            tensors,
-            {name: weight.sqnr_db for name, weight in quantization.weights.items()},
-            findings,
-            warnings,
-            samples=samples,
-            tokens=tokens,
-            convergence=convergence,
-            sensitivity=sensitivity,
-            budget=budget,
-        ),
+        samples={"count": samples, "tokens": tokens, "distinct": distinct},
         tensors=tensors,
         weights=dict(quantization.weights),
         findings=tuple(findings),
         notes=tuple(warnings),
-        unknown=tuple(find_unknown(tensors, convergence, sensitivity)),
         distributions={name: distribution(histograms[name]) for name in _plotted(tensors)},
         convergence=convergence,
         sensitivity=sensitivity,

@@ -58,8 +58,13 @@ def find_unknown(
     tensors: Mapping[str, TensorReport],
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
+    *,
+    predicted: bool = False,
 ) -> list[Unknown]:
-    """Returns what is not known, in the order in which people ask."""
+    """Returns what is not known, in the order in which people ask.
+
+    `predicted` says that the divergence of the whole model was simulated.
+    """
     unknown = []
     by_treatment: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
@@ -75,12 +80,20 @@ def find_unknown(
                 tuple(names),
             )
         )
-    if sensitivity is None:
+    if sensitivity is None and predicted:
+        unknown.append(
+            Unknown(
+                "which layers cost most",
+                "the expected divergence is that of all of them together",
+                "measure each: --sensitivity, or let --budget choose what stays in more bits",
+            )
+        )
+    elif sensitivity is None:
         unknown.append(
             Unknown(
                 "what these errors do to the model's output",
-                "no forward pass was made with them; SQNR says how large an error is, not how much"
-                " it matters",
+                "the quantized model was not simulated; SQNR says how large an error is, not how"
+                " much it matters",
                 "measure it: --sensitivity, or let --budget choose what stays in higher precision",
             )
         )
@@ -209,8 +222,7 @@ def _overflowing(tensors: Mapping[str, TensorReport]) -> list[Finding]:
         Finding(
             f"{len(names)} caches exceed what float16 holds (65,504), first {names[0]}, which"
             f" reaches {tensors[names[0]].absmax:.3g}",
-            "Serve with a bfloat16 cache, or choose kv_cache e4m3, which is scaled but which no"
-            " export writes yet.",
+            "Serve with a bfloat16 cache, or choose kv_cache e4m3, whose scale fits them.",
         )
     ]
 

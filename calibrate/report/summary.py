@@ -8,22 +8,27 @@ from typing import Any, Literal
 from calibrate.report.findings import Finding, cost_served
 from calibrate.report.tensors import TensorReport
 from calibrate.scales.convergence import Convergence
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.recipe import Recipe
 
 __all__ = ["Summary", "summarise"]
+
+LEAST_TOKENS = 2048  # a calibration set of less text settles nothing: 128 samples of 16 tokens
 
 
 @dataclass(frozen=True)
 class Summary:
     """Sentences of the summary; `worst_tensor` is the observation to inspect first.
 
-    `measured` is empty without a measurement, `budget` without a budget.
+    `expected` is empty without a prediction, `measured` without a measurement, and `budget` without
+    a budget.
     """
 
     status: Literal["ready", "look"]
     title: str
     subject: str
     enough: str
+    expected: str
     worst: str
     worst_tensor: str | None
     measured: str
@@ -41,13 +46,16 @@ def summarise(
     *,
     samples: int | None,
     tokens: int | None,
+    distinct: int | None = None,
+    expected: ExpectedSet | None = None,
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
 ) -> Summary:
     """Summarizes a report; its status is "ready" if there is nothing to read before export.
 
-    `weights_db` are SQNR by linear; `notes` are warnings found elsewhere.
+    `weights_db` are SQNR by linear; `notes` are warnings found elsewhere; `distinct` of the
+    samples differ.
     """
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
@@ -55,7 +63,9 @@ def summarise(
     todo = list(dict.fromkeys(finding.remedy for finding in findings))
     if notes and findings:
         todo.append("Read the other warnings." if len(notes) > 1 else "Read the other warning.")
-    unmeasured = any(t.format == "e2m1" and t.sqnr_db is None for t in tensors.values())
+    unmeasured = expected is None and any(
+        t.format == "e2m1" and t.sqnr_db is None for t in tensors.values()
+    )
     if unmeasured:
         todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
     if not todo:
@@ -71,14 +81,42 @@ def summarise(
         status="look" if warnings or unmeasured else "ready",
         title=title,
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
-        enough="Whether the set was enough is not known: it was not counted in parts."
-        if convergence is None
-        else convergence.verdict,
+        enough=_enough(convergence, samples, tokens, distinct),
+        expected=_expected(expected),
         worst=_worst(tensors, weights_db),
         worst_tensor=_worst_tensor(tensors),
         measured=_measured(sensitivity, budget),
         budget=_budget(budget),
         todo=tuple(todo),
+    )
+
+
+def _enough(
+    convergence: Convergence | None, samples: int | None, tokens: int | None, distinct: int | None
+) -> str:
+    if convergence is None:
+        return "Whether the set was enough is not known: it was not counted in parts."
+    if convergence.moved or not convergence.decides:
+        return convergence.verdict
+    doubt = None
+    if tokens is not None and tokens < LEAST_TOKENS:
+        doubt = f"hold {tokens:,} tokens in all, where {LEAST_TOKENS:,} are little"
+    elif None not in (samples, distinct) and 2 * (distinct or 0) < (samples or 0):
+        doubt = f"are {distinct} that differ, and repetitions"
+    if doubt is None:
+        return convergence.verdict
+    return f"Whether {convergence.counts[-1]} samples are enough is not known: they {doubt}."
+
+
+def _expected(expected: ExpectedSet | None) -> str:
+    """Describes the first serving path, which is that of the recipe on a GPU."""
+    if expected is None:
+        return ""
+    first = expected.expectations[0]
+    return (
+        f"Expected KL from the original, over {first.prompts} prompts: {first.mean:.2g} nats"
+        f" ({first.low:.2g} to {first.high:.2g}) with {first.path.label}; other ways to serve it"
+        f" are in {EXPECTED_FILE}."
     )
 
 

@@ -7,6 +7,7 @@ from calibrate.samples.batches import Batch
 from calibrate.samples.golden_prompts import READ, choose_prompts, too_short
 from calibrate.samples.plan import SamplePlan, plan_batches
 from calibrate.samples.source import MINIMUM, Sample, SampleFile, Sampling, require_enough
+from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import load_tokenizer, tokenize
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
@@ -29,9 +30,14 @@ class Split:
     facts: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
 
+    @property
+    def distinct(self) -> int:
+        """Number of calibration samples that differ."""
+        return len({sample.key for sample in self.calibration})
+
 
 def split_samples(
-    file: SampleFile, held_out: SampleFile | None, count: int, *, allow_few: bool
+    file: SampleFile, held_out: SampleFile | None, count: int, minimum: int = MINIMUM
 ) -> Split:
     """Takes the first `count` of `file`, and holds out `held_out` or else what follows in `file`.
 
@@ -39,7 +45,7 @@ def split_samples(
     with a warning. Raises SampleError for too few samples, and for a sample that cannot be read.
     """
     found, empty = file.first(count + (_HELD_OUT if held_out is None else 0))
-    chosen = require_enough(file.path, len(found), count, allow_few=allow_few)
+    chosen = require_enough(file.path, len(found), count, minimum)
     calibration, rest = found[:chosen], found[chosen:]
     warnings = []
     if chosen < MINIMUM:
@@ -94,8 +100,10 @@ class Inputs:
 def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     """Reads and tokenizes samples; raises an OctetError that names what cannot be used."""
     file, held_out = sampling.load()
-    split = split_samples(file, held_out, sampling.count, allow_few=sampling.allow_few_samples)
-    tokenizer = load_tokenizer(checkpoint)
+    split = split_samples(file, held_out, sampling.count, sampling.minimum)
+    tokenizer, tokens = tokenizer_as_served(
+        load_tokenizer(checkpoint), checkpoint, [*split.calibration, *split.held_out]
+    )
     spec = checkpoint.spec
     max_length = min(sampling.max_length, spec.max_positions)
     sizes: dict[str, Any] = {
@@ -109,8 +117,10 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
     sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
     prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    distinct, count = split.distinct, len(split.calibration)
+    repeated = [f"{count} samples are only {distinct}, repeated"] if 2 * distinct < count else []
     short = too_short(prompts, spec.max_positions)
-    warnings = [*split.warnings, *plan.warnings, *([short] if short else [])]
+    warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *([short] if short else [])]
     if max_length < sampling.max_length:
         warnings.append(
             f"{sampling.max_length} tokens were asked for, the model's context is"

@@ -18,6 +18,8 @@ from calibrate.samples.parquet import read_arrow, read_parquet, shards
 from calibrate.samples.sample import Fields, Sample, kind_of, sample_of
 from octet.errors import SampleError
 from octet.model.checkpoint import sha256_file
+from octet.model.not_a_checkpoint import is_hub_name
+from octet.storage.files import LFS_POINTER, is_lfs_pointer
 
 __all__ = [
     "MINIMUM",
@@ -50,6 +52,11 @@ class Source:
 def open_source(path: Path, fields: Fields) -> Source:
     """Opens the source at `path`. Raises SampleError, in one line, for a path that is none."""
     with _reading(path):
+        if not path.exists() and is_hub_name(path):
+            raise SampleError(
+                f"{path}: no such file; a data set on the Hugging Face Hub has to be downloaded"
+                f" first: hf download {path} --repo-type dataset --local-dir {path.name}"
+            )
         path.stat()
     if path.is_dir():
         return _open_directory(path, fields)
@@ -58,6 +65,8 @@ def open_source(path: Path, fields: Fields) -> Source:
             f"{path}: not a regular file; it is read more than once, so save it first"
         )
     suffix = path.suffix.lower()
+    if (other := _other_kind(path, suffix)) is not None:
+        raise SampleError(f"{path}: {other}")
     if suffix == ".parquet":
         return Source("Parquet", (path,), lambda: read_parquet([path], fields))
     if suffix == ".txt":
@@ -66,6 +75,45 @@ def open_source(path: Path, fields: Fields) -> Source:
         kind = f"text, samples separated by {separator}"
         return Source(kind, (path,), lambda: _read_text(path, by_form_feed=by_form_feed))
     return Source("JSONL", (path,), lambda: _read_jsonl(path, fields, path.name))
+
+
+# The first bytes of files that hold samples in a form that is not read -> what to do.
+_MAGIC = {
+    b"\x1f\x8b": "compressed with gzip; unpack it: gunzip -k",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it: zstd -d",
+    b"\xfd7zXZ": "compressed with xz; unpack it: xz -dk",
+    b"BZh": "compressed with bzip2; unpack it: bzip2 -dk",
+    b"PK\x03\x04": "a ZIP or Excel file; unpack it, or save it as JSONL",
+    b"%PDF": "a PDF file; save its text as .txt",
+    b"ARROW1": "an Arrow file; give the directory that save_to_disk wrote",
+}
+_EACH_ROW = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]"'
+
+
+def _other_kind(path: Path, suffix: str) -> str | None:
+    """Returns what a file is that holds samples in no form that is read, and what to do."""
+    with _reading(path), path.open("rb") as file:
+        beginning = file.read(64)
+    if is_lfs_pointer(beginning):
+        return LFS_POINTER
+    for magic, what in _MAGIC.items():
+        if beginning.startswith(magic):
+            return f"{what} {path}" if what.endswith(("k", "-d")) else what
+    out = path.with_suffix(".jsonl").name
+    if suffix in (".csv", ".tsv"):
+        delimiter = ", delimiter='\\t'" if suffix == ".tsv" else ""
+        rows = _EACH_ROW.format(rows=f"csv.DictReader(sys.stdin{delimiter})")
+        return (
+            f"a table of {suffix[1:].upper()}, which is not read; convert it: {rows} < {path} >"
+            f" {out}, and name its column with --text-field"
+        )
+    if suffix not in (".txt", ".parquet") and beginning.removeprefix(_BOM).lstrip()[:1] == b"[":
+        rows = _EACH_ROW.format(rows="json.load(sys.stdin)").replace("csv, ", "")
+        out = out if out != path.name else f"{path.stem}-lines.jsonl"
+        return (
+            f"one JSON array; write each of its items on a line of its own: {rows} < {path} > {out}"
+        )
+    return None
 
 
 def _open_directory(path: Path, fields: Fields) -> Source:
@@ -80,8 +128,11 @@ def _open_directory(path: Path, fields: Fields) -> Source:
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(path).parts)]
     kinds = sorted({suffixes[file.suffix.lower()] for file in files})
     if not kinds:
+        others = sorted({"".join(x.suffixes[-2:]) for x in path.rglob("*.*") if x.is_file()})
+        has = f"; it has {', '.join(others[:5])} files" if others else ""
         raise SampleError(
-            f"{path}: no .txt, .jsonl or .parquet files in it, nor is it what save_to_disk wrote"
+            f"{path}: no .txt, .jsonl or .parquet files in it, nor is it what save_to_disk"
+            f" wrote{has}"
         )
     if len(kinds) > 1:
         raise SampleError(
@@ -199,6 +250,11 @@ class Sampling:
     batch_size: int = 8  # rows in a forward pass
     allow_few_samples: bool = False
 
+    @property
+    def minimum(self) -> int:
+        """Number of samples that need no --allow-few-samples."""
+        return 1 if self.allow_few_samples else MINIMUM
+
     def check(self) -> None:
         """Raises SampleError for a path that holds no samples; reads none yet."""
         for path in (self.held_out, self.samples):
@@ -265,13 +321,13 @@ def load_samples(
     return SampleFile(path, _digest(path, source), source.kind, source.read)
 
 
-def require_enough(path: Path, available: int, count: int, *, allow_few: bool) -> int:
-    """Returns how many samples to run; SampleError if below `MINIMUM` without `allow_few`."""
+def require_enough(path: Path, available: int, count: int, minimum: int) -> int:
+    """Returns how many samples to run; SampleError if there are fewer than `minimum`."""
     chosen = min(available, count)
-    if chosen < MINIMUM and not allow_few:
+    if chosen < minimum:
         what = f"--count {count}" if count <= available else f"{path}: {available} samples"
         raise SampleError(
-            f"{what}: calibration expects at least {MINIMUM}; give more, or add --allow-few-samples"
+            f"{what}: calibration expects at least {minimum}; give more, or add --allow-few-samples"
         )
     return chosen
 

@@ -15,8 +15,9 @@ from calibrate.samples.sample import Sample
 from octet.errors import CheckpointError, SampleError
 from octet.model.chat_template import DEFAULT_TEMPLATE
 from octet.model.checkpoint import Checkpoint
+from octet.storage.files import LFS_POINTER, is_lfs_pointer
 
-__all__ = ["encode", "load_tokenizer", "quiet", "tokenize"]
+__all__ = ["encode", "load_tokenizer", "quiet", "rendered", "tokenize"]
 
 _TOGETHER = 64  # samples encoded in one call: enough to keep the tokenizer's threads busy
 
@@ -49,20 +50,30 @@ def encode(samples: Sequence[Sample], tokenizer: Any, *, vocab_size: int) -> Ite
 
 def _encode(samples: Sequence[Sample], tokenizer: Any) -> Iterator[list[int]]:
     """Encodes in two calls: one with special tokens added and one without."""
-    plain = not getattr(tokenizer, "chat_template", None)  # the default template writes none
-    texts = [_render(s, tokenizer, plain) if s.messages else s.text for s in samples]
-    complete = [bool(s.messages) and not plain for s in samples]
+    texts = rendered(samples, tokenizer)
     encoded: dict[bool, Iterator[list[int]]] = {}
-    for done in set(complete):
-        chosen = [text for text, is_done in zip(texts, complete, strict=True) if is_done == done]
-        encoded[done] = iter(
+    for special in {special for _, special in texts}:
+        chosen = [text for text, chosen in texts if chosen == special]
+        encoded[special] = iter(
             tokenizer(
-                chosen, add_special_tokens=not done, return_attention_mask=False, verbose=False
+                chosen, add_special_tokens=special, return_attention_mask=False, verbose=False
             )["input_ids"]
         )
-    for text, done in zip(texts, complete, strict=True):
-        ids = list(next(encoded[done]))
-        yield ids if done else _undoubled(ids, text, tokenizer)
+    for text, special in texts:
+        ids = list(next(encoded[special]))
+        yield _undoubled(ids, text, tokenizer) if special else ids
+
+
+def rendered(samples: Sequence[Sample], tokenizer: Any) -> list[tuple[str, bool]]:
+    """Returns the text of each sample, and whether the tokenizer adds its special tokens to it.
+
+    It does not to a conversation, unless the default template rendered it, which writes none.
+    """
+    plain = not getattr(tokenizer, "chat_template", None)
+    return [
+        (_render(sample, tokenizer, plain), plain) if sample.messages else (sample.text, True)
+        for sample in samples
+    ]
 
 
 def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
@@ -103,14 +114,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     if not checkpoint.tokenizer_files:
-        raise CheckpointError(f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...)")
+        raise CheckpointError(
+            f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...); copy those of the model"
+        )
+    for path in checkpoint.tokenizer_files:
+        with path.open("rb") as file:
+            if is_lfs_pointer(file.read(64)):
+                raise CheckpointError(f"{path}: {LFS_POINTER}")
     with quiet():
         try:
             return AutoTokenizer.from_pretrained(
                 checkpoint.path, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
-            detail = str(error).splitlines()[0]
+        except Exception as error:  # what a damaged file raises is up to each tokenizer class
+            detail = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
 
 

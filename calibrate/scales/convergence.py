@@ -104,21 +104,33 @@ class Convergence:
         return None if self.before is None else not self.moved
 
     @property
+    def decides(self) -> bool:
+        """True if the samples decide any scale that is stored."""
+        return any(
+            course.method != "range" or set(course.scale or ()) != {1.0}
+            for course in self._stored.values()
+        )
+
+    @property
+    def _stored(self) -> dict[str, Course]:
+        return {n: course for n, course in self.tensors.items() if course.scale is not None}
+
+    @property
     def verdict(self) -> str:
         """One or two sentences of text."""
+        if not self.decides:
+            return (
+                "No scale is taken from the samples: inputs are scaled at run time"
+                + (", and the cache needs no scale" if self._stored else "")
+                + ". Only the golden records and the expected divergence depend on them."
+            )
         if self.before is None:
             return (
                 f"Whether {self.counts[-1]} samples are enough is not known: there are too few to"
                 " compare a part of them with all."
             )
         before, count = self.counts[self.before], self.counts[-1]
-        stored = {n: c for n, c in self.tensors.items() if c.scale is not None}
-        if all(c.method == "range" and set(c.scale or ()) == {1.0} for c in stored.values()):
-            return (
-                f"{count} samples are enough: with this recipe inputs are scaled at run time"
-                + (" and the cache needs no scale" if stored else "")
-                + ", so more of them would change nothing that is served."
-            )
+        stored = self._stored
         if self.moved:
             rest = len(self.moved) - _NAMED
             named = ", ".join(f"{n} ({_change(stored[n])})" for n in self.moved[:_NAMED])

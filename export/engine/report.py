@@ -72,9 +72,10 @@ def print_report(console: Console, details: Mapping[str, Any]) -> None:
     console.print(
         f"{builder['name']} {builder['version']} for {', '.join(details['targets'])}:"
         f" {details['plan_bytes'] / 1e6:,.1f} MB in {details['build_seconds']:.1f} s"
-        + (f", {scratch / 1e6:,.1f} MB of scratch memory at most" if scratch else "")
+        + (f", {scratch / 1e6:,.1f} MB of scratch memory at most" if scratch else ""),
+        markup=False,
     )
-    console.print(details["status"])
+    console.print(details["status"], markup=False)  # may hold octet-llm[an extra]
 
 
 def _kind(name: str) -> str:

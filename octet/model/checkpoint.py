@@ -7,10 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from octet.errors import CheckpointError
+from octet.errors import CheckpointError, UnsupportedError
 from octet.hardware.cores import usable_cores
-from octet.model.spec import ModelSpec
-from octet.storage.files import file_digests, sha256_file
+from octet.model.not_a_checkpoint import (
+    explain_file,
+    explain_missing,
+    explain_without_config,
+    explain_without_weights,
+)
+from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
+from octet.storage.files import LFS_POINTER, file_digests, is_lfs_pointer, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
@@ -26,6 +32,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that are not quantized
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,14 @@ class Checkpoint:
         decoder-only model.
         """
         if not path.exists():
-            raise CheckpointError(f"{path}: no such directory")
+            raise explain_missing(path)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: not a directory; give the checkpoint's directory")
-        config = _read_json(path / "config.json", "not a Hugging Face checkpoint")
+            raise explain_file(path)
+        if not (path / "config.json").exists():
+            raise explain_without_config(path)
+        config = _read_json(path / "config.json")
+        refuse_unsupported(config, str(path))
+        _refuse_quantized(path)
         shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
         shapes = {name: shard.shape(name) for shard in shards for name in shard.names}
         spec = ModelSpec.from_config(config, str(path), shapes)
@@ -178,18 +190,25 @@ class Checkpoint:
             shard = self._shard_of.get(name)
             if shard is None:
                 raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            if shard.dtype(name) not in _FLOATS:
+                raise UnsupportedError(
+                    quantized_already(str(self.path), f"{name} stored as {shard.dtype(name)}")
+                )
             if shard.shape(name) != shape:
                 raise CheckpointError(
                     f"{self.path}: {name} has shape {shard.shape(name)}, config.json says {shape}"
                 )
 
 
-def _read_json(path: Path, missing: str) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: {missing}: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+        content = path.read_bytes()
+        data = json.loads(content)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        if is_lfs_pointer(content):
+            raise CheckpointError(f"{path}: {LFS_POINTER}") from None
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -199,7 +218,7 @@ def _read_json(path: Path, missing: str) -> dict[str, Any]:
 def _shard_paths(path: Path) -> list[Path]:
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_json(index, "").get("weight_map")
+        weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(name, str) and Path(name).name == name for name in weight_map.values()
         ):
@@ -208,9 +227,23 @@ def _shard_paths(path: Path) -> list[Path]:
         for shard in paths:
             if not shard.exists():
                 raise CheckpointError(
-                    f"{path}: shard {shard.name} named by {index.name} is missing"
+                    f"{path}: shard {shard.name} named by {index.name} is missing; download it, too"
                 )
         return paths
     if single.exists():
         return [single]
-    raise CheckpointError(f"{path}: no model.safetensors and no {index.name}")
+    raise explain_without_weights(path)
+
+
+# Files of quantizers that leave config.json as it was.
+_QUANTIZERS = {
+    "hf_quant_config.json": "ModelOpt",
+    "quantize_config.json": "AutoGPTQ",
+    "quant_config.json": "AutoAWQ",
+}
+
+
+def _refuse_quantized(path: Path) -> None:
+    for name, method in _QUANTIZERS.items():
+        if (path / name).exists():
+            raise UnsupportedError(quantized_already(str(path), f"{method} ({name})"))

@@ -8,8 +8,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from octet.errors import UnsupportedError
 from octet.model.architectures import ARCHITECTURES, fields_of
 from octet.model.generic import Linear, generic_fields
+from octet.model.unsupported import quantization_of, unsupported_feature
 
-__all__ = ["ARCHITECTURES", "Linear", "ModelSpec", "RopeScaling"]
+__all__ = [
+    "ARCHITECTURES",
+    "Linear",
+    "ModelSpec",
+    "RopeScaling",
+    "quantized_already",
+    "refuse_unsupported",
+]
 
 
 class RopeScaling(BaseModel):
@@ -97,15 +105,9 @@ class ModelSpec(BaseModel):
         in them. Raises UnsupportedError, naming `where`, if the config is not of a decoder-only
         model, or impossible. Features that the fields cannot describe are in `undescribed`.
         """
-        names = config.get("architectures")
-        architecture = names[0] if isinstance(names, list) and names else "(none)"
-        if config.get("quantization_config") is not None:
-            raise UnsupportedError(
-                f"{where}: a checkpoint that is quantized already (give the original) is not"
-                " supported"
-            )
+        architecture = refuse_unsupported(config, where)
         known = architecture in ARCHITECTURES
-        if not known and (tensors is None or not str(architecture).endswith("ForCausalLM")):
+        if not known and tensors is None:
             raise UnsupportedError(
                 f"{where}: architecture {architecture} is not supported; supported:"
                 f" {', '.join(ARCHITECTURES)}, and others named ...ForCausalLM by their tensors"
@@ -214,6 +216,31 @@ class ModelSpec(BaseModel):
             yield _linear(gate, inner, self.hidden_size, gate)
             yield _linear(up, inner, self.hidden_size, gate)
         yield _linear(down, self.hidden_size, inner, down)
+
+
+def refuse_unsupported(config: Mapping[str, Any], where: str) -> str:
+    """Returns the architecture; raises UnsupportedError for what config.json alone rules out."""
+    names = config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "(none)"
+    feature = unsupported_feature(architecture, config)
+    if architecture not in ARCHITECTURES and feature is not None:
+        raise UnsupportedError(f"{where}: {architecture} {feature}")
+    if (method := quantization_of(config)) is not None:
+        raise UnsupportedError(quantized_already(where, method))
+    if architecture not in ARCHITECTURES and not architecture.endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{where}: architecture {architecture} is not supported; supported:"
+            f" {', '.join(ARCHITECTURES)}, and others named ...ForCausalLM by their tensors"
+        )
+    return architecture
+
+
+def quantized_already(where: str, method: str) -> str:
+    """Returns the error for a checkpoint that `method` has quantized."""
+    return (
+        f"{where}: quantized already, with {method}: Octet quantizes the original, so give that"
+        " (BF16, FP16 or FP32); to serve this one as it is, start vLLM on it"
+    )
 
 
 def _linear(name: str, out: int, into: int, first: str) -> Linear:

@@ -17,9 +17,11 @@ from pydantic import BaseModel, ValidationError
 from octet.errors import ArtifactError
 
 __all__ = [
+    "LFS_POINTER",
     "XXH3",
     "Digest",
     "file_digests",
+    "is_lfs_pointer",
     "read_document",
     "refuse_newer",
     "sha256_file",
@@ -28,6 +30,14 @@ __all__ = [
 
 XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
 _PART = 1 << 20  # bytes read at a time
+
+# Follows the path of a file that Git has not downloaded.
+LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` in its directory"
+
+
+def is_lfs_pointer(beginning: bytes) -> bool:
+    """Returns True for the beginning of the file that Git leaves in place of a large one."""
+    return beginning.startswith(b"version https://git-lfs.github.com/spec/")
 
 
 class Digest(Protocol):

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from octet.errors import CheckpointError
+from octet.storage.files import LFS_POINTER, is_lfs_pointer
 
 __all__ = ["CONTAINERS", "Entry", "encode_header", "nbytes_of", "read_header"]
 
@@ -60,6 +61,9 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
         raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(size - 8, _MAX_HEADER_BYTES):
+        file.seek(0)
+        if (other := _other_format(file.read(64))) is not None:
+            raise CheckpointError(f"{path}: {other}")
         raise CheckpointError(
             f"{path}: its header claims {length} bytes in a file of {size}:"
             " truncated or not safetensors; copy it again"
@@ -80,6 +84,19 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
     _check(path, entries, base, size)
     metadata = parsed.get("__metadata__")
     return entries, metadata if isinstance(metadata, dict) else None
+
+
+def _other_format(beginning: bytes) -> str | None:
+    """Returns what a file is whose first bytes are those of another format."""
+    if is_lfs_pointer(beginning):
+        return LFS_POINTER
+    if beginning.startswith(b"GGUF"):
+        return "a GGUF file, not safetensors; give the Hugging Face checkpoint it was made from"
+    if beginning.startswith(b"PK"):
+        return "a PyTorch or ZIP file under another name, not safetensors; download it again"
+    if beginning.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "a web page that was saved in place of the file; download it again"
+    return None
 
 
 def _check(path: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:

@@ -199,6 +199,7 @@ class CompletionRequest(_Sampling):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[Any, BeforeValidator(prompts_of), WithJsonSchema(PROMPT_SCHEMA)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
 
@@ -211,6 +212,13 @@ class CompletionRequest(_Sampling):
         return prompts
 
     @model_validator(mode="after")
+    def _something_to_return(self) -> Self:
+        """Allows 0 tokens for the prompt alone, which clients score with `logprobs`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: should be greater than 0, got 0, which needs echo: true")
+        return self
+
+    @model_validator(mode="after")
     def _few_choices(self, info: ValidationInfo) -> Self:
         limit, choices = _limits(info).max_choices, len(self.prompt) * (self.n or 1)
         if choices > limit:
@@ -221,7 +229,7 @@ class CompletionRequest(_Sampling):
 
     @property
     def answer_limit(self) -> int:
-        return self.max_tokens or COMPLETION_MAX_TOKENS
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:

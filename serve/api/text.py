@@ -23,7 +23,7 @@ from serve.admission.admission import prompt_tokens
 from serve.api.operation import DONE, EVENT_STREAM, JSON, Answer, Call, Tally
 from serve.api.relay import open_relay
 from serve.api.schemas import ChatRequest, CompletionRequest
-from serve.api.unsupported import refuse_unsupported
+from serve.api.unsupported import elsewhere, refuse_unsupported
 from serve.backends.base import Backend, relays
 from serve.engine.request import (
     Delta,
@@ -451,7 +451,7 @@ def _plain(message: Mapping[str, Any], where: str, backend: str) -> dict[str, st
     for name, value in message.items():
         if name not in _PLAIN and value not in (None, []):
             raise UnsupportedField(
-                f"'{where}.{name}' is not supported by {backend}",
+                f"'{where}.{name}' is not supported by {backend}{elsewhere(name)}",
                 param=f"{where}.{name}",
                 code="unsupported_field",
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from octet.errors import UnsupportedField, nearest
 
-__all__ = ["UNSUPPORTED", "refuse_unsupported"]
+__all__ = ["UNSUPPORTED", "elsewhere", "refuse_unsupported"]
 
 # Field -> the values, besides null, that have no effect.
 _PENALTIES: dict[str, tuple[Any, ...]] = {
@@ -100,6 +100,20 @@ UNSUPPORTED = {
     "chat": _PENALTIES | _VLLM | _CALLER | _CHAT,
 }
 
+# Fields of OpenAI's API, or of old releases, that `vllm serve` does not honour either.
+_NOWHERE = (
+    *("suffix", "best_of", "functions", "function_call", "modalities", "audio", "prediction"),
+    *("verbosity", "web_search_options"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def elsewhere(field: str) -> str:
+    """Returns what helps with a field that a backend refuses; "" if nothing does."""
+    if field in _NOWHERE:
+        return ""
+    return "; vLLM accepts it: serve the model with `vllm serve`, from `octet export checkpoint`"
+
 
 def refuse_unsupported(
     extra: Mapping[str, Any], known: Mapping[str, Any], dialect: str, backend: str
@@ -119,7 +133,9 @@ def refuse_unsupported(
         allowed = neutral[name]
         if value is not None and _ANY not in allowed and not any(_same(value, v) for v in allowed):
             raise UnsupportedField(
-                f"'{name}' is not supported by {backend}", param=name, code="unsupported_field"
+                f"'{name}' is not supported by {backend}{elsewhere(name)}",
+                param=name,
+                code="unsupported_field",
             )
 
 

@@ -211,10 +211,11 @@ class Loaded:
         """
         if not prompt:
             raise RequestError("the prompt is empty: it has no token", param="prompt")
-        if len(prompt) >= self.engine.context:
+        least = 0 if request.max_tokens == 0 else 1
+        if len(prompt) + least > self.engine.context:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; this model's context of"
-                f" {self.engine.context} must hold it and at least one more",
+                f" {self.engine.context} must hold it{' and at least one more' * least}",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -59,11 +59,11 @@ class Generation:
         tokenizer: Tokenizer,
         eos_token_ids: Sequence[int],
     ) -> None:
-        assert 0 < len(prompt) < context
         free = context - len(prompt)
+        assert prompt and free >= (0 if request.max_tokens == 0 else 1)
         self.request = request
         self.prompt = np.array(prompt, np.int64)
-        self.limit = min(request.max_tokens or free, free)
+        self.limit = free if request.max_tokens is None else min(request.max_tokens, free)
         self.sampling = Sampling.of(request)
         self.cancelled = False
         self.finished = False
@@ -116,6 +116,11 @@ class Generation:
             return [Delta(text, tuple(self.prompt.tolist()), logprobs)]
         self._characters = len(text)
         return [Delta(text, tuple(self.prompt.tolist()))]
+
+    def end_at_prompt(self) -> list[Event]:
+        """Returns the last event of an answer that is the prompt alone."""
+        self.finished = True
+        return [Finished("length", Usage(len(self.prompt), 0))]
 
     def accept(self, token: int, logits: NDArray[np.float32]) -> list[Event]:
         """Takes the next token, drawn from `logits` float32 [V]; returns the client's events.
@@ -402,6 +407,8 @@ class Engine:
         self._prompt_tokens += len(tokens)
         if generation.read < len(generation.prompt):
             return []
+        if generation.limit == 0:
+            return generation.echo() + generation.end_at_prompt()
         token = int(sample(logits[-1:], [generation.sampling])[0])
         self._generated_tokens += 1
         return generation.echo() + generation.accept(token, logits[-1])

@@ -25,7 +25,7 @@ class GenerateRequest:
     request_id: str
     model: str
     prompt: str | tuple[int, ...]  # text, or token ids
-    max_tokens: int | None = None  # None: until the end of the context
+    max_tokens: int | None = None  # None: until the end of the context; 0: only the `echo`
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0: all

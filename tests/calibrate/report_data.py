@@ -96,12 +96,11 @@ def make_report(
         if chosen.scheme_of(linear.name)
     }
     sections.setdefault("convergence", convergence(spans, observations(), chosen, COUNTS))
+    sections = {"samples": COUNTS[-1], "tokens": 16_000} | sections
     return build_report(
         Quantization(checkpoint, chosen, histograms, scales, weights),
         observations(),
         model="made-up",
-        samples=COUNTS[-1],
-        tokens=16_000,
         **sections,
     )
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,10 +35,12 @@ from octet.errors import (
     SampleError,
     UnsupportedError,
 )
+from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.command import octet
+from tests.models import write_model
 
 FP8 = Recipe.load("fp8")
 ROOT = Path(__file__).parents[2]
@@ -156,7 +159,7 @@ def test_reports_progress_tensors_and_warnings(
     expected = ExpectedSet.load(tmp_path / "out")
     assert [x.path for x in expected.expectations] == list(serving_paths(FP8))
     assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
-    told = f"expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
+    told = f"Expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
     assert told in " ".join(text.split())
     scenarios = ScenarioSet.load(tmp_path / "out", result.golden)
     assert set(scenarios.logprobs) == set(
@@ -205,7 +208,7 @@ def refused(
     kind: type[OctetError], match: str, out: Path, model: Path, samples: Path, **options: Any
 ) -> None:
     with pytest.raises(kind, match=match) as error:
-        run(Options(model=model, samples=samples, out=out, recipe=FP8, **options))
+        run(Options(**{"model": model, "samples": samples, "out": out, "recipe": FP8} | options))
     assert "\n" not in str(error.value)
     assert [path for path in out.parent.iterdir() if path.name.startswith((".", "out"))] == []
 
@@ -239,7 +242,29 @@ def test_refuses_what_is_not_a_whole_checkpoint(
 def test_refuses_too_few_samples(tiny_model: Path, tmp_path: Path) -> None:
     samples = tmp_path / "few.jsonl"
     samples.write_text('{"text": "import os"}\n' * 100)
-    refused(SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
+    few = (SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
+    refused(*few, recipe=Recipe.load("fp8-static"))
+    refused(*few, recipe=FP8.model_copy(update={"kv_cache": "e4m3"}))
+    refused(*few, budget=Limit.parse("kl=0.01"))
+
+
+@pytest.mark.parametrize("count", [5, 128])
+def test_a_recipe_that_takes_nothing_from_samples_needs_few_and_calls_none_enough(
+    tiny_model: Path, tmp_path: Path, count: int
+) -> None:
+    samples = tmp_path / "hi.jsonl"
+    samples.write_text('{"text": "hi"}\n' * count)
+    stream, out = io.StringIO(), tmp_path / "out"
+    console = Console(file=stream, width=400)
+    run(Options(model=tiny_model, samples=samples, out=out, recipe=FP8), console=console)
+    shown = stream.getvalue()
+    assert "No scale is taken from the samples: inputs are scaled at run time, and the" in shown
+    assert "Expected KL from the original, over 64 prompts: " in shown
+    assert f"warning: {count} samples are only 1, repeated" in shown
+    page = (out / "report.html").read_text()
+    for text in (shown, page):
+        assert "enough:" not in text and "not simulated" not in text
+    assert "Expected KL from the original, over 64 prompts: " in page
 
 
 def test_a_destination_that_exists_is_kept(
@@ -334,6 +359,55 @@ def test_after_a_gpu_failed_the_same_run_continues(
     run(options, console=Console(file=stream, width=120))
     assert "continuing from" in stream.getvalue()
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_the_journal_of_another_run_is_refused_before_weights_are_read_or_discarded_by_force(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(
+        model=tiny_model,
+        samples=tiny_samples,
+        out=tmp_path / "out",
+        recipe=FP8,
+        count=128,
+        predict=False,
+    )
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("calibrate.pipeline.golden_set", lambda *_, **__: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(options)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads + 1)
+    with monkeypatch.context() as unread:
+        unread.setattr("calibrate.pipeline.check_finite", lambda *_: pytest.fail("reads weights"))
+        with pytest.raises(ArtifactError) as refused:
+            run(options)
+    assert str(refused.value) == (
+        f"{options.progress / 'layers'}: the journal of a run with another number of torch threads;"
+        f" OMP_NUM_THREADS={threads} continues it; --restart discards it, and so does --force"
+    )
+    stream = io.StringIO()
+    run(replace(options, force=True), console=Console(file=stream, width=200))
+    shown = stream.getvalue()
+    assert "starting over: " in shown and "continuing from" not in shown
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_an_architecture_that_cannot_run_is_refused_before_samples_are_read(
+    tmp_path: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "olmo2")
+    monkeypatch.setattr("calibrate.pipeline.read_inputs", lambda *_: pytest.fail("reads samples"))
+    monkeypatch.setattr("calibrate.decoder.supported.find_norm", no_norm)
+    refused(UnsupportedError, "run layer by layer: no norm", tmp_path / "out", model, tiny_samples)
+
+
+def no_norm(decoder: object) -> NoReturn:
+    raise ValueError("no norm")
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def test_refuses_a_recipe_that_leaves_nothing_to_quantize(

@@ -18,6 +18,7 @@ from octet.recipe import PRESETS, KvCacheDtype
 from octet_cli import main as cli
 from octet_cli.calibrate import chosen_recipe
 from tests.command import octet
+from tests.models import write_model
 from tests.shared import Shared
 
 OCTET = [sys.executable, "-m", "octet"]
@@ -64,6 +65,36 @@ def calibration(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Path:
     return shared.directory("cli-calibration", build)
 
 
+def test_a_calibration_lists_what_it_can_be_exported_to(
+    calibration: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """What it lists is what the exports then do."""
+    changes = ("--recipe", "fp8-static", "--kv", "e4m3", "--no-predict", "--model", tiny_model)
+    done = octet("rescale", calibration, *changes, "-o", tmp_path / "cal")
+    works, _, refused = done.stdout.partition("it can be exported:\n")[2].partition("it cannot:\n")
+    assert "export onnx" in works and "--format modelopt" in works and refused == ""
+    for number, line in enumerate(works.splitlines()):
+        words = line.replace("--out DIR", f"--out {tmp_path / str(number)}").split()
+        exported = octet(*words[1:])
+        assert exported.returncode == 0, (words, exported.stderr)
+
+
+def test_what_cannot_be_exported_is_learned_when_it_is_calibrated(
+    tiny_samples: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "olmo2", "olmo2")
+    out, many = tmp_path / "cal", ("--samples", tiny_samples, "-n", 8, "--held-out", tiny_samples)
+    done = octet("calibrate", model, *many, "-o", out)
+    assert done.returncode == 0, done.stderr
+    works, _, refused = done.stdout.partition("it can be exported:\n")[2].partition("it cannot:\n")
+    assert works == f"  octet export checkpoint {out} --out DIR\n"
+    reason = "Olmo2ForCausalLM is not an architecture that Octet knows how to compute, which ONNX"
+    assert f"  octet export onnx: {reason}" in refused
+    again = octet("rescale", out, "--kv", "float16", "-o", tmp_path / "again", "--json")
+    exports = json.loads(again.stdout)["exports"]
+    assert exports["checkpoint"] is None and exports["onnx"].startswith(reason)
+
+
 def truncate(path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -107,7 +138,8 @@ def test_bad_samples_are_refused(case: str, tiny_model: Path, tmp_path: Path) ->
     text, message = SAMPLES[case]
     samples = tmp_path / "samples.jsonl"
     samples.write_text(text)
-    assert message in refused("calibrate", tiny_model, "--samples", samples, "-o", tmp_path / "out")
+    command = ("calibrate", tiny_model, "--recipe", "fp8-static")  # which takes from the samples
+    assert message in refused(*command, "--samples", samples, "-o", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
@@ -226,7 +258,7 @@ def test_evaluate_refuses_what_it_cannot_score(
     assert f"{absent}: no such file" in refused("evaluate", absent, "--samples", tiny_samples)
     assert f"{absent}: no such file" in refused("evaluate", tiny_model, "--samples", absent)
     line = refused("evaluate", calibration, "--samples", tiny_samples)
-    assert "no config.json" in line
+    assert "what `octet calibrate` wrote, not a checkpoint" in line
     done = octet("evaluate", tiny_model, "--samples", tiny_samples, "-n", 4, "--json")
     assert json.loads(done.stdout)["perplexity"] > 1
 

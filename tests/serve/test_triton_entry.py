@@ -170,8 +170,17 @@ async def test_max_tokens_is_vllms(served: Served) -> None:
     ("inputs", "param", "message"),
     [
         ({"sampling_parameters": {"tempratur": 1}}, "tempratur", "did you mean 'temperature'?"),
-        ({"sampling_parameters": {"prompt": "x"}}, "prompt", "unknown field 'prompt'"),
-        ({"sampling_parameters": {"min_p": 0.5}}, "min_p", "'min_p' is not supported"),
+        (
+            {"sampling_parameters": {"prompt": "x"}},
+            "prompt",
+            "unknown field 'prompt': a text goes into 'text_input', token ids into 'input_ids'",
+        ),
+        ({"sampling_parameters": {"messages": []}}, "messages", "no conversation: give 'text_in"),
+        (
+            {"sampling_parameters": {"min_p": 0.5}},
+            "min_p",
+            "not supported by this model; vLLM accepts it",
+        ),
         ({"sampling_parameters": {"temperature": -1}}, "temperature", "greater than or equal"),
         ({"sampling_parameters": '{"top_p": NaN}'}, "top_p", "'top_p' should"),
         ({"sampling_parameters": {"top_p": 1.5}}, "top_p", "less than or equal to 1"),

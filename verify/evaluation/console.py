@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +36,7 @@ def render(comparison: Comparison) -> RenderableType:
 
 
 def _cells(row: Row, comparison: Comparison, several: bool) -> list[str]:
-    cells = [row.name, _cell(row.perplexity, 1, "")]
+    cells = [escape(row.name), _cell(row.perplexity, 1, "")]
     if comparison.reference is not None or several:
         cells.append(_cell(row.change, 100, "+"))
     if comparison.reference is not None:

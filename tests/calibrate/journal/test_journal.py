@@ -222,9 +222,24 @@ def test_the_journal_of_another_run_is_refused(
             run(llama, journal)
     with monkeypatch.context() as patch:
         patch.setattr("torch.get_num_threads", lambda: 7)
-        with pytest.raises(ArtifactError, match="another number of torch threads;"):
+        with pytest.raises(ArtifactError, match="threads; OMP_NUM_THREADS=1 continues it;"):
             run(llama, journal)
     assert_same_counts(whole, run(llama, journal))
+
+
+def test_force_discards_a_journal_that_cannot_be_continued_and_no_other(
+    llama: Path, tmp_path: Path, whole: Observed
+) -> None:
+    journal = stopped(llama, tmp_path / "journal", layers=1.5)
+    before = (journal / "layer-000.json").stat().st_mtime_ns
+    assert_same_counts(whole, run(llama, journal, force=True))
+    assert (journal / "layer-000.json").stat().st_mtime_ns == before  # it was continued
+    other = write_model(tmp_path / "other", "llama", num_hidden_layers=LAYERS, seed=1)
+    run(other, journal, force=True)
+    with pytest.raises(ArtifactError, match="another model; --restart discards it, and so"):
+        run(llama, journal)
+    (journal / "journal.json").write_text("{}")
+    assert_same_counts(whole, run(llama, journal, force=True))
 
 
 def test_a_directory_that_is_no_journal_is_left_alone(llama: Path, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from calibrate.report.console import print_report
+from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
 from octet.recipe import Recipe, TensorScheme
 from tests.calibrate.report_data import (
     budget,
@@ -38,6 +40,35 @@ def test_nothing_to_warn_about_is_said_so() -> None:
     assert report.summary.title == "made-up as fp8-static: nothing to warn about"
     assert report.summary.todo == ("Nothing: export it.",)
     assert report.summary.enough.startswith("128 samples were enough")
+
+
+def test_too_little_text_is_never_called_enough() -> None:
+    said = "Whether 128 samples are enough is not known: they "
+    short = make_report("fp8-static", tokens=256).summary.enough
+    assert short == f"{said}hold 256 tokens in all, where 2,048 are little."
+    same = make_report("fp8-static", distinct=1).summary.enough
+    assert same == f"{said}are 1 that differ, and repetitions."
+    assert make_report("fp8-static", distinct=128).summary.enough.startswith("128 samples were en")
+    none = make_report("fp8", tokens=256).summary.enough
+    assert none.startswith("No scale is taken from the samples: inputs are scaled at run time")
+
+
+def test_what_was_predicted_is_known() -> None:
+    before, after = make_report("nvfp4"), replace(make_report("nvfp4"), expected=predicted())
+    assert "not measured" in before.summary.title
+    assert any("was not simulated" in unknown.why for unknown in before.unknown)
+    assert after.summary.expected.startswith("Expected KL from the original, over 64 prompts: 0.02")
+    assert "not measured" not in after.summary.title
+    assert [x.what for x in after.unknown if "output" in x.what or "layers" in x.what] == [
+        "which layers cost most"
+    ]
+
+
+def predicted() -> ExpectedSet:
+    expected = Expectation(
+        path=ServingPath(kv_cache="e5m2"), prompts=64, low=0.01, mean=0.02, high=0.03
+    )
+    return ExpectedSet(recipe="nvfp4", expectations=(expected,))
 
 
 def test_a_method_that_clips_is_warned_about() -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,10 +144,72 @@ def test_a_file_without_samples(tmp_path: Path) -> None:
 
 def test_fewer_than_the_minimum_must_be_meant() -> None:
     path = Path("s.jsonl")
-    assert require_enough(path, 500, 256, allow_few=False) == 256
-    assert require_enough(path, MINIMUM, 256, allow_few=False) == MINIMUM
-    assert require_enough(path, 3, 256, allow_few=True) == 3
+    assert require_enough(path, 500, 256, MINIMUM) == 256
+    assert require_enough(path, MINIMUM, 256, MINIMUM) == MINIMUM
+    assert require_enough(path, 3, 256, 1) == 3
     with pytest.raises(SampleError, match=r"s\.jsonl: 127 samples.*128.*--allow-few-samples"):
-        require_enough(path, 127, 256, allow_few=False)
+        require_enough(path, 127, 256, MINIMUM)
     with pytest.raises(SampleError, match=r"--count 64.*--allow-few-samples"):
-        require_enough(path, 500, 64, allow_few=False)
+        require_enough(path, 500, 64, MINIMUM)
+
+
+# A file in another form -> the line after its path.
+OTHERS: dict[str, tuple[str, bytes, str]] = {
+    "CSV": (
+        "s.csv",
+        b"text,label\n'x',1\n",
+        "a table of CSV, which is not read; convert it: python -c",
+    ),
+    "TSV": ("s.tsv", b"text\tlabel\nx\t1\n", "a table of TSV, which is not read; convert it: "),
+    "a JSON array": ("s.json", b' [{"text": "x"}]', "one JSON array; write each of its items on"),
+    "one in JSONL's name": ("s.jsonl", b'[\n{"text": "x"}]', "one JSON array; write each of its"),
+    "gzip": ("s.jsonl.gz", b"\x1f\x8b\x08\x00", "compressed with gzip; unpack it: gunzip -k "),
+    "zstd": ("s.jsonl.zst", b"\x28\xb5\x2f\xfd", "compressed with zstd; unpack it: zstd -d "),
+    "xz": ("s.jsonl.xz", b"\xfd7zXZ\x00", "compressed with xz; unpack it: xz -dk "),
+    "Excel": ("s.xlsx", b"PK\x03\x04", "a ZIP or Excel file; unpack it, or save it as JSONL"),
+    "PDF": ("s.pdf", b"%PDF-1.7", "a PDF file; save its text as .txt"),
+    "Arrow": ("data.arrow", b"ARROW1\x00\x00", "an Arrow file; give the directory that save_to"),
+    "a Git LFS pointer": (
+        "s.jsonl",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "a Git LFS pointer, not the file itself: run `git lfs pull` in its directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_samples_in_another_form_are_recognised(case: str, tmp_path: Path) -> None:
+    name, content, line = OTHERS[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SampleError) as refused:
+        load_samples(tmp_path / name)
+    assert str(refused.value).startswith(f"{tmp_path / name}: {line}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("s.csv", 'text,label\n"a, b",1\nc,2\n'),
+        ("s.tsv", "text\tlabel\na, b\t1\nc\t2\n"),
+        ("s.json", '[{"text": "a, b"}, {"text": "c"}]'),
+    ],
+)
+def test_the_command_that_converts_them_works(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SampleError) as refused:
+        load_samples(tmp_path / name)
+    command = str(refused.value).partition("python -c")[2].partition(", and name")[0]
+    subprocess.run(f"{sys.executable} -c{command}", shell=True, check=True, cwd=tmp_path)
+    assert [x.text for x in load_samples(tmp_path / "s.jsonl").samples] == ["a, b", "c"]
+
+
+def test_a_data_set_on_the_hub_has_to_be_downloaded() -> None:
+    with pytest.raises(SampleError, match="first: hf download HuggingFaceH4/x --repo-type dataset"):
+        load_samples(Path("HuggingFaceH4/x"))
+
+
+def test_a_directory_of_another_kind_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    with pytest.raises(SampleError, match=r"nor is it .*; it has \.jsonl\.gz files"):
+        load_samples(tmp_path)

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from calibrate.samples import tokenizer_check
 from calibrate.samples.sample import Sample
+from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import encode, load_tokenizer, tokenize
 from octet.errors import CheckpointError, SampleError
 from octet.model.checkpoint import Checkpoint
@@ -154,3 +157,80 @@ def test_code_in_a_checkpoint_is_never_run(
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         load_tokenizer(Checkpoint.open(model))
     assert not marker.exists()
+
+
+@pytest.fixture
+def qwen2(tiny_model: Path, tmp_path: Path) -> Path:
+    """Files for whose model_type transformers ignores how tokenizer.json splits text."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "qwen2"))
+    edit(model / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    return model
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def served(model: Path, *texts: str) -> tuple[Any, tuple[str, ...]]:
+    """Returns what `calibrate` and `evaluate` encode these samples with, and the warnings."""
+    checkpoint = Checkpoint(model, {}, None, ())  # type: ignore[arg-type]
+    samples = [Sample(text, f"line {line}") for line, text in enumerate(texts, 1)]
+    return tokenizer_as_served(load_tokenizer(checkpoint), checkpoint, samples)
+
+
+def test_tokenizer_json_decides_where_transformers_makes_another_one(qwen2: Path) -> None:
+    text = "x = 12345"
+    tokenizer, (warning,) = served(qwen2, "x", text)
+    stored = Tokenizer.from_file(str(qwen2 / "tokenizer.json"))
+    assert tokenizer(text)["input_ids"] == stored.encode(text).ids
+    assert warning.startswith("two tokenizers: transformers' Qwen2Tokenizer (chosen by config.json")
+    assert "tokenizer.json: line 2, token " in warning and " instead of " in warning
+    assert "vLLM, SGLang and TensorRT-LLM load what transformers chooses" in warning
+
+
+def test_the_command_of_the_warning_makes_the_two_agree(qwen2: Path) -> None:
+    _, (warning,) = served(qwen2, "x = 12345")
+    code = warning.partition('python -c "')[2].removesuffix('"')
+    exec(code, {})  # "from transformers import AutoTokenizer; ..."
+    tokenizer, warnings = served(qwen2, "x = 12345")
+    assert type(tokenizer).__name__ == "Qwen2Tokenizer" and not warnings
+
+
+def test_samples_on_which_they_agree_say_nothing(qwen2: Path, tiny_model: Path) -> None:
+    assert served(qwen2, "x")[1] == () and served(tiny_model, "x = 12345")[1] == ()
+
+
+def test_a_difference_that_no_class_of_transformers_avoids_is_refused(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As special tokens are that tokenizer_config.json adds and tokenizer.json does not."""
+    auto = load_tokenizer(Checkpoint(qwen2, {}, None, ()))  # type: ignore[arg-type]
+    monkeypatch.setattr(tokenizer_check, "_from_file", lambda path: auto)
+    with pytest.raises(CheckpointError, match=r"Qwen2Tokenizer gives .*\. Make .* agree: python"):
+        served(qwen2, "x = 12345")
+
+
+def test_without_tokenizer_json_only_other_engines_serve(tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tokenizer = load_tokenizer(Checkpoint.open(model))
+    (model / "tokenizer.json").unlink()
+    samples = [Sample("x", "line 1")]
+    _, (warning,) = tokenizer_as_served(tokenizer, Checkpoint.open(model), samples)
+    assert "vLLM serves it, but `octet serve` cannot; write it with python" in warning
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\nsize 9\n", "json: a Git LFS pointer"),
+        ('{"version": "1.0"}', "no usable tokenizer"),
+        ("{", "no usable tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_is_damaged_is_refused(
+    content: str, line: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=line):
+        load_tokenizer(Checkpoint.open(model))

@@ -1,6 +1,7 @@
 """The HTTP interface over the embedded engine: what OpenAI's own client and raw requests see."""
 
 import json
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
@@ -127,6 +128,20 @@ async def test_logprobs_of_completions(client: AsyncOpenAI) -> None:
     ):
         assert len(top) == 3 and max(top.values()) == top[token] == logprob
     assert found.text_offset is not None and found.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_can_be_scored_without_an_answer(client: AsyncOpenAI, stream: bool) -> None:
+    """The request of lm-evaluation-harness and other scoring clients."""
+    asked = ASK | {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+    found: Any = await client.completions.create(**asked)
+    choices = [c async for chunk in found for c in chunk.choices] if stream else found.choices
+    assert "".join(choice.text for choice in choices) == "ab"
+    assert choices[-1].finish_reason == "length"
+    scores = choices[0].logprobs.token_logprobs
+    assert scores[0] is None and len(scores) == 2 and scores[1] < 0
+    if not stream:
+        assert found.usage.completion_tokens == 0 and found.usage.prompt_tokens == 2
 
 
 async def test_echo_puts_the_prompt_first(client: AsyncOpenAI) -> None:

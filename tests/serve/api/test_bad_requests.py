@@ -19,7 +19,7 @@ PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [  # fields, param, a part of the message
     ({"max_tokens": 0}, "max_tokens", "greater than 0, got 0"),
-    ({"max_tokens": -1}, "max_tokens", "greater than 0"),
+    ({"max_tokens": -1}, "max_tokens", "greater than"),
     ({"max_tokens": "5"}, "max_tokens", "valid integer"),
     ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
     ({"temperature": -0.1}, "temperature", "greater than or equal to 0, got -0.1"),
@@ -38,7 +38,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [  # fields, param, a part of the 
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"model": None}, "model", "valid string"),
     ({"model": "nope"}, "model", "does not exist"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "not supported by fake-1"),
+    (
+        {"presence_penalty": 0.5},
+        "presence_penalty",
+        "not supported by fake-1; vLLM accepts",
+    ),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"temprature": 0.5}, "temprature", "did you mean 'temperature'?"),
     ({"xyzzy": 1}, "xyzzy", "unknown field 'xyzzy'"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serve.engine.request import Delta, Finished
+from serve.engine.request import Delta, Finished, Usage
 from serve.engine.sampler import log_softmax
 from tests.fakes import END, fake_logits
 from tests.serve.engine_requests import ask, collect, running
@@ -64,6 +64,21 @@ async def test_an_echoed_prompt_with_a_special_token_has_the_offsets_of_its_text
     assert [position.text_offset for position in first.logprobs] == [0, 1, 8, 9, 9]
     assert isinstance(answer, Delta) and answer.logprobs is not None
     assert answer.logprobs[0].text_offset == len(prompt)
+
+
+@pytest.mark.parametrize("length", [1, 300, 512])
+async def test_a_prompt_is_scored_without_an_answer(length: int) -> None:
+    """As scoring clients request it: max_tokens: 0, echo: true; the context may be full."""
+    prompt = "a" * length
+    scored = ask(prompt, max_tokens=0, echo=True, logprobs=1)
+    async with running() as backend:
+        echo, end = [event async for event in backend.generate(scored)]
+        _, ids, _ = await collect(backend, ask("a", max_tokens=1, ignore_eos=True))
+    assert isinstance(echo, Delta) and echo.logprobs is not None
+    assert echo.text == prompt and len(echo.logprobs) == length
+    assert isinstance(end, Finished) and end.reason == "length"
+    assert end.usage == Usage(length, 0)
+    assert len(ids) == 1  # its slot is free again
 
 
 async def test_an_echo_without_logprobs_is_the_prompt_as_sent() -> None:

@@ -1,6 +1,8 @@
 """The proof of an export: what computes its recipe is proven, what does not is refused."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from octet.artifacts.serving_path import EXPECTED_FILE, Expectation, ExpectedSet
 from octet.errors import ArtifactError, ExportError
 from serve.engine.golden_check import expected_range, prove
 from serve.engine.load import load_runner
+from tests.layout import ROOT
 from tests.serve.engines import install, make_engine, rewritten
 from tests.serve.fake_gpu import FakeGpu
 from tests.shared import Shared
@@ -179,3 +182,11 @@ class TestRange:
         assert "in_predicted_range" not in facts
         export_onnx(proof_calibration, tmp_path / "plain", quantize=False)
         assert prove(tmp_path / "plain", threads=1)["accepted"]["high"] == 0.01
+
+
+def test_an_engine_without_a_gpu_is_not_unproven_for_a_package_of_the_server() -> None:
+    """The first reason counts: nothing of the server is needed to find that there is no GPU."""
+    servers = ("jinja2", "tokenizers", "fastapi", "aiohttp", "uvicorn")
+    code = f"import sys; sys.modules.update(dict.fromkeys({servers}))\n"
+    code += "import serve.engine.golden_check, serve.tensorrt.runner"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

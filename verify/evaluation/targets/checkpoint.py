@@ -14,6 +14,7 @@ import torch
 from calibrate.decoder.loading import load_model, resolve_dtype
 from calibrate.samples.batches import make_batches
 from calibrate.samples.source import load_samples
+from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import encode, load_tokenizer
 from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
@@ -73,6 +74,8 @@ class CheckpointTarget:
         file = load_samples(samples, text_field)
         chosen, _ = file.first(count)
         spec = self.checkpoint.spec
+        # Its warnings are the calibration's to give.
+        self.tokenizer, _ = tokenizer_as_served(self.tokenizer, self.checkpoint, chosen)
         encoded = encode(chosen, self.tokenizer, vocab_size=spec.vocab_size)
         texts = [None if sample.messages else sample.text for sample in chosen]
         return Sequences.of(

@@ -51,6 +51,7 @@ from calibrate.scales.expert_fallback import with_fallback
 from calibrate.simulate.cache import CacheRounding
 from calibrate.simulate.model import LayerSimulator, Schemes, module_schemes, replace_weights
 from calibrate.simulate.scales import DeviceScales, Scales
+from octet.errors import OctetError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
 from octet.numerics import scaling
@@ -451,4 +452,7 @@ def digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OctetError as error:
+        sys.exit(f"error: {error}")

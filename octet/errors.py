@@ -34,6 +34,7 @@ class OctetError(Exception):
     """A mistake or a condition that the user can act on; `str()` is the one line to show."""
 
     exit_code = 2
+    printed_elsewhere = False  # True on the other ranks, if rank 0 of a calibration prints it
 
 
 class ConfigError(OctetError):

@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise KeyboardInterrupt
         sys.exit(code)
     except OctetError as error:
+        if error.printed_elsewhere:
+            sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
         sys.exit(141)

@@ -198,8 +198,17 @@ def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text("utf-8", "replace").split("\n")]
     lines = [line for line in lines if line]
     # vLLM's first process ends with an error that only points to the one of its engine.
-    errors = [x for x in lines if _ERROR.search(x) and "Engine core initialization failed" not in x]
-    return (errors or lines or ["it wrote nothing"])[-1][-300:]
+    at = [
+        number
+        for number, line in enumerate(lines)
+        if _ERROR.search(line) and "Engine core initialization failed" not in line
+    ]
+    if not at:
+        return lines[-1][-300:] if lines else "it wrote nothing"
+    found = lines[at[-1]]
+    if "ValidationError: " in found:  # pydantic's: the reason is in the next line
+        found = " ".join(lines[at[-1] : at[-1] + 2])
+    return found[:300]
 
 
 def _flags(checkpoint: Path) -> list[str]:

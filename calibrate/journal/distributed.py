@@ -54,9 +54,13 @@ class Group:
         return arrays
 
     def agree(self, error: OctetError | None) -> None:
-        """Raises the first error of any rank on every rank; also a barrier."""
+        """Raises the first error of any rank on every rank; also a barrier.
+
+        Only rank 0 is to print it.
+        """
         for found in self.gather(error):
             if found is not None:
+                found.printed_elsewhere = self.rank != 0
                 raise found
 
     def attempt(self, work: Callable[[], T]) -> T:
@@ -70,7 +74,8 @@ class Group:
         except OctetError as caught:
             error = caught
         except OSError as caught:
-            error = ArtifactError(f"{caught.filename}: {caught.strerror}")
+            where = "" if caught.filename is None else f"{caught.filename}: "
+            error = ArtifactError(f"{where}{caught.strerror or caught}")
         self.agree(error)
         return result
 

@@ -14,7 +14,7 @@ from octet.artifacts.provenance import ModelIdentity
 from octet.errors import BackendError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from serve.vllm_server import VllmServer
+from serve.vllm_server import VllmServer, last_line
 from tests.layout import ROOT
 
 # Writes how it was started; then is healthy, or ends as $FAULT says, or when its parent is gone.
@@ -95,6 +95,23 @@ def test_one_that_ends_is_reported_with_the_cause_in_its_log(
     server = VllmServer(checkpoint, log=tmp_path / "log", command=command, options=["--fault"])
     with pytest.raises(BackendError, match="code 1 before it was ready: ValueError: no such cache"):
         server.__enter__()
+
+
+def test_the_cause_of_a_failure_is_found_in_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for text, cause in (
+        ("", "it wrote nothing"),
+        ("INFO starts\n\nready\n", "ready"),
+        ("vllm: error: unrecognized arguments: --no\n", "unrecognized arguments: --no"),
+        ("WARNING errors like `OSError: too many` may come\nended\n", "ended"),
+        (
+            "pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, max_model_len (9) is greater\n  For further information visit x\n",
+            "1 validation error for ModelConfig Value error, max_model_len (9) is greater",
+        ),
+    ):
+        log.write_text(text)
+        assert last_line(log).endswith(cause)
 
 
 def test_what_cannot_start_is_refused(checkpoint: Path, command: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
-from octet.errors import ConfigError
+from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from tests.calibrate.runs import batches_of, run, save_counts, with_code
 from tests.models import write_model
@@ -131,3 +132,27 @@ def test_ranks_on_different_gpus_are_refused(
     with pytest.raises(ConfigError, match=expected) as error:
         require_agreement(Two(), facts)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device"),
+        (OSError("connection lost"), "connection lost"),
+    ],
+)
+def test_rank_0_alone_prints_an_error_that_all_share(error: OSError, line: str) -> None:
+    class Second(Group):
+        rank, world = 1, 2
+
+        def gather(self, item: Any) -> list[Any]:
+            return [None, item]
+
+    def fail() -> None:
+        raise error
+
+    for group in (Group(), Second()):
+        with pytest.raises(ArtifactError) as raised:
+            group.attempt(fail)
+        assert str(raised.value) == line
+        assert raised.value.printed_elsewhere == (group.rank != 0)

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := examples/python-lm/model
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test servers integration lint bench clean
+.PHONY: setup demo test servers integration lint bench docs clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,17 @@ bench: setup
 	$(BIN)/python benchmarks/verify_checkpoint.py
 	$(BIN)/python benchmarks/evaluate_coverage.py
 	$(BIN)/python benchmarks/tier_choice.py
+
+# A site in build/site. mkdocs has an environment of its own.
+docs: setup .venv-docs/.installed
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs && rm build/docs/reference.py
+	$(BIN)/python docs/reference.py build/docs/reference
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+.venv-docs/.installed: Makefile
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet mkdocs-material==9.*
+	@touch $@
 
 clean:
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

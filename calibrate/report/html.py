@@ -14,6 +14,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from octet.page import stylesheet
+
 __all__ = ["render_html"]
 
 _SCRIPTS = ("base.js", "distribution.js", "layers.js", "measured.js", "table.js", "main.js")
@@ -32,7 +34,8 @@ def render_html(data: Mapping[str, Any]) -> str:
     return environment.from_string(read("page.html.jinja")).render(
         report=data,
         json=_embedded(data),
-        style=Markup(read("style.css")),
+        style=Markup(stylesheet()),
+        facts=_facts(data["facts"]),
         plotly=Markup(get_plotlyjs()),
         scripts=Markup("\n".join(read(name) for name in _SCRIPTS)),
         recipe=json.dumps(data["recipe"], indent=1),
@@ -43,3 +46,40 @@ def _embedded(data: Mapping[str, Any]) -> Markup:
     """Encodes JSON for a script element; escapes "<", which could end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
+
+
+_FACTS = {  # of report.json, as the page calls them; others by their names
+    "compute_dtype": "arithmetic",
+    "bf16_matmuls": "BF16 matmuls in",
+    "torch_threads": "threads",
+    "max_length": "tokens in a row, at most",
+    "long": "longer samples are",
+    "over_long": "longer samples",
+    "tokens_cut": "tokens cut",
+    "tokens_joining": "tokens between joined samples",
+    "padding_share": "padding",
+    "chunk_ends": "judged after samples",
+}
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the facts of a run in words; what was not used is left out."""
+    shown = {}
+    for name, value in facts.items():
+        if value is None:
+            continue
+        if name == "batch_shapes":
+            rows, tokens = (max(shape[axis] for shape in value) for axis in (0, 1))
+            text = f"up to {rows} rows of {tokens:,} tokens"
+        elif isinstance(value, bool):
+            text = "yes" if value else "no"
+        elif name == "padding_share":
+            text = f"{value:.1%}"
+        elif isinstance(value, int):
+            text = f"{value:,}"
+        elif isinstance(value, list):
+            text = ", ".join(map(str, value))
+        else:
+            text = str(value)
+        shown[_FACTS.get(name, name.replace("_", " "))] = text
+    return shown

@@ -74,7 +74,7 @@ function redraw(id) {
     automargin: true, title: { standoff: 8 },
   };
   const merged = {
-    font: { family: "system-ui, sans-serif", size: narrow ? 11 : 12.5, color: color("text") },
+    font: { family: "system-ui, sans-serif", size: narrow ? 12 : 13, color: color("text") },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 10, r: 14, t: 14, b: 10 }, hovermode: "closest", dragmode: narrow ? false : "zoom",
     legend: { orientation: "h", yref: "container", yanchor: "bottom", y: 0, x: 0 },

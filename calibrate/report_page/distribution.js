@@ -153,7 +153,7 @@ function distributionFacts(name) {
       element("td", {}, method), element("td", {}, digits(found.scale)),
       element("td", {}, found.sqnr_db === null ? "∞" : found.sqnr_db.toFixed(2)),
       element("td", {}, percent(found.saturated)), element("td", {}, percent(found.underflow))))));
-  return [list, why, element("div", { class: "scroll" }, table)].filter((item) => item !== null);
+  return [list, why, element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, table)].filter((item) => item !== null);
 }
 
 let picked = null;

@@ -27,6 +27,8 @@ function convergenceFigure(id, title, names, value, kind, counts) {
   };
   const all = names.map((name) => ({ name, y: course(name) }));
   const far = ({ y }) => Math.max(...y.map((v) => (kind === "ratio" ? Math.abs(Math.log2(v || 1)) : v)));
+  if (Math.max(...all.map(far)) < 1e-9)
+    return note("convergence-grid", title, `The same for ${counts.join(", ")} samples.`);
   const before = report.convergence.before;
   const late = ({ y }) => { const v = y[before]; return kind === "ratio" ? Math.abs(Math.log2(v || 1)) : v; };
   all.sort((a, b) => late(b) - late(a) || far(b) - far(a));

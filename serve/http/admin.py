@@ -8,7 +8,7 @@ import hashlib
 import hmac
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import TypeAdapter, ValidationError
 
 from octet import __version__
@@ -20,6 +20,7 @@ from serve.gateway import status
 from serve.gateway.discovery import refuse_unfit
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
+from serve.http.status_page import render, wants_page
 from serve.routing import Member, Pool
 
 __all__ = ["admin_router", "create_admin_app", "probe_router"]
@@ -91,9 +92,15 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
         return Response(content, headers={"content-type": content_type})
 
     @router.get("/status")
-    async def show_status(request: Request) -> JSONResponse:
-        """Models, pools, backends and queues; where the backends are, for administrators alone."""
-        return JSONResponse(status.status(gateway, addresses=is_admin(request)))
+    async def show_status(request: Request) -> Response:
+        """Models, pools, backends and queues; where the backends are, for administrators alone.
+
+        A page for a browser, JSON for others.
+        """
+        found = status.status(gateway, addresses=is_admin(request))
+        if wants_page(request.headers.get("accept", "")):
+            return HTMLResponse(render(found))
+        return JSONResponse(found)
 
     admin = APIRouter(
         prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=own_port

@@ -4,8 +4,6 @@ Plotly is inlined as in `verify.evaluation.html`; the content security policy fo
 """
 
 import json
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from octet import page
 from verify.bench.figures import Bench, Spread
 from verify.bench.load import FIGURES
 from verify.evaluation.comparison import plain
@@ -31,18 +30,7 @@ _TITLES = {
 
 def write_page(path: Path, bench: Bench) -> None:
     """Writes the page atomically."""
-    text = render_page(bench)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    page.write_page(path, render_page(bench))
 
 
 def render_page(bench: Bench) -> str:
@@ -52,10 +40,13 @@ def render_page(bench: Bench) -> str:
     text = json.dumps(_data(bench), allow_nan=False, separators=(",", ":"))
     return environment.from_string(template).render(
         bench=bench,
+        verdict=_verdict(bench),
         quality=bench.quality(),
         figures=_TITLES,
         json=Markup(text.replace("<", "\\u003c")),  # nothing in it can end the script element
         plotly=Markup(get_plotlyjs()),
+        style=Markup(page.stylesheet()),
+        policy=Markup(page.POLICY),
     )
 
 
@@ -64,6 +55,7 @@ def _data(bench: Bench) -> Any:
     quality = bench.quality()
     return plain(
         {
+            "names": [_brief(name) for name in bench.targets],
             "targets": list(bench.targets),
             "loads": list(bench.loads),
             "quality": None
@@ -87,3 +79,27 @@ def _ends(spread: Spread) -> list[float]:
 def _figure(value: float, factor: float = 1.0) -> str:
     value *= factor
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _brief(name: str) -> str:
+    """Returns the last part of a path, and a URL without its scheme."""
+    return name.partition("://")[2] or Path(name).name or name
+
+
+def _verdict(bench: Bench) -> dict[str, Any]:
+    """Returns what the page says first: which server is fastest, and by how much."""
+    lines = []
+    for number, target in enumerate(bench.targets):
+        parts = []
+        for load, cells in zip(bench.loads, bench.cells, strict=True):
+            cell = cells[number]
+            text = f"{_figure(cell.figures['tokens_per_s'].median)} tokens/s at {load}"
+            ratio = None if cell.ratios is None else cell.ratios["tokens_per_s"]
+            parts.append(text + ("" if ratio is None else f" ({ratio.median:.2f} times)"))
+        if (tokens := bench.kv_capacity_tokens[number]) is not None:
+            parts.append(f"cache of {tokens:,} tokens")
+        lines.append((f"{number + 1}. {_brief(target)}", "; ".join(parts)))
+    last = bench.cells[-1]
+    fastest = max(range(len(last)), key=lambda i: last[i].figures["tokens_per_s"].median)
+    title = f"{_brief(bench.targets[fastest])} is fastest at {bench.loads[-1]}"
+    return {"status": "ready", "title": title, "lines": lines}

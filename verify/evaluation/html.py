@@ -6,8 +6,6 @@ security policy forbids every request.
 
 import json
 import math
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
 
+from octet import page
 from verify.evaluation.comparison import Comparison
 from verify.evaluation.scores import Evaluation, Scores
 
@@ -29,25 +28,17 @@ _LEAST_DECADE, _MOST_DECADE = -8, 2  # nats: smaller values are rounding
 
 def write_page(path: Path, evaluation: Evaluation, comparison: Comparison) -> None:
     """Writes the page atomically."""
-    text = render_page(evaluation, comparison)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    page.write_page(path, render_page(evaluation, comparison))
 
 
 def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     template = (resources.files("verify.evaluation") / "page.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["figure"] = _figure
+    environment.filters["brief"] = _brief
+    sizes = [_bytes(row.name) for row in comparison.rows]
     data = comparison.as_json() | {
+        "names": [_brief(row.name) for row in comparison.rows],
         "origins": list(evaluation.sequences.origins),
         "distributions": [_distribution(scores) for scores in evaluation.targets],
         "per_sample": [_per_sample(scores, evaluation) for scores in evaluation.targets],
@@ -55,15 +46,64 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return environment.from_string(template).render(
         comparison=comparison,
+        verdict=_verdict(comparison),
+        sizes=sizes if any(sizes) else None,
         json=Markup(text.replace("<", "\\u003c")),  # nothing in it can end the script element
         plotly=Markup(get_plotlyjs()),
+        style=Markup(page.stylesheet()),
+        policy=Markup(page.POLICY),
     )
 
 
 def _figure(value: float | None, factor: float = 1.0, sign: str = "") -> str:
     if value is None or math.isnan(value):
         return "-"
-    return f"{factor * value:{sign}.4g}"
+    value *= factor
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.4g}"
+
+
+def _brief(name: str) -> str:
+    """Returns the last part of a path, and a URL without its scheme."""
+    return name.partition("://")[2] or Path(name).name or name
+
+
+def _bytes(name: str) -> int | None:
+    """Returns the size of an artifact on this machine; None for a server."""
+    files = [] if "://" in name else [x for x in Path(name).rglob("*") if x.is_file()]
+    return sum(file.stat().st_size for file in files) or None
+
+
+_HARMLESS = 0.01  # of the perplexity: a change that the verdict does not warn of
+
+
+def _verdict(comparison: Comparison) -> dict[str, Any]:
+    """Returns what the page says first: is it good, what does it cost, what is to be done."""
+    lines = []
+    for row in comparison.rows:
+        text = f"perplexity {_figure(row.perplexity.mean)}"
+        if row.change is not None:
+            mean, low, high = (
+                f"{100 * x:+.2f}" for x in (row.change.mean, row.change.low, row.change.high)
+            )
+            text = f"{mean} % of perplexity ({low} to {high} %)"
+        if row.kl is not None:
+            text += f", KL {_figure(row.kl.mean, 1000)} thousandths of a nat"
+        lines.append((_brief(row.name), text))
+    changed = [row for row in comparison.rows if row.change is not None]
+    if not changed:
+        return {"status": "ready", "title": "Perplexity on held-out text", "lines": lines}
+    worst = max(changed, key=lambda row: row.change.high if row.change else 0.0)
+    assert worst.change is not None
+    if worst.change.high <= _HARMLESS:
+        todo = "Nothing: serve the one that is fastest, or smallest."
+        title = "No artifact costs more than 1 % of perplexity"
+        return {"status": "ready", "title": title, "lines": [*lines, ("To do", todo)]}
+    todo = (
+        "See which layers cost it (calibrate --sensitivity), or keep them in a better format"
+        " (calibrate --budget ppl=1%)."
+    )
+    title = f"{_brief(worst.name)} may cost {100 * worst.change.high:.2f} % of perplexity"
+    return {"status": "look", "title": title, "lines": [*lines, ("To do", todo)]}
 
 
 def _distribution(scores: Scores) -> dict[str, Any] | None:

@@ -222,3 +222,32 @@ class TestStatus:
             assert SECRET not in str(private)
             ready = (await call(served, "GET", "/ready"))[1]
             assert [b["ready"] for b in ready["models"]["m"]] == [True, False, True, True]
+
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+async def test_a_browser_gets_a_page_of_the_status(
+    served: Served, upstreams: list[FakeOpenAI]
+) -> None:
+    async with served.session.get("/status", headers=BROWSER) as response:
+        assert response.content_type == "text/html"
+        page = await response.text()
+    assert "Ready" in page and "Pool p" in page and "p-1" in page
+    assert "<script" not in page and upstreams[0].url not in page
+    for accept in ("*/*", "application/json", "application/json, text/html"):
+        async with served.session.get("/status", headers={"accept": accept}) as response:
+            assert "p" in (await response.json())["pools"]
+
+
+async def test_the_page_says_which_backend_is_down(
+    served: Served, upstreams: list[FakeOpenAI]
+) -> None:
+    await upstreams[0].stop()
+    for _ in range(100):
+        async with served.session.get("/status", headers=BROWSER) as response:
+            page = await response.text()
+        if "Not ready" in page:
+            break
+        await asyncio.sleep(0.05)
+    assert "Not ready" in page and "p / p-1" in page

@@ -41,7 +41,7 @@ def test_a_page_holds_every_figure_and_fetches_nothing(tmp_path: Path) -> None:
     text = path.read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     own = re.sub(r"<script>\s*/\*\*.*?</script>", "", text, flags=re.DOTALL)  # without Plotly
-    assert "default-src 'none'" in own and not re.search(r"(src|href)\s*=", own)
+    assert "default-src 'none'" in own and not re.search(r"(src|href)\s*=(?!\"#summary)", own)
     (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', own)
     data = json.loads(embedded)
     assert data["targets"] == list(NAMES) and data["loads"] == ["1x8x4", "16x8x4"]

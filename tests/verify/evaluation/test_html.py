@@ -8,7 +8,7 @@ import numpy as np
 
 from octet.statistics import Interval
 from verify.evaluation.comparison import compare
-from verify.evaluation.html import write_page
+from verify.evaluation.html import render_page, write_page
 from verify.evaluation.scores import Evaluation, Scores
 from verify.evaluation.sequences import Sequences
 
@@ -42,7 +42,7 @@ def test_a_page_holds_every_figure_and_fetches_nothing(tmp_path: Path) -> None:
     text = path.read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     own = re.sub(r"<script>\s*/\*\*.*?</script>", "", text, flags=re.DOTALL)  # without Plotly
-    assert "default-src 'none'" in own and not re.search(r"(src|href)\s*=", own)
+    assert "default-src 'none'" in own and not re.search(r"(src|href)\s*=(?!\"#summary)", own)
     (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', own)
     data = json.loads(embedded)
     assert [row["name"] for row in data["rows"]] == list(NAMES)
@@ -58,3 +58,15 @@ def test_without_a_reference_there_is_no_divergence_to_show(tmp_path: Path) -> N
     write_page(tmp_path / "page.html", found, compare(found))
     text = (tmp_path / "page.html").read_text()
     assert 'id="samples"' in text and 'id="distribution"' not in text
+
+
+def test_the_page_says_first_what_each_artifact_costs(tmp_path: Path) -> None:
+    found = evaluation(reference=True)
+    text = render_page(found, compare(found))
+    first = text[text.index('id="summary"') : text.index("</section>")]
+    for row in compare(found).rows:
+        assert row.change is not None
+        mean, low, high = (f"{100 * x:+.2f}" for x in vars(row.change).values())
+        assert f"{mean} % of perplexity ({low} to {high} %), KL" in first.replace("&#43;", "+")
+        assert float(low) < float(mean) < float(high)
+    assert "may cost" in first and "calibrate --sensitivity" in first

@@ -1,0 +1,63 @@
+"""Renders /status for a browser: whether everything serves and is proven, and if not, why."""
+
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from octet.page import stylesheet
+
+__all__ = ["render", "wants_page"]
+
+
+def wants_page(accept: str) -> bool:
+    """Decides whether a client prefers HTML: it names it, and before JSON if it names both."""
+    kinds = [kind.partition(";")[0].strip() for kind in accept.lower().split(",")]
+    if "text/html" not in kinds:
+        return False
+    return "application/json" not in kinds or kinds.index("text/html") < kinds.index(
+        "application/json"
+    )
+
+
+def render(status: dict[str, Any]) -> str:
+    """Returns the page of a /status report."""
+    problems = _problems(status)
+    template = (resources.files("serve.http") / "status.html.jinja").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(template).render(
+        status=status,
+        problems=problems,
+        title=_title(status, problems),
+        style=Markup(stylesheet()),
+    )
+
+
+def _title(status: dict[str, Any], problems: list[tuple[str, str]]) -> str:
+    if status["draining"]:
+        return "Draining: running requests finish, new ones are refused"
+    if not status["ready"]:
+        return "Not ready: no backend of some model can serve"
+    if problems:
+        return "Ready, with problems"
+    return "Ready: every backend serves"
+
+
+def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns (where, what) for everything that an operator should look at."""
+    found = []
+    for name, pool in status["pools"].items():
+        if pool["proof"]["unproven"]:
+            found.append((f"Pool {name}", "may serve without a proof of its answers"))
+        for one in pool["backends"]:
+            proof = one["proof"]
+            where = f"{name} / {one['name']}"
+            if not one["up"]:
+                since = "" if one["out_for_s"] is None else f" for {one['out_for_s']:.0f} s"
+                cause = proof.get("cause") or proof.get("reason") or "see the log"
+                remedy = proof.get("remedy")
+                found.append(
+                    (where, f"{one['standing']}{since}: {cause}{f'; {remedy}' if remedy else ''}")
+                )
+    return found

@@ -1,4 +1,4 @@
-"""Chooses how a CPU computes a model: by which instructions and library, on how many threads.
+"""Chooses how a model is computed: by which instructions and library, on how many threads.
 
 A CPU with BF16 dot products (AVX512-BF16, AMX) multiplies bfloat16 several times as fast as
 float32. Without them torch multiplies bfloat16 ten times slower than float32. The product of two
@@ -7,7 +7,7 @@ hardware computes, up to the order in which it adds. `benchmarks/cpu_arithmetic.
 that changes.
 
 Torch computes float32 linears with MKL, which leaves AVX-512 unused on AMD's CPUs. oneDNN, which
-is in torch too, uses it.
+is in torch too, uses it. On a GPU, float32 linears run on its BF16 tensor cores, without TF32.
 """
 
 import os
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from calibrate.decoder.split_matmul import split_linear
 from octet.errors import ConfigError
 from octet.hardware.cores import THREADS, idle_cores, usable_cores
 
 __all__ = [
     "BF16_SETTING",
     "Bf16",
+    "Float32Linear",
     "bf16_matmuls",
     "fast_matmuls",
     "fit_threads",
@@ -71,10 +73,10 @@ def bf16_matmuls() -> Bf16:
 
 
 def fast_matmuls(model: Any) -> Any:
-    """Returns `model`, changed to use the fastest matmuls that a CPU has for its dtype.
+    """Returns `model`, changed to use the fastest matmuls for its dtype.
 
     bfloat16: linears, attention and experts as `bf16_matmuls` chooses, in the model's `forward` and
-    its decoder's. float32: linears by oneDNN.
+    its decoder's. float32: linears by `linear`.
     """
     if model.dtype == torch.bfloat16 and bf16_matmuls() == "float32":
         for module in {model, model.base_model}:
@@ -82,30 +84,35 @@ def fast_matmuls(model: Any) -> Any:
     if model.dtype == torch.float32:
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.__class__ = _Linear
+                module.__class__ = Float32Linear
     return model
 
 
 def stock_linears(model: Any) -> Any:
     """Returns `model` with torch's own linears again, for a library that checks for their class."""
-    fast: list[Any] = [module for module in model.modules() if type(module) is _Linear]
+    fast: list[Any] = [module for module in model.modules() if type(module) is Float32Linear]
     for module in fast:
         module.__class__ = nn.Linear
     return model
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `torch.nn.functional.linear`: in float32 on a CPU, by oneDNN.
+    """Computes `torch.nn.functional.linear`, in float32 by what is fastest there.
 
-    `x` [..., K], `weight` [N, K], `bias` [N] → [..., N].
+    On a CPU that is oneDNN, on a GPU `calibrate.decoder.split_matmul`, for which `weight` may also
+    be bfloat16. `x` [..., K], `weight` [N, K], `bias` [N] → [..., N].
     """
+    if x.is_cuda and x.dtype == torch.float32 and not torch.is_grad_enabled():
+        return split_linear(x, weight, bias)
     together = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu
     if together and _ONEDNN and x.numel() and not torch.is_grad_enabled():
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
     return functional.linear(x, weight, bias)
 
 
-class _Linear(nn.Linear):
+class Float32Linear(nn.Linear):
+    """A linear of a float32 model; its weight may be bfloat16 on a GPU."""
+
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from calibrate.decoder.arithmetic import Float32Linear
 from calibrate.decoder.loading import ComputeDtype, Stored, load_skeleton, to_torch
 from calibrate.decoder.partial import Turn, some_layers
 from calibrate.decoder.supported import check_make, window_of
@@ -149,7 +150,7 @@ class LayeredModel:
             for start in range(0, self.spec.vocab_size, step):
                 rows = slice(start, start + step)
                 weight = self._weights.rows(f"{name}.weight", rows, self.dtype)
-                head.weight = _parameter(weight)
+                head.weight = _parameter(self._converted(head, weight))
                 if bias is not None:
                     head.bias = _parameter(bias[rows])
                 for part, x in zip(parts, normed, strict=True):
@@ -170,8 +171,20 @@ class LayeredModel:
                     " renamed is not supported"
                 )
             raise CheckpointError(f"{self.checkpoint.path}: tensor {name}.{key} is missing")
-        state = {key: weights[key].to(self.device) for key in module.state_dict()}
+        state = {
+            key: self._converted(module.get_submodule(key.rpartition(".")[0]), weights[key])
+            for key in module.state_dict()
+        }
         module.load_state_dict(state, assign=True)
+
+    def _converted(self, module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a weight of `module` on the device, in the dtype that it is computed with.
+
+        That is the model's dtype, except for a linear that multiplies BF16 as it is.
+        """
+        kept = isinstance(module, Float32Linear) and weight.is_cuda and weight.dim() > 1
+        dtype = weight.dtype if kept and weight.dtype == torch.bfloat16 else self.dtype
+        return weight.to(self.device, dtype)
 
     def _compute_buffers(self, module: nn.Module) -> None:
         """Computes `module`'s tensors that are not weights, such as RoPE's frequencies.

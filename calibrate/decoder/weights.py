@@ -100,9 +100,12 @@ class LayerWeights:
         )
 
     def read(self, index: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns a layer's weights in `dtype`, under the names of its module's parameters."""
+        """Returns a layer's weights, under the names of its module's parameters.
+
+        They are in `dtype`, or on a GPU in the checkpoint's dtypes.
+        """
         if self.device.type == "cuda":
-            return {name: x.to(dtype) for name, x in self._on_gpu(index).items()}
+            return self._on_gpu(index)
         weights = self._held.get((index, dtype))
         if weights is None:
             weights = {
@@ -120,7 +123,10 @@ class LayerWeights:
         return self._on_gpu(int(module)).get(rest)
 
     def rows(self, name: str, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Returns rows of a tensor outside the layers; a GPU then holds the whole tensor."""
+        """Returns rows of a tensor outside the layers, in `dtype`.
+
+        A GPU then holds the whole tensor, and returns rows in the checkpoint's dtype.
+        """
         if self.device.type != "cuda":
             stored = self.checkpoint.read(name)
             rows = to_torch(Tensor(stored.dtype, stored.codes[part]), dtype)
@@ -128,7 +134,7 @@ class LayerWeights:
             return rows.to(self.device)
         if name not in self._whole:
             self._whole |= self._wait([self._pool.submit(self._copy, name)])
-        return self._whole[name][part].to(dtype)
+        return self._whole[name][part]
 
     def of(self, checkpoint: Checkpoint) -> "LayerWeights":
         """Returns these weights if they are `checkpoint`'s; else frees them and returns its own."""

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from calibrate.decoder.arithmetic import Float32Linear
 from calibrate.decoder.experts import expert_weights, tap_experts
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.simulate.cache import CacheRounding, round_attention
@@ -210,7 +211,8 @@ def replace_weights(
                 views[name].copy_(weights[name])
         for name in weights.keys() - set(mine):
             module: Any = layer.get_submodule(name.removeprefix(f"{prefix}."))
-            weight = weights[name].to(module.weight.dtype)
+            float32 = isinstance(module, Float32Linear)
+            weight = weights[name].to(torch.float32 if float32 else module.weight.dtype)
             stack.enter_context(_parameter(module, "weight", weight))
         yield
 

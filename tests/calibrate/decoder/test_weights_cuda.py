@@ -48,7 +48,7 @@ def test_every_sweep_has_the_weights_of_the_files(
             for index, layer in pairs:
                 stored = Stored(checkpoint, f"{checkpoint.spec.layer(index)}.", models[0].dtype)
                 for name, parameter in layer.named_parameters():
-                    assert torch.equal(parameter.cpu(), stored[name])
+                    assert torch.equal(parameter.cpu().to(models[0].dtype), stored[name])
 
 
 def test_golden_records_do_not_depend_on_what_is_held(checkpoint: Checkpoint) -> None:

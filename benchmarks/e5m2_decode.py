@@ -3,7 +3,8 @@
 For each variant an engine of its own, all on one GPU, which are measured one after the other: the
 time of a token by batch and context length, the kernels of a step from torch's profiler, and how
 far the log-probabilities of a prompt are from those of the first variant. `CUSTOM` is the trial in
-vllm_e5m2.py; its writer and kernel are also compared with float32.
+vllm_e5m2.py, `SPLIT` the same with the kernel in e5m2_kernel.py. Their writer and kernels are also
+compared with float32, and the kernels timed alone.
 
     python benchmarks/e5m2_decode.py --model DIR [--output FILE] [--only FLASH_ATTN:auto,...]
 """
@@ -31,9 +32,11 @@ VARIANTS = (
     "FLASHINFER:auto",
     "FLASH_ATTN:fp8_e4m3",
     "FLASHINFER:fp8_e5m2",
-    "CUSTOM:fp8_e5m2",
+    "CUSTOM:fp8_e5m2",  # vLLM's Triton kernel
+    "SPLIT:fp8_e5m2",  # ours
 )
 CELLS = ((1, 512), (1, 7900), (16, 2048))  # batch, tokens of context
+KERNEL_CELLS = ((1, 512), (1, 8192), (16, 2048), (64, 1024))
 TOKENS, REPEATS = 64, 5
 PROFILED = 4  # steps, or one more: vLLM stops after the step that follows
 LONGEST = 8192
@@ -127,10 +130,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     backend, cache = options.variant.split(":")
-    if backend == "CUSTOM":  # the engine's process is forked, and inherits it
+    ours = {"CUSTOM": "E5m2Backend", "SPLIT": "SplitBackend"}
+    if backend in ours:  # the engine's process is forked, and inherits it
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        register_backend(AttentionBackendEnum.CUSTOM, "vllm_e5m2.E5m2Backend")
+        register_backend(AttentionBackendEnum.CUSTOM, f"vllm_e5m2.{ours[backend]}")
+        backend = "CUSTOM"
     with tempfile.TemporaryDirectory() as traces:
         llm = LLM(
             str(options.model),
@@ -213,6 +218,7 @@ def kernels(trace: Path) -> dict[str, Any]:
 def check() -> dict[str, Any]:
     """Compares the backend's writer and decode kernel with torch: heads 32/8, size 128."""
     import torch
+    from e5m2_kernel import Buffers, attend
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
     from vllm_e5m2 import E5m2Impl
@@ -273,8 +279,46 @@ def check() -> dict[str, Any]:
     keys, values = (x.repeat_interleave(queries // heads, 1) for x in stored)
     weights = torch.einsum("hd,thd->ht", query[0].float(), keys).mul(size**-0.5).softmax(-1)
     exact = torch.einsum("ht,thd->hd", weights, values)
-    error = (out[0].float() - exact).norm() / exact.norm()
-    return {"bytes that differ": wrong, "relative error of the output": float(error)}
+    own = torch.empty_like(query)
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
+    buffers = Buffers(64, queries, heads, size, device)
+    keys8, values8 = cache[:, 0], cache[:, 1]
+    attend(query, keys8, values8, table, lengths, k_scale, v_scale, size**-0.5, own, buffers)
+    errors = [float((x[0].float() - exact).norm() / exact.norm()) for x in (out, own)]
+    return {
+        "bytes that differ": wrong,
+        "relative error of the output": errors[0],
+        "relative error of the output, split kernel": errors[1],
+        "split kernel, us": {f"{b}x{n}": timed(b, n) for b, n in KERNEL_CELLS},
+    }
+
+
+def timed(batch: int, tokens: int) -> dict[str, float]:
+    """Times the split kernel alone by the number of splits: microseconds, median of 50."""
+    import torch
+    from e5m2_kernel import Buffers, attend, splits_of
+
+    heads, queries, size, block, device = 8, 32, 128, 16, "cuda"
+    pages = -(-tokens // block)
+    cache = torch.randint(0, 0x7B, (batch * pages, 2, block, heads, size), device=device)
+    key, value = cache.to(torch.uint8).unbind(1)
+    table = torch.randperm(batch * pages, device=device).int().reshape(batch, pages)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    query = torch.randn(batch, queries, size, device=device).bfloat16()
+    out, one = torch.empty_like(query), torch.ones((), device=device)
+    buffers = Buffers(8192, queries, heads, size, device)
+    found = {}
+    for splits in sorted({8, 16, 32, 64, splits_of(batch, heads)}):
+        times = []
+        for _ in range(60):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            attend(query, key, value, table, lengths, one, one, size**-0.5, out, buffers, splits)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        found[str(splits)] = statistics.median(times[10:])
+    return found | {"chosen": float(splits_of(batch, heads))}
 
 
 if __name__ == "__main__":

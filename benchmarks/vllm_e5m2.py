@@ -10,10 +10,11 @@ contexts, worse at long ones, so it is not part of Octet.
 from typing import Any, ClassVar
 
 import torch
+from e5m2_kernel import Buffers, attend
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-__all__ = ["E5m2Backend", "E5m2Impl"]
+__all__ = ["E5m2Backend", "E5m2Impl", "SplitBackend", "SplitImpl"]
 
 
 class E5m2Impl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is not installed for mypy
@@ -46,6 +47,56 @@ class E5m2Impl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is not instal
         )
 
 
+class SplitImpl(E5m2Impl):
+    """The same with a decode kernel of our own, for plain causal attention."""
+
+    _buffers: ClassVar[Buffers | None] = None  # of all layers, which run one after the other
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *arguments: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        plain = (
+            attn_metadata is not None
+            and attn_metadata.max_query_len == 1
+            and self.sliding_window == (-1, -1)
+            and not self.logits_soft_cap
+            and self.alibi_slopes is None
+            and self.sinks is None
+        )
+        if not plain:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *arguments, **named
+            )
+        if SplitImpl._buffers is None:
+            SplitImpl._buffers = Buffers(
+                1024, self.num_heads, self.num_kv_heads, self.head_size, query.device
+            )
+        keys, values = kv_cache.view(torch.uint8).unbind(1)
+        count = attn_metadata.seq_lens.shape[0]
+        attend(
+            query[:count],
+            keys,
+            values,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            layer._k_scale,
+            layer._v_scale,
+            self.scale,
+            output[:count],
+            SplitImpl._buffers,
+        )
+        return output
+
+
 class E5m2Backend(TritonAttentionBackend):  # type: ignore[misc]
     """vLLM's Triton backend, for E5M2 caches alone."""
 
@@ -58,3 +109,11 @@ class E5m2Backend(TritonAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_impl_cls() -> type[E5m2Impl]:
         return E5m2Impl
+
+
+class SplitBackend(E5m2Backend):
+    """E5M2 caches with our decode kernel."""
+
+    @staticmethod
+    def get_impl_cls() -> type[E5m2Impl]:
+        return SplitImpl

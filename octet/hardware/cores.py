@@ -36,13 +36,16 @@ def usable_cores() -> int:
     """Returns the number of cores to compute on, at least 1.
 
     OMP_NUM_THREADS if it is set; else the cores that this process may run on, limited by the CPU
-    quota of its control group, rounded up.
+    quota of its control group, rounded up. torchrun sets OMP_NUM_THREADS to 1 where nobody has: its
+    processes share the cores of their machine instead.
     """
     chosen = os.environ.get(THREADS, "").partition(",")[0].strip()
-    if chosen.isdecimal() and int(chosen) > 0:
+    started = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
+    if chosen.isdecimal() and int(chosen) > 0 and not (started and chosen == "1"):
         return int(chosen)
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, math.ceil(min(allowed or 1, _quota())))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else 1
+    return max(1, math.ceil(min(allowed or 1, _quota())) // processes)
 
 
 def idle_cores() -> float:

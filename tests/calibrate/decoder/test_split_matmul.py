@@ -33,7 +33,7 @@ def worst(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 7, 1500])
-@pytest.mark.parametrize("terms", [96, 5000])
+@pytest.mark.parametrize("terms", [96, 4096, 5000])
 def test_errors_are_those_of_float32(
     device: str, dtype: torch.dtype, rows: int, terms: int
 ) -> None:

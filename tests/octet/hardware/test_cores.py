@@ -44,6 +44,18 @@ def test_what_the_user_sets_is_respected_where_it_is_a_number(
     assert usable_cores() == expected
 
 
+@pytest.mark.parametrize(("setting", "expected"), [("1", 4), ("3", 3)])
+def test_processes_of_torchrun_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, setting: str, expected: int
+) -> None:
+    """torchrun sets OMP_NUM_THREADS to 1 itself."""
+    on_a_machine(monkeypatch, allowed=8)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    assert usable_cores() == expected
+
+
 GROUPS: dict[str, tuple[str, dict[str, str], float]] = {
     "version 2": ("0::/a/b", {"a/b/cpu.max": "50000 100000"}, 0.5),
     "one above it": ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),

@@ -7,7 +7,8 @@ products below 2^-24 of the result. Both take less time than cuBLAS's float32 GE
 weight need not be converted. TF32, in contrast, keeps 11 of 24 bits.
 
 Tensor cores truncate their sums, which adds up over a long row. So the largest products are summed
-`_TERMS` at a time, and these sums added in float32. `benchmarks/split_matmul.py` compares errors and times with cuBLAS.
+`_TERMS` at a time, and these sums added in float32. `benchmarks/split_matmul.py` compares errors
+and times with cuBLAS.
 Source: Henry, Tang, Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).
 """

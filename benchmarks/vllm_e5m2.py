@@ -3,8 +3,9 @@
 vLLM's Triton backend accepts `fp8_e5m2`, and then asserts; where it does not, its writer stores
 E4M3. This one writes with vLLM's CUDA operator, which stores E5M2 = round to nearest even of
 x / scale, saturating, and reads with vLLM's Triton kernel, which multiplies by the scale. Queries
-stay in BF16. Needs no FlashInfer. docs/LOG.md has its speed: better than FlashInfer's at short
-contexts, worse at long ones, so it is not part of Octet.
+stay in BF16. Needs no FlashInfer. docs/LOG.md has its speed: with vLLM's kernel better than
+FlashInfer's at short contexts and worse at long ones, with ours better at both. No model served
+with it was proven yet, so it is not part of Octet.
 """
 
 from typing import Any, ClassVar

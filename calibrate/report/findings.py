@@ -190,7 +190,8 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
         small, name = min(lost)
         found.append(
             Finding(
-                f"a few large values set the scale of {len(lost)} tensors, and the small ones are"
+                f"a few large values set the scale of {len(lost)} tensor"
+                f"{'s' if len(lost) > 1 else ''}, and the small ones are"
                 f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
                 "The large values may stay: the budget is met. --algorithm smoothquant may meet"

@@ -30,14 +30,20 @@ function styleOf(group) {
 function digits(value, places = 3) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (value !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(places - 1);
-  return Number(value.toPrecision(size >= 10 ** places ? 7 : places)).toString();
+  if (value !== 0 && (size < 1e-4 || size >= 1e7)) return scientific(value, places);
+  return value.toLocaleString("en", { maximumSignificantDigits: size >= 10 ** places ? 7 : places });
+}
+const superscript = (exponent) => String(exponent).replace(/[-\d]/g, (c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] || "⁻");
+function scientific(value, places) {
+  const [mantissa, exponent] = value.toExponential(places - 1).split("e");
+  return `${mantissa}×10${superscript(Number(exponent))}`;
 }
 const decibels = (value) => (value === null || value === undefined ? "–" : value.toFixed(1));
 const percent = (value) => {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
-  return value < 1e-4 ? (value * 100).toExponential(1).replace(".0e", "e") + " %" : digits(value * 100) + " %";
+  const shown = value < 1e-6 ? scientific(value * 100, 2).replace(".0×", "×").replace(/^1×/, "") : digits(value * 100);
+  return shown + " %";
 };
 const short = (name) => name.replace(/^model\./, "").replace("self_attn.", "attn.");
 

@@ -16,10 +16,7 @@ function gridOf(tensor) {
   };
 }
 
-function power(value) {
-  const label = String(Math.round(value)).replace(/[-\d]/g, (c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] || "⁻");
-  return "2" + label;
-}
+const power = (value) => "2" + superscript(Math.round(value));
 
 // Whether what becomes of a value depends on the others of its group, which no histogram tells.
 const perGroup = (tensor) => tensor.dynamic && tensor.granularity === "group";
@@ -54,7 +51,7 @@ function distributionPlot(name, logarithmic) {
   const traces = kinds.filter(([kind]) => bins[kind].length).map(([kind, label, fill, pattern]) => ({
     type: "bar", name: grid ? label : "share", x: bins[kind].map((bin) => bin[0]),
     y: bins[kind].map((bin) => bin[1]), width: step, showlegend: Boolean(grid),
-    customdata: bins[kind].map((bin) => [(2 ** bin[0]).toPrecision(3), bin[2].toLocaleString("en")]),
+    customdata: bins[kind].map((bin) => [digits(2 ** bin[0]), bin[2].toLocaleString("en")]),
     hovertemplate: "|x| ≈ %{customdata[0]}<br>%{customdata[1]} elements (%{y:.2~%})<extra></extra>",
     marker: { color: color(fill), pattern: { shape: pattern, size: 5, solidity: 0.35 }, line: { width: 0 } },
   }));
@@ -86,12 +83,13 @@ function distributionPlot(name, logarithmic) {
     const values = grid.format.grid.filter((value) => value > 0).map((value) => value * grid.scale);
     traces.push({
       type: "scatter", mode: "markers", x: values.map(Math.log2), y: values.map(() => 0), yaxis: "y2",
-      name: `values of ${tensor.format}` + (grouped ? " in the group of the largest value" : ""), customdata: values.map((value) => value.toPrecision(4)),
+      name: `values of ${tensor.format}` + (grouped ? " in the group of the largest value" : ""), customdata: values.map((value) => digits(value, 4)),
       hovertemplate: "a value of the format: %{customdata}<extra></extra>",
       marker: { symbol: "line-ns-open", size: 12, color: color("text"), line: { width: 1 } },
     });
   }
-  const space = Math.max(1, Math.ceil((high - low) / 12)), ticks = [];
+  const fit = byId("plot-distribution").clientWidth < 480 ? 6 : 12; // labels side by side
+  const space = Math.max(1, Math.ceil((high - low) / fit)), ticks = [];
   for (let at = Math.ceil(low / space) * space; at <= high; at += space) ticks.push(at);
   const powers = [...Array(12).keys()].map((at) => 10 ** -at);
   const lines = grid && !grouped ? `; underflow below ${digits(grid.zero)}, saturation at ${digits(grid.saturates)}` : "";

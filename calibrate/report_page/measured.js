@@ -63,17 +63,17 @@ function startSensitivity() {
   byId("plot-sensitivity").style.height = `${90 + 22 * units.length}px`;
   plot("plot-sensitivity", () => ({
     traces: [{
-      type: "bar", orientation: "h", x: units.map((unit) => Math.max(0, unit.kl)), y: units.map((unit) => short(unit.name)),
-      error_x: { type: "data", array: units.map((unit) => unit.kl_error || 0), color: color("text"), thickness: 1, width: 3 },
+      type: "bar", orientation: "h", x: units.map((unit) => 1000 * Math.max(0, unit.kl)), y: units.map((unit) => short(unit.name)),
+      error_x: { type: "data", array: units.map((unit) => 1000 * (unit.kl_error || 0)), color: color("text"), thickness: 1, width: 3 },
       customdata: units.map((unit) => [unit.format, decibels(unit.input_sqnr_db), decibels(unit.input_small_sqnr_db),
         decibels(unit.weight_sqnr_db), decibels(unit.output_sqnr_db)]),
-      hovertemplate: "%{y} (%{customdata[0]})<br>KL %{x:.3g}<br>SQNR dB: input %{customdata[1]}, its small values" +
+      hovertemplate: "%{y} (%{customdata[0]})<br>KL %{x:.3g} × 10⁻³ nats<br>SQNR dB: input %{customdata[1]}, its small values" +
         " %{customdata[2]}, weights %{customdata[3]}, output %{customdata[4]}<extra></extra>",
       marker: { color: color("bar") },
     }],
     label: `KL by unit; the most sensitive is ${units[units.length - 1].name}, ${digits(units[units.length - 1].kl)} nats`,
-    layout: { xaxis: { title: "KL, nats a token" + (found.units.length > 30 ? " (the 30 largest)" : ""), rangemode: "tozero",
-      exponentformat: "power" } },
+    layout: { xaxis: { title: "KL, 10⁻³ nats a token" + (found.units.length > 30 ? " (the 30 largest)" : ""), rangemode: "tozero",
+      nticks: 6 } },
   }));
 }
 
@@ -96,7 +96,7 @@ function startBudget() {
       xaxis: { title: "weights, MB" }, yaxis: { title: name, exponentformat: "power" },
       shapes: limitOf(found, key).map((limit) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit, y1: limit,
         line: { color: color("look"), dash: "dash", width: 2 } })),
-      annotations: limitOf(found, key).map((limit) => ({ xref: "paper", x: 1, y: limit, yanchor: "bottom", xanchor: "right",
+      annotations: limitOf(found, key).map((limit) => ({ xref: "paper", x: 0, y: limit, yanchor: "bottom", xanchor: "left",
         text: `budget ${digits(limit)}`, showarrow: false, font: { color: color("look") } })),
     },
   }));
@@ -138,7 +138,7 @@ function startExperts() {
       hoverinfo: "skip", marker: { symbol: "x-thin", size: 9, line: { color: "#ff6a3d", width: 2 } },
     }],
     label: `Tokens seen by each expert of ${layers.length} layers; ${found.fallback.length} saw fewer than ${found.min_tokens}`,
-    layout: { xaxis: { title: "expert", tickformat: "d", showgrid: false },
+    layout: { xaxis: { title: "expert", tick0: 0, dtick: Math.ceil(most / 12), range: [-0.5, most - 0.5], showgrid: false },
       yaxis: { title: "layer", type: "category", autorange: "reversed", showgrid: false } },
   }));
 }

@@ -26,12 +26,25 @@ def render(status: dict[str, Any]) -> str:
     problems = _problems(status)
     template = (resources.files("serve.http") / "status.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["duration"] = _duration
+    environment.filters["standing"] = _standing
     return environment.from_string(template).render(
         status=status,
         problems=problems,
         title=_title(status, problems),
         style=Markup(stylesheet()),
     )
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _standing(standing: str) -> str:
+    return "serves" if standing == "in" else standing.replace("_", " ")
 
 
 def _title(status: dict[str, Any], problems: list[tuple[str, str]]) -> str:
@@ -54,10 +67,8 @@ def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
             proof = one["proof"]
             where = f"{name} / {one['name']}"
             if not one["up"]:
-                since = "" if one["out_for_s"] is None else f" for {one['out_for_s']:.0f} s"
+                since = "" if one["out_for_s"] is None else f" for {_duration(one['out_for_s'])}"
                 cause = proof.get("cause") or proof.get("reason") or "see the log"
-                remedy = proof.get("remedy")
-                found.append(
-                    (where, f"{one['standing']}{since}: {cause}{f'; {remedy}' if remedy else ''}")
-                )
+                remedy = f"; {proof['remedy']}" if proof.get("remedy") else ""
+                found.append((where, f"{_standing(one['standing'])}{since}: {cause}{remedy}"))
     return found

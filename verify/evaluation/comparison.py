@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from octet.statistics import FEW, Interval, interval
 from verify.evaluation.scores import Evaluation, Scores
+from verify.evaluation.worst import WorstToken, worst_tokens
 
 __all__ = ["Comparison", "Row", "compare", "plain"]
 
@@ -22,7 +23,8 @@ class Row:
     is no reference. `kl` is KL(reference ‖ artifact) in nats, the mean over the tokens; `kl_p90`
     and `kl_max` are over single tokens. `kl_from_first` and `change_from_first` are differences
     from the first row, paired by sample; None for the first row itself. `tasks` are
-    lm-evaluation-harness' results.
+    lm-evaluation-harness' results. `worst` are the tokens that differ most from the reference, or
+    from the first row if there is no reference.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Row:
     tokens: int
     samples: int
     tasks: dict[str, Interval] = field(default_factory=dict)
+    worst: tuple[WorstToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()
     found, reference, sequences = evaluation.targets, evaluation.reference, evaluation.sequences
     tokens = np.array([len(nll) for nll in found[0].nll], np.float64)
     base = reference or (found[0] if len(found) > 1 else None)
+    worst = [
+        () if base is None or one is base else worst_tokens(one, base, sequences, evaluation.decode)
+        for one in found
+    ]
     rows = [_row(one, base, found[0] if index else None, tokens) for index, one in enumerate(found)]
     return Comparison(
         samples_path=str(sequences.path),
@@ -80,7 +87,7 @@ def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()
         reference=None if reference is None else reference.name,
         reference_perplexity=None if reference is None else _perplexity(reference, tokens),
         rows=tuple(
-            replace(row, tasks=dict(tasks[index])) if tasks else row
+            replace(row, tasks=dict(tasks[index]) if tasks else {}, worst=worst[index])
             for index, row in enumerate(rows)
         ),
         warnings=_few(len(tokens)),

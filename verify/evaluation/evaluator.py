@@ -43,9 +43,10 @@ def evaluate(
     scores = [
         Scores.of(target.name, answers, base) for target, answers in zip(every, found, strict=True)
     ]
+    decode = next((target.decode for target in every if target.decode is not None), None)
     if reference is None:
-        return Evaluation(sequences, k, None, tuple(scores))
-    return Evaluation(sequences, k, scores[0], tuple(scores[1:]))
+        return Evaluation(sequences, k, None, tuple(scores), decode)
+    return Evaluation(sequences, k, scores[0], tuple(scores[1:]), decode)
 
 
 def require_same_tokens(target: Target, sequences: Sequences) -> None:

@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 from octet import page
 from verify.evaluation.comparison import Comparison
 from verify.evaluation.scores import Evaluation, Scores
+from verify.evaluation.worst import CONTEXT, COUNT
 
 __all__ = ["render_page", "write_page"]
 
@@ -36,6 +37,9 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["figure"] = _figure
     environment.filters["brief"] = _brief
+    environment.filters["percent"] = _percent
+    environment.filters["plain_text"] = _plain_text
+    environment.filters["visible"] = _visible
     sizes = [_bytes(row.name) for row in comparison.rows]
     data = comparison.as_json() | {
         "names": [_brief(row.name) for row in comparison.rows],
@@ -47,6 +51,9 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     return environment.from_string(template).render(
         comparison=comparison,
         verdict=_verdict(comparison),
+        count=COUNT,
+        context=CONTEXT,
+        decodes=evaluation.decode is not None,
         sizes=sizes if any(sizes) else None,
         json=Markup(text.replace("<", "\\u003c")),  # nothing in it can end the script element
         plotly=Markup(get_plotlyjs()),
@@ -60,6 +67,29 @@ def _figure(value: float | None, factor: float = 1.0, sign: str = "") -> str:
         return "-"
     value *= factor
     return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.4g}"
+
+
+def _percent(logprob: float) -> str:
+    percent = 100 * math.exp(logprob)
+    return "below 0.001 %" if percent < 0.001 else f"{percent:.3g} %"
+
+
+# Control characters draw nothing, and direction marks reorder the text around them.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+_PICTURES |= dict.fromkeys((0x7F, *range(0x80, 0xA0)), "\u2421")
+_PICTURES |= dict.fromkeys(
+    (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"
+)
+
+
+def _plain_text(text: str) -> str:
+    """Returns a quotation with a picture for each character that does not draw itself."""
+    return text.translate(_PICTURES)
+
+
+def _visible(token: str) -> str:
+    """Returns a token with its white space made visible."""
+    return _plain_text(token).replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "(empty)"
 
 
 def _brief(name: str) -> str:

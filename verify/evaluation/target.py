@@ -1,7 +1,7 @@
 """Defines what a model under evaluation returns: log-probabilities of a sample and of the top k."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -59,6 +59,10 @@ class Target(Protocol):
 
     def encode(self, text: str) -> list[int] | None:
         """Returns the tokens of `text` by its own tokenizer; None if it has none here."""
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str] | None:
+        """Makes text of token ids, special tokens included; None if it has no tokenizer here."""
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
         """Yields (index, answer) for each of `samples`, in any order; each has two or more ids.

@@ -1,6 +1,6 @@
 """Build the environments of the integration tests' real servers; needs only the standard library.
 
-    python tests/integration/servers/setup.py [vllm] [triton] [tensorrt-rtx] [modelopt]
+    python tests/integration/servers/setup.py [vllm] [triton] [tensorrt-rtx] [modelopt] [browser]
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import stub
 from layout import (
+    BROWSER,
     MODELOPT,
     REPOSITORY,
     ROOT,
@@ -79,11 +80,18 @@ def build_modelopt() -> None:
     check(MODELOPT, "import modelopt.torch.quantization, numba, octet, transformers")
 
 
+def build_browser() -> None:
+    create_environment(BROWSER)
+    pip(BROWSER, "install", "--no-deps", "-r", str(REQUIREMENTS / "requirements-browser.txt"))
+    check(BROWSER, "import axe_playwright_python.base, playwright.sync_api")
+
+
 BUILDERS: dict[Path, Callable[[], None]] = {
     VLLM: build_vllm,
     TRITON: build_triton,
     TENSORRT_RTX: build_tensorrt_rtx,
     MODELOPT: build_modelopt,
+    BROWSER: build_browser,
 }
 
 

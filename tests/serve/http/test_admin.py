@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,8 @@ async def test_a_browser_gets_a_page_of_the_status(
     async with served.session.get("/status", headers=BROWSER) as response:
         assert response.content_type == "text/html"
         page = await response.text()
-    assert "Ready" in page and "Pool p" in page and "p-1" in page
+    assert "Ready" in page and "Pool p" in page and "p-1" in page and ">serves<" in page
+    assert re.search(r"up for \d+ s<", page)
     assert "<script" not in page and upstreams[0].url not in page
     for accept in ("*/*", "application/json", "application/json, text/html"):
         async with served.session.get("/status", headers={"accept": accept}) as response:
@@ -251,3 +253,4 @@ async def test_the_page_says_which_backend_is_down(
             break
         await asyncio.sleep(0.05)
     assert "Not ready" in page and "p / p-1" in page
+    assert "_" not in page.partition("</style>")[2]  # no name of the JSON is shown

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from octet.statistics import Interval
@@ -67,3 +69,27 @@ def test_the_table_fits_a_terminal() -> None:
     assert "target 2: http://b:2/</script><b>x (KV cache: 4,096 tokens)" in text
     assert "1.25..1.75" in text and "to target 1" in text and "8.00" in text
     assert text.count("one sample") == 1 and "warning: short" in text
+
+
+def faster(low: float, middle: float, high: float) -> Cell:
+    figures = {name: Spread(1.0, 1.0, 1.0) for name in FIGURES}
+    return Cell(figures, dict.fromkeys(FIGURES, Spread(middle, low, high)), None, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("second", "title"),
+    [
+        (faster(1.1, 1.2, 1.3), "b:2/&lt;/script&gt;&lt;b&gt;x is fastest"),
+        (faster(0.7, 0.8, 0.9), "a:1 is fastest"),
+        (faster(0.5, 1.1, 1.7), "No server is clearly the fastest"),
+    ],
+)
+def test_no_server_is_called_fastest_that_was_slower_in_some_round(
+    second: Cell, title: str, tmp_path: Path
+) -> None:
+    some = bench(quality=False)
+    cells = tuple((first, second) for first, _ in some.cells)
+    write_page(tmp_path / "page.html", replace(some, cells=cells))
+    text = (tmp_path / "page.html").read_text()
+    assert f"{title} at 16x8x4</h1>" in text
+    assert "GPU memory, GiB" in text and "GPU power, W" not in text  # nobody measured it

@@ -2,6 +2,7 @@
 
 import io
 import json
+import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from verify.evaluation.sequences import Sequences, read_texts
 from verify.evaluation.target import Answer, top_k
 
 VOCABULARY, K = 50, 5
+LETTERS = string.ascii_lowercase
 
 
 class Table:
@@ -38,6 +40,9 @@ class Table:
 
     def encode(self, text: str) -> list[int] | None:
         return [ord(character) % VOCABULARY for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(letter for i in ids for letter in LETTERS if ord(letter) % VOCABULARY == i)
 
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
         for index in reversed(range(len(samples))):  # any order is allowed

@@ -2,10 +2,15 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from octet.proof.top_k import TopK
 from octet.statistics import Interval
 from verify.evaluation.comparison import compare
 from verify.evaluation.html import render_page, write_page
@@ -27,10 +32,18 @@ def evaluation(*, reference: bool) -> Evaluation:
     def scores(name: str) -> Scores:
         nll = tuple(generator.random(size) for size in sizes)
         kl = tuple(generator.lognormal(-6, 2, size) for size in sizes) if reference else None
-        return Scores(name, nll, kl)
+        likeliest = tuple(
+            TopK(np.full((size, 1), 3, np.int32), np.full((size, 1), -0.5, np.float32))
+            for size in sizes
+        )
+        return Scores(name, nll, kl, likeliest)
 
     origin = scores("original") if reference else None
-    return Evaluation(sequences, 20, origin, tuple(map(scores, NAMES)))
+    return Evaluation(sequences, 20, origin, tuple(map(scores, NAMES)), decode)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join({3: "\u202e\0", 7: "<b>\n"}.get(token, f" {token}") for token in ids)
 
 
 def test_a_page_holds_every_figure_and_fetches_nothing(tmp_path: Path) -> None:
@@ -70,3 +83,25 @@ def test_the_page_says_first_what_each_artifact_costs(tmp_path: Path) -> None:
         assert f"{mean} % of perplexity ({low} to {high} %), KL" in first.replace("&#43;", "+")
         assert float(low) < float(mean) < float(high)
     assert "may cost" in first and "calibrate --sensitivity" in first
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_the_worst_tokens_are_quoted_and_drawn_as_text(reference: bool) -> None:
+    found = evaluation(reference=reference)
+    result = compare(found)
+    text = render_page(found, result)
+    section = text[text.index('id="worst"') : text.index('id="samples"')]
+    assert section.count("<li>") == (20 if reference else 10)  # the first is what others lose to
+    assert "<b>\n" not in section and "\u202e" not in section and "\0" not in section
+    worst = result.rows[-1].worst[0]
+    shown = unescape(section)
+    assert worst.token.replace(" ", "␣") in shown and worst.origin in shown
+    for logprob in (worst.logprob, worst.reference_logprob, -0.5):
+        assert f"{100 * np.exp(logprob):.3g} %" in shown
+    assert "no tokenizer" not in section
+
+
+def test_without_a_tokenizer_tokens_are_shown_by_number() -> None:
+    found = replace(evaluation(reference=True), decode=None)
+    text = render_page(found, compare(found))
+    assert "No artifact has a tokenizer" in text and "<mark>⟨" in text

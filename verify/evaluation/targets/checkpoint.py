@@ -59,6 +59,9 @@ class CheckpointTarget:
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
     def sequences(
         self,
         samples: Path,

@@ -43,6 +43,9 @@ class Export:
     def encode(self, text: str) -> list[int] | None:
         return self._tokenizer.encode(text)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.inner.decode(list(ids), skip_special_tokens=False))
+
     def answers(self, samples: Sequence[Sequence[int]], k: int) -> Iterator[tuple[int, Answer]]:
         runner = load_runner(self._path, self._threads)
         cache = runner.new_cache(1, max(map(len, samples)))

@@ -24,6 +24,7 @@ class Server:
     """A `Target` at `http://host:port[/model]`; the model is optional if there is only one."""
 
     vocabulary: int | None = None
+    decode = None
     lasting = False
 
     def __init__(

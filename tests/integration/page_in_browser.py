@@ -1,0 +1,90 @@
+"""Opens pages in Chromium and prints what is wrong with each, as JSON; the interpreter of
+.integration/browser runs this.
+
+    python tests/integration/page_in_browser.py CHROMIUM URL ... [--shots DIRECTORY]
+
+Every page is opened at two widths, light and dark. Its content security policy stays in force, so
+axe-core is run through the DevTools protocol, which the policy does not bind.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import Browser, sync_playwright
+
+WIDTHS = (1280, 390)
+SCHEMES = ("light", "dark")
+GRAVE = ("serious", "critical")
+SETTLE_MS = 700  # plots are drawn, and requests of a script are made
+
+
+def look(browser: Browser, url: str, width: int, scheme: Any, shot: Path | None) -> dict[str, Any]:
+    """Returns the console messages, script errors, requests, overflow in pixels, and findings."""
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+    page = context.new_page()
+    console: list[str] = []
+    errors: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: console.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(url)
+    session = context.new_cdp_session(page)
+
+    def run(expression: str) -> Any:
+        answer = session.send(
+            "Runtime.evaluate",
+            {"expression": expression, "awaitPromise": True, "returnByValue": True},
+        )
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    run("document.querySelectorAll('details').forEach(details => { details.open = true; })")
+    page.wait_for_timeout(SETTLE_MS)
+    if shot is not None:
+        page.screenshot(path=shot, full_page=True)
+    overflow = run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    run(AXE_SCRIPT)
+    violations = json.loads(run("axe.run().then(found => JSON.stringify(found.violations))"))
+    context.close()
+    return {
+        "where": f"{url.rpartition('/')[2]}, {width} px, {scheme}",
+        "console": console,
+        "errors": errors,
+        "requests": [x for x in requests if x != url and not x.startswith(("data:", "blob:"))],
+        "overflow": overflow,
+        "axe": [
+            f"{found['impact']}: {found['id']}: {found['help']}: {node['html'][:200]}"
+            for found in violations
+            if found["impact"] in GRAVE
+            for node in found["nodes"]
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("chromium")
+    parser.add_argument("urls", nargs="+")
+    parser.add_argument("--shots", type=Path)
+    options = parser.parse_args()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=options.chromium, args=["--no-sandbox"]
+        )
+        found = []
+        for url in options.urls:
+            for width in WIDTHS:
+                for scheme in SCHEMES:
+                    name = Path(url).name.partition(".")[0]
+                    shot = options.shots and options.shots / f"{name}-{width}-{scheme}.png"
+                    found.append(look(browser, url, width, scheme, shot))
+        browser.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

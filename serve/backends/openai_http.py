@@ -6,6 +6,7 @@
 The module also reads the server's load, context length and incarnation.
 """
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -19,6 +20,7 @@ from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
+from serve.backends.bounds import MAX_REFUSAL, MAX_REPORT, MAX_TOKENS, PIECE
 from serve.backends.connection import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
@@ -26,7 +28,14 @@ from serve.backends.prometheus import load_of, samples
 from serve.config import HttpConfig
 from serve.engine.request import Event, GenerateRequest
 
-__all__ = ["LOAD_SOURCES", "OpenAiHttpBackend", "card_of", "context_length", "incarnation"]
+__all__ = [
+    "LOAD_SOURCES",
+    "OpenAiHttpBackend",
+    "card_of",
+    "context_length",
+    "incarnation",
+    "report",
+]
 
 _STARTED = "process_start_time_seconds"  # of every Prometheus client library
 _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -35,9 +44,11 @@ _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 def _server_load(body: bytes) -> LoadReport | None:
     """Reads vLLM's /load (--enable-server-load-tracking): its requests, running or waiting."""
     try:
-        return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        running = json.loads(body)["server_load"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    known = type(running) is int and 0 <= running < MAX_TOKENS
+    return LoadReport(running, 0, None, None) if known else None
 
 
 Source = tuple[str, Callable[[bytes], LoadReport | None]]
@@ -60,7 +71,7 @@ def card_of(models: bytes, served_name: str) -> dict[str, Any] | None:
 def context_length(card: Mapping[str, Any]) -> int | None:
     """Reads `max_model_len`, as vLLM and SGLang list it; None if it is missing."""
     length = card.get("max_model_len")
-    return length if isinstance(length, int) else None
+    return length if type(length) is int and 0 < length < MAX_TOKENS else None
 
 
 def incarnation(models: bytes, metrics: bytes, served_name: str) -> Incarnation | None:
@@ -172,7 +183,7 @@ class OpenAiHttpBackend:
             path, fields = _PROBES[which]
             body = json.dumps({"model": self.served_name, **fields}).encode()
             relay = await self.relay(path, body, _JSON)
-            answer = b"".join([piece async for piece in relay.body])
+            answer = await self._report(relay, MAX_REPORT)
             if relay.status == 200:
                 self._require_result(answer)
                 self._probe = which
@@ -184,6 +195,19 @@ class OpenAiHttpBackend:
         # The requests were ours, so this is no client's mistake.
         line = f"{self.name}: refuses to generate a token: {refusal}"
         raise BackendUnavailable(line, kind="failed")
+
+    async def _report(self, relay: Relay, limit: int) -> bytes:
+        """Returns the whole body. Raises BackendError if it has more than `limit` bytes."""
+        body = bytearray()
+        content = relay.body
+        assert isinstance(content, _Body)
+        async with aclosing(content):
+            async for piece in content:
+                body += piece
+                if len(body) > limit:
+                    line = f"{self.name}: answered with over {limit} bytes"
+                    raise BackendUnavailable(line, kind="garbled")
+        return bytes(body)
 
     def _require_result(self, answer: bytes) -> None:
         try:
@@ -254,7 +278,7 @@ class OpenAiHttpBackend:
         assert isinstance(content, _Body)
         async with aclosing(content):
             if relay.status != 200:
-                body = b"".join([piece async for piece in content])
+                body = await self._report(relay, MAX_REFUSAL)
                 raise failure(self.name, relay.status, relay.headers, body)
             started = False
             try:
@@ -293,7 +317,10 @@ class OpenAiHttpBackend:
         return url
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """GETs `path`; returns status and body, or status 0 if there was no response."""
+        """GETs `path`; returns status and body.
+
+        The status is 0 if there was no response, or none of at most `MAX_REPORT` bytes.
+        """
         if self._session is None:
             return 0, b""
         timeout = aiohttp.ClientTimeout(
@@ -303,13 +330,28 @@ class OpenAiHttpBackend:
             async with self._session.get(
                 self._url(path), timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, await response.read()
+                body = await report(response)
+                return (0, b"") if body is None else (response.status, body)
         except _FAILED:  # TimeoutError is an OSError
             return 0, b""
 
 
+async def report(response: aiohttp.ClientResponse) -> bytes | None:
+    """Returns the whole body; None if it has more than `MAX_REPORT` bytes. Then it is closed."""
+    body = bytearray()
+    while piece := await response.content.read(PIECE):
+        body += piece
+        if len(body) > MAX_REPORT:
+            response.close()
+            return None
+    return bytes(body)
+
+
 class _Body:
-    """The bytes of a response as they come. Closing it early makes the server stop generating."""
+    """The bytes of a response as they come, at most `PIECE` at once.
+
+    Closing it early makes the server stop generating.
+    """
 
     def __init__(
         self, name: str, response: aiohttp.ClientResponse, answering: set[aiohttp.ClientResponse]
@@ -326,7 +368,7 @@ class _Body:
     async def __anext__(self) -> bytes:
         response = self._response
         try:
-            piece = await response.content.readany()
+            piece = await response.content.read(PIECE)
         except _FAILED as error:
             await self.aclose()
             raise lost_while_answering(self._name, error) from error
@@ -337,6 +379,8 @@ class _Body:
             self._answering.discard(response)
             response.release()  # the connection goes back to the pool
             raise StopAsyncIteration
+        if len(piece) == PIECE:  # more is there already: other requests get their turn first
+            await asyncio.sleep(0)
         return piece
 
     async def aclose(self) -> None:

@@ -28,6 +28,7 @@ _KINDS: _Signs = (
     # dynamic_batching's queue policy; our own entry's queue.
     ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),
     ("timeout", re.compile(r"[Rr]equest timeout expired")),
+    ("garbled", re.compile(r"Received message larger than max")),  # gRPC's, with a status
 )
 # The backends' messages about a request that is plainly the client's mistake: pattern, param, code.
 _CONTEXT = ("prompt", "context_length_exceeded")

@@ -15,7 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
 from serve.access.keys import Principal
-from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
+from serve.api.errors import (
+    code_of,
+    error_bytes,
+    error_headers,
+    forget_frames,
+    sse_error,
+    status_of,
+)
 from serve.api.operation import (
     JSON,
     Answer,
@@ -101,8 +108,11 @@ class Exchange:
             self.observation.gone = True
             return None
         except (Exception, asyncio.CancelledError) as failure:
-            error = self._cause(failure)
-            return None if error is None else self._refusal(error)
+            try:
+                error = self._cause(failure)
+                return None if error is None else self._refusal(error)
+            finally:
+                forget_frames(failure)
         finally:
             if watch is not None:
                 watch.cancel()
@@ -129,7 +139,10 @@ class Exchange:
             observation.prompt = str(data.get("messages") or data.get("prompt") or "")
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
-        call = Call(observation.id, operation.path, raw, data, body, route, headers, streamed)
+        call = Call(
+            *(observation.id, operation.path, raw, data, body, route, headers, streamed),
+            limits.max_answer_bytes,
+        )
         pools = route.pools(tier)
         total_s = min(pools[0].config.timeouts.total_s, timeout_s)
         elapsed_s = time.perf_counter() - observation.started
@@ -184,12 +197,16 @@ class Exchange:
                 error = self._cause(failure)
                 if error is None:
                     return
+            if isinstance(error, OctetError):  # the traceback of any other is logged below
+                forget_frames(failure)
         finally:
             deadlines.close()  # a second interruption would cut off the handling of the first
             if not whole:
                 await close(rest)
         # From here on the backend is free, and the client may take its time.
         tail = self._broken(error) if error is not None else b""
+        if error is not None:
+            forget_frames(error)
         self._complete(answer, error)
         attempts.release()
         await send({"type": "http.response.body", "body": tail})

@@ -35,6 +35,7 @@ from serve.api.operation import (
 )
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
+from serve.api.request.counts import longest_answer, reported
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
@@ -225,11 +226,17 @@ class Exchange:
             self.observation.broken(code_of(tally.failed))
         elif error is None:
             attempts.succeeded()
-        self.observation.finished(tally.prompt_tokens, tally.completion_tokens)
-        if tally.prompt_tokens is not None:
-            attempts.settle(tally.prompt_tokens, tally.completion_tokens or 0)
+        counts = reported(attempts.call, tally, self.observation.choices)
+        if counts is not None:
+            self.observation.finished(*counts)
+            attempts.settle(*counts)
         elif answer.rest is not None:
-            attempts.settle(attempts.prompt_tokens, self.tokens)
+            self._settle_estimate(attempts)
+
+    def _settle_estimate(self, attempts: Attempts) -> None:
+        """Charges the key for the estimated prompt, and for a token per event."""
+        most = longest_answer(attempts.call, self.observation.choices)
+        attempts.settle(attempts.prompt_tokens, min(self.tokens, most))
 
     def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
         """Returns the error that really ended the request, or None if its client went away.
@@ -242,7 +249,7 @@ class Exchange:
             if isinstance(failure, Exception):
                 return failure
             raise failure
-        attempts.settle(attempts.prompt_tokens, self.tokens)
+        self._settle_estimate(attempts)
         if deadlines.gone:
             self.observation.gone = True
             return None

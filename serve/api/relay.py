@@ -31,7 +31,7 @@ from serve.api.events import (
 from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally, too_long
 from serve.backends.base import Relay, RelayingBackend
 from serve.backends.bounds import MAX_REFUSAL, PARSED
-from serve.backends.openai_errors import failure, from_event
+from serve.backends.openai_errors import failure, from_event, retry_after
 
 __all__ = ["AnsweredFailure", "open_relay", "outgoing"]
 
@@ -79,9 +79,6 @@ def _with_model(raw: bytes, model: str) -> bytes | None:
 def _with_usage(raw: bytes) -> bytes:
     at = raw.index(b"{") + 1  # an object, and not an empty one: it has a model
     return raw[:at] + b'"stream_options":{"include_usage":true},' + raw[at:]
-
-
-_FORWARDED = ("content-type", "retry-after")
 
 
 class AnsweredFailure(BackendUnavailable):
@@ -136,11 +133,10 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
         body = error_bytes(error)
     elif relay.status == 404:  # the gateway chose the model's name at the backend, not the client
         raise UnsupportedField(str(error), status=404, param="model", code="model_not_found")
-    headers["content-type"] = JSON
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):
         return answer
-    if relay.status == 429 or relay.status >= 500:
+    if relay.status == 429 or 500 <= relay.status < 600:  # there are no others in HTTP
         raise AnsweredFailure(error, answer)
     raise error
 
@@ -220,8 +216,11 @@ async def _beginning(body: AsyncIterator[bytes], limit: int) -> bytes:
 
 
 def _headers(relay: Relay, content_type: str) -> dict[str, str]:
-    headers = {name: relay.headers[name] for name in _FORWARDED if name in relay.headers}
-    headers.setdefault("content-type", content_type)
+    """Returns the headers for the client: a browser must not read the answer as a page."""
+    headers = {"content-type": content_type, "x-content-type-options": "nosniff"}
+    after = relay.headers.get("retry-after", "")
+    if retry_after(after) is not None and after.isascii() and after.isprintable():
+        headers["retry-after"] = after
     return headers
 
 

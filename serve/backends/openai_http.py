@@ -8,6 +8,7 @@ The module also reads the server's load, context length and incarnation.
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
-from serve.backends.bounds import MAX_REFUSAL, MAX_REPORT, MAX_TOKENS, PIECE
+from serve.backends.bounds import MAX_REFUSAL, MAX_REPORT, MAX_TOKENS, PARSED, PIECE
 from serve.backends.connection import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
@@ -254,9 +255,11 @@ class OpenAiHttpBackend:
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
         if self._session is None:
             raise BackendUnavailable(f"{self.name}: not started, or closed")
+        # aiohttp would write a large body in one step; a file is written piece by piece.
+        data = body if len(body) <= PARSED else io.BytesIO(body)
         try:
             response = await self._session.post(
-                self._url(path), data=body, headers=headers, allow_redirects=False
+                self._url(path), data=data, headers=headers, allow_redirects=False
             )
         except _FAILED as error:
             raise no_answer(self.name, error) from error

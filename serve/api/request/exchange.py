@@ -7,7 +7,7 @@ away, and cancels this one if it does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -129,9 +129,9 @@ class Exchange:
         observation.authenticated(self.principal.name)
         require_json(self.headers.get(b"content-type"))
         timeout_s = requested_timeout_s(self.headers)
-        self.gateway.admission.require_memory()
-        raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
-        body, data = await parse_body(operation.schema, raw, limits)
+        with self.gateway.admission.upload() as count:
+            raw = await read_body(self.receive, self.headers, limits.max_body_bytes, count)
+            body, data = await parse_body(operation.schema, raw, limits)
         route = epoch.routes.resolve(data["model"], self.principal.may_use)
         tier = route.tier(data["model"], requested_tier(self.headers, self.fields))
         self.principal.require_model(route, tier.name if tier is not None else None)
@@ -314,8 +314,15 @@ def _choices(body: Any) -> int:
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+async def read_body(
+    receive: Receive,
+    headers: Mapping[bytes, bytes],
+    limit: int,
+    count: Callable[[int], None] = lambda size: None,
+) -> bytes:
     """Returns the whole body. Raises RequestError (413) if it is larger than `limit` bytes.
+
+    `count` is called with the size of each piece, and may refuse it.
 
     A Content-Length above the limit is refused before anything is read. A chunked body, which has
     none, is refused as soon as it exceeds the limit. Raises ClientDisconnect if the client goes
@@ -334,6 +341,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
         received += len(piece)
         if received > limit:
             raise _too_large(limit)
+        count(len(piece))
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
-from serve.access.keys import Principal
+from serve.access.keys import Principal, authorization_in
 from serve.api.errors import (
     code_of,
     error_bytes,
@@ -125,7 +125,7 @@ class Exchange:
     async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
         observation, operation, limits = self.observation, self.operation, epoch.config.limits
-        self.principal = epoch.keys.authenticate(self.headers.get(b"authorization"))
+        self.principal = epoch.keys.authenticate(authorization_in(self.fields))
         observation.authenticated(self.principal.name)
         require_json(self.headers.get(b"content-type"))
         timeout_s = requested_timeout_s(self.headers)

@@ -15,8 +15,8 @@ from serve.config import GatewayConfig, checks
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import keep_warning
-from serve.http.server import AdminServer, DrainingServer, say
-from serve.telemetry.logs import logging_to
+from serve.http.server import AdminServer, DrainingServer
+from serve.telemetry.logs import logging_to, say
 
 __all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
 

@@ -47,6 +47,7 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Exchange", "provenance", "read_body", "requested_tier"]
 
+MAX_LOGGED = 16 * 1024  # characters of a prompt
 _TIER = b"x-octet-tier"
 _DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 _log = logging.getLogger(__name__)
@@ -137,7 +138,8 @@ class Exchange:
         self.principal.require_model(route, tier.name if tier is not None else None)
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if epoch.config.logs.prompts:
-            observation.prompt = str(data.get("messages") or data.get("prompt") or "")
+            prompt = data.get("messages") or data.get("prompt") or ""
+            observation.prompt = str(prompt)[:MAX_LOGGED]
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
         call = Call(

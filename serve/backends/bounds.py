@@ -5,6 +5,7 @@ them.
 """
 
 __all__ = [
+    "MAX_ELEMENTS",
     "MAX_EVENT",
     "MAX_EVENTS",
     "MAX_FIELDS",
@@ -25,4 +26,5 @@ MAX_REFUSAL = 64 * 1024  # bytes of an error's body
 # Bytes of JSON that are parsed, in 0.3 ms; in a larger answer, only single fields are searched for.
 PARSED = 64 * 1024
 MAX_FIELDS = 1024  # occurrences of one of these fields in an answer
+MAX_ELEMENTS = 16 * 1024  # of an output tensor of Triton, in one response
 MAX_TOKENS = 2**31  # no count of tokens is as large

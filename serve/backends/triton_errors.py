@@ -10,11 +10,13 @@ import re
 
 import grpc
 
-from octet.errors import BackendError, FailureKind, RequestError
+from octet.errors import BackendError, FailureKind, RequestError, printable
+from serve.backends.bounds import PARSED
 from serve.backends.openai_errors import Refusal, is_dead
 
 __all__ = ["error_of"]
 
+MOST = 2000  # characters of a message
 _Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
 
 # In the order in which they are tried.
@@ -61,7 +63,7 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
     """Returns the error for a call that ended with `details`."""
-    message = " ".join(details.split())
+    message = printable(" ".join(details[:MOST].split()))
     # Refusals first: they may quote the request, which may contain anything.
     if (refusal := _own_refusal(details) or _known_refusal(message)) is not None:
         return refusal
@@ -84,9 +86,13 @@ def _kind(code: grpc.StatusCode | None, message: str) -> FailureKind | None:
 
 def _own_refusal(details: str) -> RequestError | None:
     """Reads the refusal that our own entry returns: JSON, with the field at fault. Else None."""
+    if len(details) > PARSED:
+        return None
     try:
         error = json.loads(details)
-        return Refusal(str(error["message"]), param=error["param"], code=error["code"])
+        return Refusal(
+            printable(str(error["message"])[:MOST]), param=error["param"], code=error["code"]
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -8,6 +8,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from octet.errors import UnsupportedField
+from serve.backends.bounds import MAX_ELEMENTS
 
 __all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
 
@@ -88,22 +89,33 @@ class Inputs:
 
 
 def read_outputs(response: pb.ModelInferResponse) -> Outputs:
-    """Returns the output tensors that are not empty and have a known datatype."""
+    """Returns the output tensors that are not empty and have a known datatype.
+
+    Raises ValueError for more than `MAX_ELEMENTS` in one of them.
+    """
     found: dict[str, list[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if not raw:
             continue
         if tensor.datatype == "BYTES":
-            found[tensor.name] = _strings(raw)
+            found[tensor.name] = _strings(tensor.name, raw)
         elif tensor.datatype in _DTYPES:
+            _require_few(tensor.name, len(raw) // np.dtype(_DTYPES[tensor.datatype]).itemsize)
             found[tensor.name] = np.frombuffer(raw, _DTYPES[tensor.datatype]).tolist()
     return found
 
 
-def _strings(raw: bytes) -> list[str]:
+def _require_few(name: str, elements: int) -> None:
+    if elements > MAX_ELEMENTS:
+        raise ValueError(f"{name} has more than {MAX_ELEMENTS} elements")
+
+
+def _strings(name: str, raw: bytes) -> list[str]:
     """Decodes strings: each is a little-endian u32 length, then that many bytes."""
-    strings, at = [], 0
+    strings: list[str] = []
+    at = 0
     while at < len(raw):
+        _require_few(name, len(strings) + 1)
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
         strings.append(raw[at + 4 : end].decode(errors="replace"))
         at = end

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octet.errors import BackendError
+from serve.backends.bounds import MAX_REPORT
 from serve.backends.triton_prompt import prompt_text, unsupported
 from serve.backends.triton_tensors import Inputs, Outputs, Signature
 from serve.engine.request import (
@@ -87,13 +88,13 @@ class VllmAnswer:
         if reason and reason != "None":  # the vLLM backend writes Python's None until the end
             self._reason = reason
         if "stop_reason" in outputs:  # our own entry's, as JSON
-            self._stop_reason = json.loads(outputs["stop_reason"][0])
+            self._stop_reason = json.loads(_short(outputs["stop_reason"][0]))
         self._read = _first(outputs, "num_input_tokens", self._read)
         self._written += _first(outputs, "num_output_tokens", 0)
         text = _first(outputs, "text_output", "")
         positions = None
         if self._logprobs is not None:
-            found = json.loads(_first(outputs, "logprobs", "[]")) or ()
+            found = json.loads(_short(_first(outputs, "logprobs", "[]"))) or ()
             positions = tuple(map(self._position, found))
         token_ids = tuple(p.chosen.token_id for p in positions or ())
         return Delta(text, token_ids, positions) if text or token_ids else None
@@ -129,6 +130,12 @@ class VllmAnswer:
 
 def _first(outputs: Outputs, name: str, default: Any) -> Any:
     return outputs[name][0] if outputs.get(name) else default
+
+
+def _short(text: str) -> str:
+    if len(text) > MAX_REPORT:
+        raise ValueError(f"its JSON has more than {MAX_REPORT} characters")
+    return text
 
 
 def _bytes_of(entry: Mapping[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler
 from typing import Any, TextIO
 
+from octet.errors import printable
 from serve.config.gateway import Logs
 from serve.telemetry.observation import current
 
@@ -184,17 +185,12 @@ class _Text(logging.Formatter):
         if request_id := getattr(record, "request_id", ""):
             fields = {"request_id": request_id} | fields
         pairs = [f" {name}={_quoted(value)}" for name, value in fields.items()]
-        message = _printable(record.getMessage())
+        message = printable(record.getMessage())
         if getattr(record, "alone", False):
             return message
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{''.join(pairs)}"
-        trace = map(_printable, (record.exc_text or "").splitlines())
+        trace = map(printable, (record.exc_text or "").splitlines())
         return "\n".join([line, *trace])
-
-
-def _printable(text: str) -> str:
-    """Escapes a text that would end its line, or control the terminal."""
-    return text if text.isprintable() else json.dumps(text)[1:-1]
 
 
 def _time(record: logging.LogRecord) -> str:

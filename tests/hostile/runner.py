@@ -30,7 +30,7 @@ __all__ = ["MOST_HEALTH_S", "Gateway", "against"]
 MOST_S = 10.0  # for a case; its deadlines are shorter
 MOST_HEALTH_S = 0.1
 MOST_GROWTH = 400 * 1024 * 1024  # bytes of memory
-AT_ONCE = 16
+AT_ONCE = 8
 QUIET_S = 4.0  # after so long without a byte, a client takes its connection for idle
 POOL = (
     "{{proof: {{enabled: false}}, timeouts: {{first_token_s: 1, inter_token_s: 1, total_s: 4}}, "
@@ -186,7 +186,7 @@ def wrong_with(status: int, kind: str, content: bytes) -> str:
         return "" if content or status in (204, 304) else "an empty answer"
     try:
         error = json.loads(content)["error"]
-        sound = isinstance(error["message"], str | dict) and kind == "application/json"
+        sound = isinstance(error["message"], str) and kind == "application/json"
     except (ValueError, LookupError, TypeError):
         sound = False
     return "" if sound else f"{status}, {kind}: no error object but {content[:100]!r}"

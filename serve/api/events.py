@@ -77,6 +77,7 @@ class EventReader:
         self._body = body
         self._rewrite = rewrite
         self._hides_usage = hides_usage
+        self._aborted = False  # after the events that were read last
         self._rest = self._events()
 
     async def first(self) -> bytes:
@@ -106,10 +107,11 @@ class EventReader:
         held = bytearray()  # the beginning of an event that has not ended
         try:
             async for piece in self._body:
-                searched = max(0, len(held) - 3)  # a blank line may span two pieces
+                searched = 0
                 if not held and piece.endswith(_ENDS):
                     events = piece
                 else:
+                    searched = max(0, len(held) - 3)  # a blank line may span two pieces
                     held += piece
                     end = _end_of_events(held, searched)
                     if end == 0:
@@ -121,18 +123,15 @@ class EventReader:
                 if not events.startswith(_BEGINNINGS):
                     raise self._garbled("sent something that is no event")
                 # Only the first event began in an earlier piece, and can be long.
-                first = _end_of_first(events, searched) if len(events) > PARSED else 0
-                if first > PARSED:
-                    event, aborted = await self._long(events[:first])
+                if len(events) > PARSED and (end := _end_of_first(events, searched)) > PARSED:
+                    event = await self._long(events[:end])
                     if event:
                         yield event
-                    if aborted:
-                        raise lost_by_abort(self._name)
-                    events = events[first:]
-                events, aborted = self._read(events)
+                    events = b"" if self._aborted else events[end:]
+                events = self._read(events)
                 if events:
                     yield events
-                if aborted:
+                if self._aborted:
                     raise lost_by_abort(self._name)
                 if self.tally.ended:
                     await self._end()
@@ -144,12 +143,12 @@ class EventReader:
         self.tally.ended = True
         yield bytes(held)
 
-    def _read(self, events: bytes) -> tuple[bytes, bool]:
-        """Returns what goes to the client, and whether the backend aborted the request after it."""
+    def _read(self, events: bytes) -> bytes:
+        """Returns what goes to the client; records the usage, an error, and the end."""
         if len(events) > 2 * MAX_EVENTS and len(_BLANK_LINE.findall(events)) > MAX_EVENTS:
             raise self._garbled(f"sent more than {MAX_EVENTS} events at once")
-        aborted = aborted_at(events)
-        if aborted >= 0:
+        if b'"abort"' in events and (aborted := aborted_at(events)) >= 0:
+            self._aborted = True
             begins = [end for end in _ends(events) if end <= aborted]
             events = events[: begins[-1] if begins else 0]
         if b"[DONE]" in events and (done := _DONE.search(events)):
@@ -160,16 +159,17 @@ class EventReader:
             events = self._counted(events)
         if b'"error"' in events:
             self._note_error(events)
-        return events if self._rewrite is None else self._rewrite(events), aborted >= 0
+        return events if self._rewrite is None else self._rewrite(events)
 
-    async def _long(self, event: bytes) -> tuple[bytes, bool]:
+    async def _long(self, event: bytes) -> bytes:
         """Does the same as `_read` for one event of more than `PARSED` bytes."""
         if await aborts(self._name, event):
-            return b"", True
+            self._aborted = True
+            return b""
         await read_large_usage(self._name, event, self.tally)
         if b'"error"' in event and b'"choices"' not in event:
             self.tally.failed = BackendError(f"{self._name}: failed while answering")
-        return await rewritten(self._name, event, self._rewrite), False
+        return await rewritten(self._name, event, self._rewrite)
 
     async def _end(self) -> None:
         """Waits for the end of a complete body, so that its connection can be reused."""
@@ -232,6 +232,8 @@ class EventReader:
         """
         if self._hides_usage:
             events = _NO_USAGE.sub(b"", events)
+            if b'"usage"' not in events:
+                return events
         return b"".join([event for event in _split(events) if not self._is_hidden(event)])
 
     def _is_hidden(self, event: bytes) -> bool:

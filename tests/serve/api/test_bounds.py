@@ -10,6 +10,7 @@ import pytest
 from octet.errors import BackendError, RequestError
 from serve.api.operation import Call
 from serve.backends.bounds import MAX_EVENT, MAX_EVENTS, PIECE
+from tests.fakes import FakeRunner, fake_backend
 from tests.serve.api.test_relay import COUNTED, DONE, Upstream, opened, relayed
 from tests.serve.in_process import in_process
 from tests.serve.longest_step import MOST_S, longest_step
@@ -167,3 +168,16 @@ async def test_a_failed_request_is_freed_at_once(
             assert not [found for found in gc.get_objects() if isinstance(found, Call)]
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_answer_made_of_tokens_is_limited_too(logprobs: int | None) -> None:
+    body = {"model": "fake", "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
+    body |= {} if logprobs is None else {"logprobs": logprobs}
+    for most, status in ((20, 502), (100_000, 200)):
+        limits = {"max_answer_bytes": most}
+        async with in_process(("fake", [fake_backend(FakeRunner())]), limits=limits) as served:
+            reply = await served.request("/v1/completions", body)
+            assert reply.status == status
+            assert (b"answer_too_large" in reply.body) == (status == 502)
+            assert len(await served.events("/v1/completions", body)) > 1

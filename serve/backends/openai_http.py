@@ -335,7 +335,7 @@ class OpenAiHttpBackend:
             ) as response:
                 body = await report(response)
                 return (0, b"") if body is None else (response.status, body)
-        except _FAILED:  # TimeoutError is an OSError
+        except (*_FAILED, RuntimeError):  # TimeoutError is an OSError; RuntimeError: as in _Body
             return 0, b""
 
 
@@ -372,7 +372,7 @@ class _Body:
         response = self._response
         try:
             piece = await response.content.read(PIECE)
-        except _FAILED as error:
+        except (*_FAILED, RuntimeError) as error:  # aiohttp's for a connection that is gone already
             await self.aclose()
             raise lost_while_answering(self._name, error) from error
         except BaseException:

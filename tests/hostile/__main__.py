@@ -61,7 +61,7 @@ async def run(minutes: float, seed: int) -> int:
     end, count = time.monotonic() + 60 * minutes, 0
     with tempfile.TemporaryDirectory() as directory:
         async with against(Path(directory)) as gateway:
-            while time.monotonic() < end and not gateway.violations:
+            while time.monotonic() < end and not gateway.failed:
                 mutants = {
                     f"m{count + i}": mutant(rng.choice(scenarios), upstream_bytes, rng)
                     for i in range(BATCH)
@@ -78,6 +78,9 @@ async def run(minutes: float, seed: int) -> int:
     print(f"peak memory {gateway.peak_bytes / 2**20:.0f} MB, violations: {len(gateway.violations)}")
     for violation in gateway.violations[:20]:
         print(f"  {violation}")
+        for name, scenario in gateway.upstream.scenarios.items():
+            if f"request_id={name}\n" in violation:
+                print(f"    {scenario}"[:3000])
     return int(bool(gateway.violations) or gateway.slowest_health_s > MOST_HEALTH_S)
 
 

@@ -59,6 +59,10 @@ class Gateway:
     slowest_health_s: float = 0.0
     peak_bytes: int = 0
 
+    @property
+    def failed(self) -> bool:
+        return bool(self.violations) or any(line.startswith("Traceback") for line in self.log)
+
     async def play(self, cases: "dict[str, Scenario] | list[Case]") -> None:
         """Runs the cases, some of them at once, with requests to the sound pool in between."""
         places = asyncio.Semaphore(AT_ONCE)
@@ -145,7 +149,10 @@ class Gateway:
             await asyncio.sleep(0.1)
         else:
             self.violations.append(f"still held: {held}")
-        self.violations += [line for line in self.log if "Traceback" in line or "Error:" in line]
+        for i, line in enumerate(self.log):
+            if line.startswith("Traceback"):
+                before = self.log[max(i - 1, 0)]  # it has the id of the request, so of its scenario
+                self.violations.append(f"{before}{''.join(self.log[i : i + 40])}")
 
     async def _held(self) -> dict[str, float]:
         async with self.session.get("/metrics") as response:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
 from octet.errors import BackendError, BackendUnavailable
@@ -68,6 +69,23 @@ async def test_the_body_of_a_refusal_is_cut_off() -> None:
         with pytest.raises(BackendError, match=f"over {MAX_REFUSAL} bytes"):
             _ = [event async for event in backend.generate(asked())]
     assert sent[0] < ENDLESS / 2
+
+
+async def test_a_body_whose_connection_is_gone_before_it_is_read_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For which aiohttp raises a RuntimeError, found by a mutated stream of many small chunks."""
+
+    async def gone(*_: Any) -> bytes:
+        raise RuntimeError("Connection closed.")
+
+    async with endless() as (url, _), started(url) as backend:
+        relay = await backend.relay("/v1/completions", b"{}", {})
+        monkeypatch.setattr(aiohttp.StreamReader, "read", gone)
+        with pytest.raises(BackendError, match="the connection failed") as caught:
+            await anext(aiter(relay.body))
+        assert caught.value.kind == "lost"
+        assert await backend.load() is None
 
 
 @pytest.mark.parametrize("load", [-1, 10**12, 10**400, True, 1.5, "7", None])

@@ -8,9 +8,9 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from octet.errors import UnsupportedField
-from serve.backends.bounds import MAX_ELEMENTS
+from serve.backends.bounds import MAX_ELEMENTS, MAX_TOKENS
 
-__all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
+__all__ = ["Inputs", "Outputs", "Signature", "count_in", "read_outputs", "text_in"]
 
 # Name → the elements in order, as str, int, float or bool.
 Outputs = Mapping[str, list[Any]]
@@ -105,6 +105,22 @@ def read_outputs(response: pb.ModelInferResponse) -> Outputs:
     return found
 
 
+def count_in(outputs: Outputs, name: str, default: int) -> int:
+    """Returns the number of tokens in an output; `default` if it is missing. Raises ValueError."""
+    count = outputs[name][0] if outputs.get(name) else default
+    if type(count) is not int or not 0 <= count < MAX_TOKENS:
+        raise ValueError(f"{name} is {str(count)[:40]!r}, which is no number of tokens")
+    return count
+
+
+def text_in(outputs: Outputs, name: str, default: str = "") -> str:
+    """Returns the text in an output; `default` if it is missing. Raises ValueError."""
+    text = outputs[name][0] if outputs.get(name) else default
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {str(text)[:40]!r}, which is no text")
+    return text
+
+
 def _require_few(name: str, elements: int) -> None:
     if elements > MAX_ELEMENTS:
         raise ValueError(f"{name} has more than {MAX_ELEMENTS} elements")
@@ -117,6 +133,8 @@ def _strings(name: str, raw: bytes) -> list[str]:
     while at < len(raw):
         _require_few(name, len(strings) + 1)
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+        if end > len(raw):
+            raise ValueError(f"{name} is cut off")
         strings.append(raw[at + 4 : end].decode(errors="replace"))
         at = end
     return strings

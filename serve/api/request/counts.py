@@ -19,9 +19,9 @@ def reported(call: Call, tally: Tally, choices: int) -> tuple[int, int] | None:
     None if it reports none, or more than the request can have: then they are estimated.
     """
     prompt, answer = tally.prompt_tokens, tally.completion_tokens or 0
-    if prompt is None or prompt > _longest_prompt(call, choices):
+    if prompt is None or not 0 <= prompt <= _longest_prompt(call, choices):
         return None
-    return (prompt, answer) if answer <= longest_answer(call, choices) else None
+    return (prompt, answer) if 0 <= answer <= longest_answer(call, choices) else None
 
 
 def _longest_prompt(call: Call, choices: int) -> int:

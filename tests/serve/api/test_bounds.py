@@ -58,8 +58,11 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("alias", ["served", "alias"])
-@pytest.mark.parametrize("options", [{"stream": True}, COUNTED], ids=["hidden", "counted"])
+@pytest.mark.parametrize(
+    ("options", "alias"),
+    [({"stream": True}, "alias"), (COUNTED, "served")],
+    ids=["hidden and renamed", "counted"],
+)
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
 async def test_no_stream_takes_long_in_one_step(stream: bytes, options: dict, alias: str) -> None:
     pieces = in_pieces(stream)
@@ -160,12 +163,14 @@ async def test_a_failed_request_is_freed_at_once(
     limits = {"max_answer_bytes": 4096}
     async with in_process(("fake", [backend()]), limits=limits) as served:
         gc.collect()
+        before = [found for found in gc.get_objects() if isinstance(found, Call)]
         gc.disable()
         try:
             for _ in range(3):
                 reply = await served.request("/v1/completions", BODY | {"stream": stream})
                 assert b'"error"' in reply.body or json.loads(reply.body)
-            assert not [found for found in gc.get_objects() if isinstance(found, Call)]
+            calls = [found for found in gc.get_objects() if isinstance(found, Call)]
+            assert len(calls) <= len(before)
         finally:
             gc.enable()
 

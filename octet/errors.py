@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedField",
     "nearest",
+    "printable",
 ]
 
 
@@ -150,6 +151,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
+
+
+def printable(text: str) -> str:
+    """Escapes what would end the line or control the terminal: a server's message may be anything.
+
+    The result has one line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class UnsupportedField(RequestError):

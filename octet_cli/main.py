@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from octet import __version__
-from octet.errors import OctetError
+from octet.errors import OctetError, printable
 from octet.hardware.cores import wait_briefly
 from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
@@ -115,7 +115,7 @@ def build_engine_main() -> NoReturn:
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
 

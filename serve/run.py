@@ -15,8 +15,9 @@ from serve.config import GatewayConfig, checks
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import keep_warning
-from serve.http.server import AdminServer, DrainingServer, say
-from serve.telemetry.logs import logging_to
+from serve.http.protocol import most_files
+from serve.http.server import AdminServer, DrainingServer
+from serve.telemetry.logs import logging_to, say
 
 __all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
 
@@ -45,6 +46,8 @@ def run(
     settings = settings.model_copy(update={"listen": listen})
     for warning in checks.warnings(settings):
         say(f"warning: {warning}", settings.logs, logging.WARNING)
+    if warning := _allow_files(settings):
+        say(f"warning: {warning}", settings.logs, logging.WARNING)
     gateway = Gateway.from_config(settings)
     gateway.path, gateway.proves = config, proof
     with contextlib.ExitStack() as stack:
@@ -60,6 +63,25 @@ def run(
         )
     if not clean:
         sys.exit(FORCED)
+
+
+def _allow_files(settings: GatewayConfig) -> str:
+    """Raises the limit of open files to what the system allows; returns a warning if it is low."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # not Unix
+        return ""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # A connection of a client, and one to its backend.
+    needed, allowed = 2 * settings.limits.max_connections, most_files()
+    if allowed >= needed:
+        return ""
+    return (
+        f"limits.max_connections is {settings.limits.max_connections}, which may need {needed} "
+        f"open files, but the process may open {allowed}: raise the limit (ulimit -n)"
+    )
 
 
 def _spare_the_collector(_server: DrainingServer) -> None:

@@ -9,7 +9,9 @@ import pytest
 import typer
 
 from octet_cli.main import app
-from tests.layout import ROOT
+from serve.config.gateway import Limits
+from serve.config.pools import Admission, Timeouts
+from tests.layout import FILES, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
@@ -57,3 +59,18 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         if not target.startswith(("http", "mailto:")) and not target.startswith("reference/"):
             assert (page.parent / target).exists(), target
+
+
+def test_each_limit_names_a_setting_and_a_test_that_exist() -> None:
+    """A setting by its section, a constant by its name in capitals."""
+    text = (ROOT / "docs/limits.md").read_text()
+    tests = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert len(tests) > 15 and all((ROOT / test).exists() for test in tests)
+    sections = {"limits": Limits, "timeouts": Timeouts, "admission": Admission}
+    settings = re.findall(r"`(limits|timeouts|admission)\.(\w+)`", text)
+    assert len(settings) > 10
+    for section, name in settings:
+        assert name in sections[section].model_fields, f"{section}.{name}"
+    sources = "\n".join(path.read_text() for path in FILES.values())
+    for name in set(re.findall(r"`([A-Z][A-Z_]+)`", text)):
+        assert re.search(rf"^{name} = ", sources, re.MULTILINE), name

@@ -14,7 +14,7 @@ from serve.access.usage import Usage
 from serve.config import Access, KeyConfig
 from serve.routing.route import Route
 
-__all__ = ["ANONYMOUS", "Keys", "Principal"]
+__all__ = ["ANONYMOUS", "Keys", "Principal", "authorization_in"]
 
 _NO_HEADERS: dict[str, str] = {}
 
@@ -163,6 +163,18 @@ class Keys:
     def close(self) -> None:
         """Writes what the keys have spent."""
         self.usage.write()
+
+
+def authorization_in(fields: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Returns the value of the header `Authorization`; None if it was not sent.
+
+    Raises RequestError (400) for two: a proxy before the gateway may have checked the other one.
+    """
+    found = [value for name, value in fields if name == b"authorization"]
+    if len(found) > 1:
+        message = "the header Authorization is there twice: send one"
+        raise RequestError(message, code="invalid_authorization")
+    return found[0] if found else None
 
 
 def _unauthorized(message: str) -> RequestError:

@@ -105,7 +105,8 @@ class Usage:
                 aside.name,
             )
         else:
-            if document.day == datetime.fromtimestamp(self._wall(), UTC).strftime("%Y-%m-%d"):
+            # A later day was written before the clock was set back.
+            if document.day >= datetime.fromtimestamp(self._wall(), UTC).strftime("%Y-%m-%d"):
                 self._tokens = document.tokens
 
     def _today(self) -> int:
@@ -113,6 +114,9 @@ class Usage:
 
     def _turn_day(self) -> None:
         today = self._today()
-        if today > self._day:  # a clock that was set back does not give a quota twice
-            self._day = today
+        if today > self._day:
             self._tokens = {}
+        # A clock that is set back gives no quota twice. By more than a day, it had been wrong
+        # before: the tokens stay, and the next midnight by it ends the day.
+        if not self._day - 1 <= today <= self._day:
+            self._day = today

@@ -8,7 +8,8 @@ has three). Token ids are counted.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from octet.errors import RequestError
@@ -61,20 +62,44 @@ class Admission:
         ]:
             del self.gates[name], self._read_at[name]
 
-    def require_memory(self) -> None:
-        """Raises RequestError (503) if memory is short. Also called before a body is read.
+    def require_memory(self, own: int = 0) -> None:
+        """Raises RequestError (503) if memory is short. Also called while a body is read.
 
-        While nothing is in flight, a request is admitted anyway. Otherwise a heap that never
-        shrinks would refuse requests forever.
+        `own` are the bytes of this request's body until now. While nothing else is in flight, a
+        request is admitted anyway. Otherwise a heap that never shrinks would refuse requests
+        forever.
         """
-        if self.memory.is_short() and any(gate.requests for gate in self.gates.values()):
+        if not self.memory.is_short():
+            return
+        if self.memory.arriving > own or any(gate.requests for gate in self.gates.values()):
             self.rejections["", "memory"] += 1
-            busiest = max(self.gates.values(), key=lambda gate: gate.tokens)
+            busiest = max(self.gates.values(), key=lambda gate: gate.tokens, default=None)
             raise overloaded(
                 "the gateway is short of memory",
-                busiest.retry_after_s(busiest.tokens),
+                1.0 if busiest is None else busiest.retry_after_s(busiest.tokens),
                 reason="memory",
             )
+
+    @contextmanager
+    def upload(self) -> Iterator[Callable[[int], None]]:
+        """Counts the body of one request, from its first byte until it is decoded.
+
+        Yields what to call with the size of each piece; it raises RequestError (503) if memory is
+        short. The sizes that clients declare are not counted: a slow one could keep all others out.
+        """
+        memory, size = self.memory, 0
+        self.require_memory()
+
+        def count(piece: int) -> None:
+            nonlocal size
+            size += piece
+            memory.arrived(piece)
+            self.require_memory(size)
+
+        try:
+            yield count
+        finally:
+            memory.arrived(-size)
 
     async def admit(
         self,

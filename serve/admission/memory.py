@@ -10,6 +10,8 @@ from pathlib import Path
 __all__ = ["Memory", "cgroup_limit"]
 
 READ_EVERY_S = 0.25
+READ_EVERY_BYTES = 1024 * 1024  # of bodies that arrive
+DECODED = 2  # times a body's size: its text, and what is decoded from it
 PART_OF_CGROUP = 0.8
 # Version 1 writes "no limit" as the largest multiple of a page, more than any machine has.
 NO_LIMIT = 1 << 60
@@ -36,10 +38,24 @@ class Memory:
         self.limit = limit
         self._next_read = -math.inf
         self._used: int | None = None
+        self._unread = 0  # bytes that have arrived since the last reading
+        self.arriving = 0  # bytes of bodies that are not decoded yet
 
     def is_short(self) -> bool:
-        """Decides whether the limit is reached. Reads at most every 0.25 s."""
-        return self.limit is not None and (self.used or 0) >= self.limit
+        """Decides whether the limit is reached, also by what decoding the bodies will take.
+
+        Reads at most every 0.25 s, but at every megabyte of a body.
+        """
+        if self.limit is None:
+            return False
+        return (self.used or 0) + DECODED * self.arriving >= self.limit
+
+    def arrived(self, size: int) -> None:
+        """Counts bytes of a body; negative when it is decoded, or refused."""
+        self.arriving += size
+        self._unread += abs(size)
+        if self._unread >= READ_EVERY_BYTES:
+            self._next_read = -math.inf
 
     @property
     def used(self) -> int | None:
@@ -47,6 +63,7 @@ class Memory:
         now = self._clock()
         if now >= self._next_read:
             self._next_read = now + READ_EVERY_S
+            self._unread = 0
             self._used = self._read()
         return self._used
 

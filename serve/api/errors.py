@@ -21,6 +21,7 @@ __all__ = [
     "code_of",
     "error_bytes",
     "error_headers",
+    "forget_frames",
     "install",
     "sse_error",
     "status_of",
@@ -79,6 +80,20 @@ def error_bytes(error: Exception) -> bytes:
         message, kind, code = "internal error; see the gateway's log", "internal_error", None
     content = {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
     return json.dumps({"error": content}).encode()
+
+
+def forget_frames(error: BaseException) -> None:
+    """Removes the tracebacks of a handled error and of those that led to it.
+
+    A traceback holds the frames of the request, and they hold the error: such a cycle would keep
+    the bodies in memory until the next garbage collection.
+    """
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            left += one.__cause__, one.__context__
 
 
 def sse_error(error: Exception) -> bytes:

@@ -5,10 +5,14 @@ no half event with the client, and the client can read the error event that foll
 
 Searches for names of JSON fields run on the raw bytes. Generated text cannot match, because inside
 a JSON string every quote is escaped.
+
+The work on one piece is linear in its size, which the backend limits (`bounds.PIECE`). An event
+longer than `PARSED` is not parsed, and is searched in slices.
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -16,27 +20,44 @@ from typing import Any
 
 from octet.errors import BackendError
 from serve.api.operation import Tally
+from serve.backends.bounds import (
+    MAX_EVENT,
+    MAX_EVENTS,
+    MAX_FIELDS,
+    MAX_PREAMBLE,
+    MAX_TOKENS,
+    PARSED,
+)
 from serve.backends.openai_errors import from_event
 
 __all__ = [
     "EventReader",
+    "Rewrite",
     "aborted_at",
+    "aborts",
     "close",
     "decoded",
     "error_of",
+    "is_object",
     "lost_by_abort",
+    "read_large_usage",
     "read_usage",
+    "rewritten",
 ]
 
-MAX_EVENT = 8 * 1024 * 1024  # bytes; log-probabilities of an echoed prompt can take 1M
 END_S = 1.0  # limit of the wait for the end of the body after [DONE]
 Rewrite = Callable[[bytes], bytes]
+_SLICE = 1024 * 1024  # bytes, searched in under 1 ms
+_FIELD = 4096  # bytes of a field, at most: a usage, or a model's name
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 # Valid beginnings of a line; an empty line may be left over from the previous event.
 _BEGINNINGS = (b"data:", b":", b"event:", b"id:", b"retry:", b"\n", b"\r\n")
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _NO_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_DONE = re.compile(rb"^data:[ \t]*\[DONE\][ \t\r]*$", re.MULTILINE)
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class EventReader:
@@ -56,6 +77,7 @@ class EventReader:
         self._body = body
         self._rewrite = rewrite
         self._hides_usage = hides_usage
+        self._aborted = False  # after the events that were read last
         self._rest = self._events()
 
     async def first(self) -> bytes:
@@ -64,14 +86,16 @@ class EventReader:
         Raises BackendError if no such event comes, RequestError if the backend reports an error
         that the client made.
         """
-        before = b""
+        before: list[bytes] = []
+        size = 0
         async for events in self._rest:
-            before += events
+            before.append(events)
             if self._begin(events):
-                return before
-            if _is_done(events):  # vLLM omits a reason that comes with no token: it was abort
+                return b"".join(before)
+            if self.tally.ended:  # vLLM omits a reason that comes with no token: it was abort
                 raise lost_by_abort(self._name)
-            if len(before) > MAX_EVENT:
+            size += len(events)
+            if size > MAX_PREAMBLE:
                 raise self._garbled("sent nothing but comments")
         raise self._garbled("ended before its first event")
 
@@ -81,9 +105,9 @@ class EventReader:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         held = bytearray()  # the beginning of an event that has not ended
-        done = False
         try:
             async for piece in self._body:
+                searched = 0
                 if not held and piece.endswith(_ENDS):
                     events = piece
                 else:
@@ -98,27 +122,54 @@ class EventReader:
                     del held[:end]
                 if not events.startswith(_BEGINNINGS):
                     raise self._garbled("sent something that is no event")
-                aborted = aborted_at(events)
-                if aborted >= 0:
-                    events = events[: _event_around(events, aborted)[0]]
-                if b"[DONE]" in events:
-                    done = self.tally.ended = _is_done(events)
-                if b'"usage"' in events:
-                    events = self._counted(events)
-                if b'"error"' in events:
-                    self._note_error(events)
+                # Only the first event began in an earlier piece, and can be long.
+                if len(events) > PARSED and (end := _end_of_first(events, searched)) > PARSED:
+                    event = await self._long(events[:end])
+                    if event:
+                        yield event
+                    events = b"" if self._aborted else events[end:]
+                events = self._read(events)
                 if events:
-                    yield events if self._rewrite is None else self._rewrite(events)
-                if aborted >= 0:
+                    yield events
+                if self._aborted:
                     raise lost_by_abort(self._name)
-                if done:
+                if self.tally.ended:
                     await self._end()
                     return
         finally:
             await close(self._body)
-        if not _is_done(held):
+        if len(held) > PARSED or not _DONE.search(held):
             raise self._garbled("ended its stream without [DONE]")
+        self.tally.ended = True
         yield bytes(held)
+
+    def _read(self, events: bytes) -> bytes:
+        """Returns what goes to the client; records the usage, an error, and the end."""
+        if len(events) > 2 * MAX_EVENTS and len(_BLANK_LINE.findall(events)) > MAX_EVENTS:
+            raise self._garbled(f"sent more than {MAX_EVENTS} events at once")
+        if b'"abort"' in events and (aborted := aborted_at(events)) >= 0:
+            self._aborted = True
+            begins = [end for end in _ends(events) if end <= aborted]
+            events = events[: begins[-1] if begins else 0]
+        if b"[DONE]" in events and (done := _DONE.search(events)):
+            self.tally.ended = True
+            blank = _BLANK_LINE.search(events, done.end())
+            events = events[: len(events) if blank is None else blank.end()]
+        if b'"usage"' in events:
+            events = self._counted(events)
+        if b'"error"' in events:
+            self._note_error(events)
+        return events if self._rewrite is None else self._rewrite(events)
+
+    async def _long(self, event: bytes) -> bytes:
+        """Does the same as `_read` for one event of more than `PARSED` bytes."""
+        if await aborts(self._name, event):
+            self._aborted = True
+            return b""
+        await read_large_usage(self._name, event, self.tally)
+        if b'"error"' in event and b'"choices"' not in event:
+            self.tally.failed = BackendError(f"{self._name}: failed while answering")
+        return await rewritten(self._name, event, self._rewrite)
 
     async def _end(self) -> None:
         """Waits for the end of a complete body, so that its connection can be reused."""
@@ -129,13 +180,29 @@ class EventReader:
 
     def _begin(self, events: bytes) -> bool:
         """Decides whether `events` hold more than usage and a role. Raises if one is an error."""
-        data = _first_data(events)
-        if data is None or data == b"[DONE]":
-            return False
-        if _speaks(self._chunk(data)):
+        if len(events) > PARSED:  # one event
+            if self.tally.failed is not None:
+                raise self.tally.failed
+            if not is_object(events.partition(b"data:")[2][:_SLICE], events[-_FIELD:]):
+                raise self._garbled("sent an event that is no JSON object")
             return True
-        others = (_object(line) for line in _data_lines(events)[1:] if line != b"[DONE]")
-        return any(_speaks(self._sound(chunk)) for chunk in others)
+        first = True
+        for event in _split(events):
+            lines = _data_lines(event)
+            if not lines:
+                continue
+            if first:
+                data, first = b"\n".join(lines), False
+                if data == b"[DONE]":
+                    return False
+                chunk = self._chunk(data)
+                lines = []
+                if _speaks(chunk):
+                    return True
+            for line in lines:
+                if line != b"[DONE]" and _speaks(self._sound(_object(line))):
+                    return True
+        return False
 
     def _chunk(self, data: bytes) -> dict[str, Any]:
         try:
@@ -165,15 +232,18 @@ class EventReader:
         """
         if self._hides_usage:
             events = _NO_USAGE.sub(b"", events)
-        start, kept = 0, b""
-        while (at := events.find(b'"usage"', start)) >= 0:
-            begin, end = _event_around(events, at)
-            chunk = _object(b"\n".join(_data_lines(events[begin:end])))
-            counted = read_usage(chunk, self.tally)
-            alone = counted and chunk.get("choices") == []
-            kept += events[start : begin if alone and self._hides_usage else end]
-            start = end
-        return kept + events[start:]
+            if b'"usage"' not in events:
+                return events
+        return b"".join([event for event in _split(events) if not self._is_hidden(event)])
+
+    def _is_hidden(self, event: bytes) -> bool:
+        """Reads the usage of an event, if it has any; decides whether to hide the event."""
+        if b'"usage"' not in event:
+            return False
+        chunk = _object(b"\n".join(_data_lines(event)))
+        read_usage(chunk, self.tally)
+        alone = chunk.get("choices") == [] and isinstance(chunk.get("usage"), dict)
+        return alone and self._hides_usage
 
     def _garbled(self, what: str) -> BackendError:
         return BackendError(f"{self._name}: {what}", kind="garbled")
@@ -201,15 +271,75 @@ def decoded(data: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_usage(answer: dict[str, Any], tally: Tally) -> bool:
-    """Records the usage of `answer` in `tally`; returns whether there is any."""
-    try:
-        usage = answer["usage"]
-        tally.prompt_tokens = int(usage["prompt_tokens"])
-        tally.completion_tokens = int(usage.get("completion_tokens") or 0)
-    except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
-        return False  # not for the gateway to judge: the client gets the bytes anyway
-    return True
+def read_usage(answer: dict[str, Any], tally: Tally) -> None:
+    """Records the usage of `answer` in `tally`, if there is any.
+
+    Counts that are no counts leave the answer uncounted; the client gets the bytes anyway.
+    """
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+    if _is_count(prompt) and _is_count(completion):
+        tally.prompt_tokens, tally.completion_tokens = prompt, completion
+    else:
+        tally.prompt_tokens = tally.completion_tokens = None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_TOKENS
+
+
+async def occurrences(name: str, body: bytes, field: bytes) -> list[int]:
+    """Returns the offsets of `field` in `body`, in slices between which other requests run.
+
+    Raises BackendError if there are more than `MAX_FIELDS`.
+    """
+    found: list[int] = []
+    for start in range(0, len(body), _SLICE):
+        if start:
+            await asyncio.sleep(0)
+        at, end = start - 1, start + _SLICE + len(field) - 1
+        while (at := body.find(field, at + 1, end)) >= 0:
+            found.append(at)
+            if len(found) > MAX_FIELDS:
+                what = f"answered with more than {MAX_FIELDS} fields {field.decode()}"
+                raise BackendError(f"{name}: {what}", kind="garbled")
+    return found
+
+
+async def aborts(name: str, body: bytes) -> bool:
+    """Does the same as `aborted_at` for a large answer, but only decides whether there is one."""
+    if b'"abort"' not in body:
+        return False
+    found = await occurrences(name, body, b'"finish_reason"')
+    return any(_ABORTED.match(body, at, at + _FIELD) for at in found)
+
+
+async def read_large_usage(name: str, body: bytes, tally: Tally) -> None:
+    """Does the same as `read_usage` for a large answer, which is not parsed."""
+    for at in await occurrences(name, body, b'"usage"'):
+        if found := _USAGE.match(body, at, at + _FIELD):
+            read_usage({"usage": _object(found[1])}, tally)
+
+
+async def rewritten(name: str, body: bytes, rewrite: Rewrite | None) -> bytes:
+    """Applies `rewrite`, which changes only the field `model`, to a large answer."""
+    if rewrite is None:
+        return body
+    kept: list[bytes] = []
+    end = 0
+    found = await occurrences(name, body, b'"model"')
+    for at, following in itertools.pairwise([*found, len(body)]):
+        if body[at - 1 : at] != b"\\":
+            kept += body[end:at], rewrite(body[at : min(at + _FIELD, following)])
+            end = min(at + _FIELD, following)
+    return b"".join([*kept, body[end:]])
+
+
+def is_object(head: bytes, tail: bytes) -> bool:
+    """Decides whether a large answer with this beginning and this end may be JSON."""
+    return head.lstrip()[:1] + tail.rstrip()[-1:] in (b"{}", b"[]")
 
 
 async def close(body: AsyncIterator[bytes]) -> None:
@@ -228,23 +358,27 @@ def _end_of_events(held: bytearray, start: int) -> int:
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
 
 
-def _is_done(events: bytes | bytearray) -> bool:
-    """Decides whether a data line holds only [DONE]; a line with generated text holds more."""
-    return b"[DONE]" in _data_lines(events)
+def _end_of_first(events: bytes, start: int) -> int:
+    """Returns where the first event ends whose end is after `start`."""
+    lf, crlf = events.find(b"\n\n", start), events.find(b"\n\r\n", start)
+    ends = [lf + 2 if lf >= 0 else len(events), crlf + 3 if crlf >= 0 else len(events)]
+    return min(ends)
+
+
+def _ends(events: bytes) -> list[int]:
+    """Returns where each event ends."""
+    return [blank.end() for blank in _BLANK_LINE.finditer(events)]
+
+
+def _split(events: bytes) -> list[bytes]:
+    ends = _ends(events)
+    if not ends or ends[-1] != len(events):
+        ends.append(len(events))
+    return [events[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _data_lines(events: bytes | bytearray) -> list[bytes]:
     return [bytes(line[5:].strip()) for line in events.splitlines() if line.startswith(b"data:")]
-
-
-def _first_data(events: bytes) -> bytes | None:
-    """Returns the data of the first event that has any."""
-    end = 0
-    while end < len(events):
-        begin, end = _event_around(events, end)
-        if lines := _data_lines(events[begin:end]):
-            return b"\n".join(lines)
-    return None
 
 
 def _speaks(chunk: dict[str, Any]) -> bool:
@@ -258,14 +392,6 @@ def _is_role(choice: Any) -> bool:
     if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
         return False
     return not any(value for name, value in delta.items() if name != "role")
-
-
-def _event_around(events: bytes, at: int) -> tuple[int, int]:
-    """Returns the begin and end of the event that contains byte `at`."""
-    blank = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
-    begin, end = events.rfind(blank, 0, at), events.find(blank, at)
-    size = len(blank)
-    return begin + size if begin >= 0 else 0, end + size if end >= 0 else len(events)
 
 
 def _object(line: bytes) -> dict[str, Any]:

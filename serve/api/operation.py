@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from octet.errors import OctetError
+from octet.errors import OctetError, RequestError
 from serve.backends.base import Backend
+from serve.config.gateway import MAX_ANSWER
 from serve.routing.route import Route
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ended_in",
     "events_in",
     "is_comment",
+    "too_long",
 ]
 
 _log = logging.getLogger(__name__)
@@ -77,6 +79,17 @@ async def close(rest: AsyncGenerator[bytes, None]) -> None:
         _log.warning("an answer could not be closed: %r", error)
 
 
+def too_long(backend: str, limit: int) -> RequestError:
+    """Returns the error for an answer over `limits.max_answer_bytes`. It is not retried."""
+    return RequestError(
+        f"{backend}: the answer has more than {limit} bytes (limits.max_answer_bytes); request "
+        "fewer choices or log-probabilities, or stream: true",
+        status=502,
+        code="answer_too_large",
+        kind="backend_error",
+    )
+
+
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
@@ -112,6 +125,7 @@ class Call:
     route: Route
     headers: dict[str, str] = field(default_factory=dict)  # to forward: request id, traceparent
     streamed: bool = False  # the client requested events, and the operation has them
+    max_answer_bytes: int = MAX_ANSWER  # of an answer that is not streamed
 
     @property
     def model(self) -> str:

@@ -9,23 +9,29 @@ form. The answer is JSON, or a stream of events (events.py).
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
 from serve.api.errors import error_bytes
 from serve.api.events import (
     EventReader,
+    Rewrite,
     aborted_at,
+    aborts,
     close,
     decoded,
     error_of,
+    is_object,
     lost_by_abort,
+    read_large_usage,
     read_usage,
+    rewritten,
 )
-from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally
+from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally, too_long
 from serve.backends.base import Relay, RelayingBackend
-from serve.backends.openai_errors import failure, from_event
+from serve.backends.bounds import MAX_REFUSAL, PARSED
+from serve.backends.openai_errors import failure, from_event, retry_after
 
 __all__ = ["AnsweredFailure", "open_relay", "outgoing"]
 
@@ -75,14 +81,6 @@ def _with_usage(raw: bytes) -> bytes:
     return raw[:at] + b'"stream_options":{"include_usage":true},' + raw[at:]
 
 
-PARSED = 64 * 1024  # bytes, parsed in 0.3 ms; of a larger answer, only the usage is parsed
-MAX_WHOLE = 256 * 1024 * 1024  # bytes of an answer that is not streamed
-MAX_REFUSAL = 64 * 1024  # bytes of an error's body
-_FORWARDED = ("content-type", "retry-after")
-_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
-Rewrite = Callable[[bytes], bytes]
-
-
 class AnsweredFailure(BackendUnavailable):
     """A failure with an answer of the backend, sent to the client if no other backend succeeds."""
 
@@ -108,7 +106,7 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
         if relay.status != 200:
             return await _refusal(name, call.path, relay)
         if not relay.headers.get("content-type", "").startswith("text/event"):
-            return await _whole(name, relay, rewrite)
+            return await _whole(name, relay, rewrite, call.max_answer_bytes)
         reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
         first = await reader.first()
     except BaseException:
@@ -123,7 +121,7 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     Raises BackendError if the backend is at fault, UnsupportedField if it lacks `path` or the
     model, because another backend may have it.
     """
-    body = await _read(name, relay.body, MAX_REFUSAL)
+    body = await _beginning(relay.body, MAX_REFUSAL)
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
     if relay.status == 501:  # vLLM's status for what its model does not support
@@ -135,11 +133,10 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
         body = error_bytes(error)
     elif relay.status == 404:  # the gateway chose the model's name at the backend, not the client
         raise UnsupportedField(str(error), status=404, param="model", code="model_not_found")
-    headers["content-type"] = JSON
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):
         return answer
-    if relay.status == 429 or relay.status >= 500:
+    if relay.status == 429 or 500 <= relay.status < 600:  # there are no others in HTTP
         raise AnsweredFailure(error, answer)
     raise error
 
@@ -155,11 +152,13 @@ def _is_error_object(body: bytes) -> bool:
         return False
 
 
-async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
-    body, tally = await _read(name, relay.body, MAX_WHOLE), Tally()
-    if aborted_at(body) >= 0:
-        raise lost_by_abort(name)
-    if len(body) <= PARSED:
+async def _whole(name: str, relay: Relay, rewrite: Rewrite | None, limit: int) -> Answer:
+    body, tally = await _read(name, relay.body, limit), Tally()
+    if len(body) > PARSED:
+        body = await _large(name, body, rewrite, tally)
+    else:
+        if aborted_at(body) >= 0:
+            raise lost_by_abort(name)
         try:
             content = decoded(body)
         except ValueError:
@@ -168,41 +167,60 @@ async def _whole(name: str, relay: Relay, rewrite: Rewrite | None) -> Answer:
             if (error := error_of(content)) is not None:
                 raise from_event(name, error)
             read_usage(content, tally)
-    else:
-        ends = body[:1] + body.rstrip()[-1:]
-        if ends not in (b"{}", b"[]"):
-            raise BackendError(f"{name}: answered with no JSON", kind="garbled")
-        for found in _USAGE.finditer(body):
-            _read_large(found[1], tally)
-    if rewrite is not None:
-        body = rewrite(body)
+        if rewrite is not None:
+            body = rewrite(body)
     return Answer(200, _headers(relay, JSON), body, tally=tally)
 
 
-def _read_large(usage: bytes, tally: Tally) -> None:
-    try:
-        read_usage({"usage": decoded(usage)}, tally)
-    except ValueError:
-        return
+async def _large(name: str, body: bytes, rewrite: Rewrite | None, tally: Tally) -> bytes:
+    """Returns a large answer for the client, and reads its usage, without parsing the rest."""
+    if not is_object(body[:1], body[-PARSED:]):
+        raise BackendError(f"{name}: answered with no JSON", kind="garbled")
+    if await aborts(name, body):
+        raise lost_by_abort(name)
+    await read_large_usage(name, body, tally)
+    return await rewritten(name, body, rewrite)
 
 
 async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:
+    """Returns the whole body. Raises RequestError if it has more than `limit` bytes.
+
+    That is not held against the backend, because a request can ask for so long an answer, and
+    another backend would only send as much again.
+    """
     pieces: list[bytes] = []
     size = 0
     try:
         async for piece in body:
-            pieces.append(piece)
             size += len(piece)
             if size > limit:
-                raise BackendError(f"{name}: answered with over {limit} bytes", kind="garbled")
+                raise too_long(name, limit)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    finally:
+        pieces.clear()  # the traceback of an error would keep them
+        await close(body)
+
+
+async def _beginning(body: AsyncIterator[bytes], limit: int) -> bytes:
+    """Returns at most `limit` bytes of the body, and closes it."""
+    found = bytearray()
+    try:
+        async for piece in body:
+            found += piece
+            if len(found) >= limit:
+                break
     finally:
         await close(body)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return bytes(found[:limit])
 
 
 def _headers(relay: Relay, content_type: str) -> dict[str, str]:
-    headers = {name: relay.headers[name] for name in _FORWARDED if name in relay.headers}
-    headers.setdefault("content-type", content_type)
+    """Returns the headers for the client: a browser must not read the answer as a page."""
+    headers = {"content-type": content_type, "x-content-type-options": "nosniff"}
+    after = relay.headers.get("retry-after", "")
+    if retry_after(after) is not None and after.isascii() and after.isprintable():
+        headers["retry-after"] = after
     return headers
 
 

@@ -20,11 +20,12 @@ from pydantic import BaseModel
 
 from octet.errors import RequestError, UnsupportedField
 from serve.admission.admission import prompt_tokens
-from serve.api.operation import DONE, EVENT_STREAM, JSON, Answer, Call, Tally
+from serve.api.operation import DONE, EVENT_STREAM, JSON, Answer, Call, Tally, too_long
 from serve.api.relay import open_relay
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.unsupported import elsewhere, refuse_unsupported
 from serve.backends.base import Backend, relays
+from serve.config.gateway import MAX_ANSWER
 from serve.engine.request import (
     Delta,
     Event,
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's stand-in for a probability of zero
+TOKEN_BYTES = 40  # of a log-probability as JSON, at least
 PENDING_EVENTS = 64  # per answer; beyond it, the choices wait for a slow client
 Prompts: TypeAlias = Sequence[str | tuple[int, ...]]
 
@@ -94,9 +96,8 @@ class TextOperation(ABC):
         if extra := body.model_extra:
             refuse_unsupported(extra, type(body).model_fields, self.dialect, backend.name)
         prompts = await self.prompts(body, backend)
-        return await open_generate(
-            backend, self, body, requests_of(body, prompts, call.id, call.headers)
-        )
+        requests = requests_of(body, prompts, call.id, call.headers)
+        return await open_generate(backend, self, body, requests, call.max_answer_bytes)
 
 
 class Completions(TextOperation):
@@ -213,10 +214,12 @@ async def open_generate(
     operation: TextOperation,
     body: CompletionRequest | ChatRequest,
     requests: Sequence[GenerateRequest],
+    max_bytes: int = MAX_ANSWER,
 ) -> Answer:
     """Starts every choice, and waits for the first event, or for all of them if not streamed.
 
-    Raises the error with which the backend refuses the request.
+    Raises the error with which the backend refuses the request, and RequestError for an answer that
+    is not streamed and has more than `max_bytes`.
     """
     tally = Tally()
     envelope = {
@@ -231,6 +234,8 @@ async def open_generate(
     if body.return_tokens_as_token_ids:
         streams = [_named_by_id(stream) for stream in streams]
     events = _merge(streams)
+    if not body.stream:
+        events = _limited(events, backend.name, max_bytes)
     per_prompt = body.n or 1
     if not body.stream:
         content = await _whole(events, operation, envelope, len(requests), per_prompt, tally)
@@ -263,6 +268,21 @@ async def _whole(
                 _add(tally, event, counts_prompt=index % per_prompt == 0)
     choices = [_choice(operation, i, deltas[i], ends[i]) for i in range(count)]
     return _dumps(envelope | {"choices": choices, "usage": _usage(tally)})
+
+
+async def _limited(
+    events: AsyncGenerator[tuple[int, Event], None], backend: str, max_bytes: int
+) -> AsyncGenerator[tuple[int, Event], None]:
+    """Yields the same events. Raises RequestError once they make an answer over `max_bytes`."""
+    size = 0
+    async with aclosing(events):
+        async for index, event in events:
+            if isinstance(event, Delta):
+                tokens = sum(1 + len(position.top) for position in event.logprobs or ())
+                size += len(event.text) + TOKEN_BYTES * tokens
+                if size > max_bytes:
+                    raise too_long(backend, max_bytes)
+            yield index, event
 
 
 def _choice(

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from octet.errors import BackendError
+from serve.backends.bounds import MAX_EVENT, MAX_TOKENS
 from serve.backends.openai_errors import from_event
 from serve.engine.request import (
     Delta,
@@ -121,7 +122,7 @@ def _token(name: str, logprob: Any) -> TokenLogprob:
 
 def _count(value: Any) -> int:
     """Checks a number of tokens, or a token id. Raises TypeError."""
-    if not isinstance(value, int) or value < 0:
+    if type(value) is not int or not 0 <= value < MAX_TOKENS:
         raise TypeError(f"{str(value)[:80]!r} is no number of tokens, nor the id of one")
     return value
 
@@ -140,9 +141,15 @@ async def _sse(content: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
 
     Raises ValueError for data that is not a JSON object, and for an event cut off at the end.
     """
-    held = b""
+    held = bytearray()
     async for piece in content:
-        *lines, held = (held + piece).split(b"\n")
+        held += piece
+        if b"\n" not in piece:
+            if len(held) > MAX_EVENT:
+                raise ValueError(f"an event has more than {MAX_EVENT} bytes")
+            continue
+        *lines, last = bytes(held).split(b"\n")
+        held[:] = last
         for line in lines:
             if not line.startswith(b"data:"):
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError
+from octet.errors import BackendError, BackendUnavailable, FailureKind, RequestError, printable
 from serve.backends.connection import reason_of
 
 __all__ = [
@@ -133,15 +133,17 @@ def _parsed(body: bytes) -> tuple[str, str | None, str | None]:
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
-        return " ".join(body[:200].decode(errors="replace").split()), None, None
+        beginning = body[:200].decode(errors="replace")
+        return printable(" ".join(beginning.split())), None, None
     # vLLM, SGLang: {"error": {...}}; older ones without this wrapper; FastAPI: {"detail": ...}
     error = data.get("error", data) if isinstance(data, dict) else data
     if not isinstance(error, dict):
-        return str(error)[:500], None, None
+        return printable(str(error)[:500]), None, None
     message = error.get("message") or error.get("detail") or ""
     code, param = error.get("code"), error.get("param")
     named = isinstance(code, str) and not code.isdigit()  # a number is the status again
-    return str(message)[:2000], param if isinstance(param, str) else None, code if named else None
+    message = printable(" ".join(str(message)[:2000].split()))
+    return message, param if isinstance(param, str) else None, code if named else None
 
 
 def _reason(error: Exception) -> str:

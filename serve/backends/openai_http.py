@@ -6,7 +6,9 @@
 The module also reads the server's load, context length and incarnation.
 """
 
+import asyncio
 import contextlib
+import io
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
+from serve.backends.bounds import MAX_REFUSAL, MAX_REPORT, MAX_TOKENS, PARSED, PIECE
 from serve.backends.connection import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
 from serve.backends.openai_errors import failure, lost_while_answering, no_answer
@@ -26,7 +29,14 @@ from serve.backends.prometheus import load_of, samples
 from serve.config import HttpConfig
 from serve.engine.request import Event, GenerateRequest
 
-__all__ = ["LOAD_SOURCES", "OpenAiHttpBackend", "card_of", "context_length", "incarnation"]
+__all__ = [
+    "LOAD_SOURCES",
+    "OpenAiHttpBackend",
+    "card_of",
+    "context_length",
+    "incarnation",
+    "report",
+]
 
 _STARTED = "process_start_time_seconds"  # of every Prometheus client library
 _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -35,9 +45,11 @@ _GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 def _server_load(body: bytes) -> LoadReport | None:
     """Reads vLLM's /load (--enable-server-load-tracking): its requests, running or waiting."""
     try:
-        return LoadReport(int(json.loads(body)["server_load"]), 0, None, None)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        running = json.loads(body)["server_load"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    known = type(running) is int and 0 <= running < MAX_TOKENS
+    return LoadReport(running, 0, None, None) if known else None
 
 
 Source = tuple[str, Callable[[bytes], LoadReport | None]]
@@ -60,7 +72,7 @@ def card_of(models: bytes, served_name: str) -> dict[str, Any] | None:
 def context_length(card: Mapping[str, Any]) -> int | None:
     """Reads `max_model_len`, as vLLM and SGLang list it; None if it is missing."""
     length = card.get("max_model_len")
-    return length if isinstance(length, int) else None
+    return length if type(length) is int and 0 < length < MAX_TOKENS else None
 
 
 def incarnation(models: bytes, metrics: bytes, served_name: str) -> Incarnation | None:
@@ -172,7 +184,7 @@ class OpenAiHttpBackend:
             path, fields = _PROBES[which]
             body = json.dumps({"model": self.served_name, **fields}).encode()
             relay = await self.relay(path, body, _JSON)
-            answer = b"".join([piece async for piece in relay.body])
+            answer = await self._report(relay, MAX_REPORT)
             if relay.status == 200:
                 self._require_result(answer)
                 self._probe = which
@@ -184,6 +196,19 @@ class OpenAiHttpBackend:
         # The requests were ours, so this is no client's mistake.
         line = f"{self.name}: refuses to generate a token: {refusal}"
         raise BackendUnavailable(line, kind="failed")
+
+    async def _report(self, relay: Relay, limit: int) -> bytes:
+        """Returns the whole body. Raises BackendError if it has more than `limit` bytes."""
+        body = bytearray()
+        content = relay.body
+        assert isinstance(content, _Body)
+        async with aclosing(content):
+            async for piece in content:
+                body += piece
+                if len(body) > limit:
+                    line = f"{self.name}: answered with over {limit} bytes"
+                    raise BackendUnavailable(line, kind="garbled")
+        return bytes(body)
 
     def _require_result(self, answer: bytes) -> None:
         try:
@@ -230,9 +255,11 @@ class OpenAiHttpBackend:
     async def relay(self, path: str, body: bytes, headers: Mapping[str, str]) -> Relay:
         if self._session is None:
             raise BackendUnavailable(f"{self.name}: not started, or closed")
+        # aiohttp would write a large body in one step; a file is written piece by piece.
+        data = body if len(body) <= PARSED else io.BytesIO(body)
         try:
             response = await self._session.post(
-                self._url(path), data=body, headers=headers, allow_redirects=False
+                self._url(path), data=data, headers=headers, allow_redirects=False
             )
         except _FAILED as error:
             raise no_answer(self.name, error) from error
@@ -254,7 +281,7 @@ class OpenAiHttpBackend:
         assert isinstance(content, _Body)
         async with aclosing(content):
             if relay.status != 200:
-                body = b"".join([piece async for piece in content])
+                body = await self._report(relay, MAX_REFUSAL)
                 raise failure(self.name, relay.status, relay.headers, body)
             started = False
             try:
@@ -293,7 +320,10 @@ class OpenAiHttpBackend:
         return url
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """GETs `path`; returns status and body, or status 0 if there was no response."""
+        """GETs `path`; returns status and body.
+
+        The status is 0 if there was no response, or none of at most `MAX_REPORT` bytes.
+        """
         if self._session is None:
             return 0, b""
         timeout = aiohttp.ClientTimeout(
@@ -303,13 +333,28 @@ class OpenAiHttpBackend:
             async with self._session.get(
                 self._url(path), timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, await response.read()
-        except _FAILED:  # TimeoutError is an OSError
+                body = await report(response)
+                return (0, b"") if body is None else (response.status, body)
+        except (*_FAILED, RuntimeError):  # TimeoutError is an OSError; RuntimeError: as in _Body
             return 0, b""
 
 
+async def report(response: aiohttp.ClientResponse) -> bytes | None:
+    """Returns the whole body; None if it has more than `MAX_REPORT` bytes. Then it is closed."""
+    body = bytearray()
+    while piece := await response.content.read(PIECE):
+        body += piece
+        if len(body) > MAX_REPORT:
+            response.close()
+            return None
+    return bytes(body)
+
+
 class _Body:
-    """The bytes of a response as they come. Closing it early makes the server stop generating."""
+    """The bytes of a response as they come, at most `PIECE` at once.
+
+    Closing it early makes the server stop generating.
+    """
 
     def __init__(
         self, name: str, response: aiohttp.ClientResponse, answering: set[aiohttp.ClientResponse]
@@ -326,8 +371,8 @@ class _Body:
     async def __anext__(self) -> bytes:
         response = self._response
         try:
-            piece = await response.content.readany()
-        except _FAILED as error:
+            piece = await response.content.read(PIECE)
+        except (*_FAILED, RuntimeError) as error:  # aiohttp's for a connection that is gone already
             await self.aclose()
             raise lost_while_answering(self._name, error) from error
         except BaseException:
@@ -337,6 +382,8 @@ class _Body:
             self._answering.discard(response)
             response.release()  # the connection goes back to the pool
             raise StopAsyncIteration
+        if len(piece) == PIECE:  # more is there already: other requests get their turn first
+            await asyncio.sleep(0)
         return piece
 
     async def aclose(self) -> None:

@@ -10,11 +10,13 @@ import re
 
 import grpc
 
-from octet.errors import BackendError, FailureKind, RequestError
+from octet.errors import BackendError, FailureKind, RequestError, printable
+from serve.backends.bounds import PARSED
 from serve.backends.openai_errors import Refusal, is_dead
 
 __all__ = ["error_of"]
 
+MOST = 2000  # characters of a message
 _Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
 
 # In the order in which they are tried.
@@ -28,6 +30,7 @@ _KINDS: _Signs = (
     # dynamic_batching's queue policy; our own entry's queue.
     ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),
     ("timeout", re.compile(r"[Rr]equest timeout expired")),
+    ("garbled", re.compile(r"Received message larger than max")),  # gRPC's, with a status
 )
 # The backends' messages about a request that is plainly the client's mistake: pattern, param, code.
 _CONTEXT = ("prompt", "context_length_exceeded")
@@ -60,7 +63,7 @@ _STATUS: dict[grpc.StatusCode, FailureKind] = {
 
 def error_of(name: str, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
     """Returns the error for a call that ended with `details`."""
-    message = " ".join(details.split())
+    message = printable(" ".join(details[:MOST].split()))
     # Refusals first: they may quote the request, which may contain anything.
     if (refusal := _own_refusal(details) or _known_refusal(message)) is not None:
         return refusal
@@ -83,9 +86,13 @@ def _kind(code: grpc.StatusCode | None, message: str) -> FailureKind | None:
 
 def _own_refusal(details: str) -> RequestError | None:
     """Reads the refusal that our own entry returns: JSON, with the field at fault. Else None."""
+    if len(details) > PARSED:
+        return None
     try:
         error = json.loads(details)
-        return Refusal(str(error["message"]), param=error["param"], code=error["code"])
+        return Refusal(
+            printable(str(error["message"])[:MOST]), param=error["param"], code=error["code"]
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

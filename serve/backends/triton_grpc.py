@@ -27,7 +27,9 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from octet.errors import BackendError, BackendUnavailable, FailureKind, NeedsTokenizer, RequestError
 from serve.backends.base import Incarnation, LoadReport, generate_one_token, sooner_or_later
+from serve.backends.bounds import MAX_EVENT
 from serve.backends.connection import hold_open
+from serve.backends.openai_http import report
 from serve.backends.prometheus import load_of, samples
 from serve.backends.triton_errors import error_of
 from serve.backends.triton_prompt import end_tokens, unsupported
@@ -48,7 +50,7 @@ READY_TIMEOUT_S = 5.0  # longer than a health check waits: it distinguishes "no"
 # Exceptions that reading a malformed response may raise.
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", MAX_EVENT),
     ("grpc.max_send_message_length", -1),
     # By default gRPC waits up to two minutes before it reconnects to a server that was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -108,8 +110,10 @@ class TritonBackend:
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.get(url, allow_redirects=False) as response,
             ):
-                page = await response.read() if response.status == 200 else b""
+                page = await report(response) if response.status == 200 else b""
         except (aiohttp.ClientError, OSError):
+            return None
+        if page is None:
             return None
         pending = samples(page, (_PENDING,)).get(_PENDING, ())
         mine = [value for labels, value in pending if labels.get("model") == self._model]

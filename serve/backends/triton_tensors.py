@@ -8,8 +8,9 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from octet.errors import UnsupportedField
+from serve.backends.bounds import MAX_ELEMENTS, MAX_TOKENS
 
-__all__ = ["Inputs", "Outputs", "Signature", "read_outputs"]
+__all__ = ["Inputs", "Outputs", "Signature", "count_in", "read_outputs", "text_in"]
 
 # Name → the elements in order, as str, int, float or bool.
 Outputs = Mapping[str, list[Any]]
@@ -88,23 +89,52 @@ class Inputs:
 
 
 def read_outputs(response: pb.ModelInferResponse) -> Outputs:
-    """Returns the output tensors that are not empty and have a known datatype."""
+    """Returns the output tensors that are not empty and have a known datatype.
+
+    Raises ValueError for more than `MAX_ELEMENTS` in one of them.
+    """
     found: dict[str, list[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if not raw:
             continue
         if tensor.datatype == "BYTES":
-            found[tensor.name] = _strings(raw)
+            found[tensor.name] = _strings(tensor.name, raw)
         elif tensor.datatype in _DTYPES:
+            _require_few(tensor.name, len(raw) // np.dtype(_DTYPES[tensor.datatype]).itemsize)
             found[tensor.name] = np.frombuffer(raw, _DTYPES[tensor.datatype]).tolist()
     return found
 
 
-def _strings(raw: bytes) -> list[str]:
+def count_in(outputs: Outputs, name: str, default: int) -> int:
+    """Returns the number of tokens in an output; `default` if it is missing. Raises ValueError."""
+    count = outputs[name][0] if outputs.get(name) else default
+    if type(count) is not int or not 0 <= count < MAX_TOKENS:
+        raise ValueError(f"{name} is {str(count)[:40]!r}, which is no number of tokens")
+    return count
+
+
+def text_in(outputs: Outputs, name: str, default: str = "") -> str:
+    """Returns the text in an output; `default` if it is missing. Raises ValueError."""
+    text = outputs[name][0] if outputs.get(name) else default
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {str(text)[:40]!r}, which is no text")
+    return text
+
+
+def _require_few(name: str, elements: int) -> None:
+    if elements > MAX_ELEMENTS:
+        raise ValueError(f"{name} has more than {MAX_ELEMENTS} elements")
+
+
+def _strings(name: str, raw: bytes) -> list[str]:
     """Decodes strings: each is a little-endian u32 length, then that many bytes."""
-    strings, at = [], 0
+    strings: list[str] = []
+    at = 0
     while at < len(raw):
+        _require_few(name, len(strings) + 1)
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+        if end > len(raw):
+            raise ValueError(f"{name} is cut off")
         strings.append(raw[at + 4 : end].decode(errors="replace"))
         at = end
     return strings

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from octet.errors import BackendUnavailable
 from serve.backends.triton_prompt import prompt_ids, prompt_text, unsupported
-from serve.backends.triton_tensors import Inputs, Outputs, Signature
+from serve.backends.triton_tensors import Inputs, Outputs, Signature, count_in, text_in
 from serve.backends.triton_vllm import NO_LIMIT
 from serve.engine.request import Delta, Event, Finished, GenerateRequest, Usage
 from serve.engine.tokenizer import StopChecker, Tokenizer
@@ -148,9 +148,9 @@ class TextAnswer(_Answer):
         self._shown = 0  # characters of it
 
     def read(self, outputs: Outputs) -> Delta | None:
-        self._read = (outputs.get("num_input_tokens") or [self._read])[0]
-        self._written += (outputs.get("num_output_tokens") or [0])[0]
-        piece = (outputs.get("text_output") or [""])[0]
+        self._read = count_in(outputs, "num_input_tokens", self._read)
+        self._written += count_in(outputs, "num_output_tokens", 0)
+        piece = text_in(outputs, "text_output")
         self._text = piece or self._text if self._cumulative else self._text + piece
         if self._cumulative:
             # An incomplete character is U+FFFD until a later response completes it.

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from octet.errors import BackendError
+from serve.backends.bounds import MAX_REPORT
 from serve.backends.triton_prompt import prompt_text, unsupported
-from serve.backends.triton_tensors import Inputs, Outputs, Signature
+from serve.backends.triton_tensors import Inputs, Outputs, Signature, count_in, text_in
 from serve.engine.request import (
     Delta,
     Event,
@@ -83,17 +84,17 @@ class VllmAnswer:
 
     def read(self, outputs: Outputs) -> Delta | None:
         """Returns the Delta of one response; None if it has no text, token or log-probability."""
-        reason = _first(outputs, "finish_reason", "")
+        reason = text_in(outputs, "finish_reason")
         if reason and reason != "None":  # the vLLM backend writes Python's None until the end
             self._reason = reason
         if "stop_reason" in outputs:  # our own entry's, as JSON
-            self._stop_reason = json.loads(outputs["stop_reason"][0])
-        self._read = _first(outputs, "num_input_tokens", self._read)
-        self._written += _first(outputs, "num_output_tokens", 0)
-        text = _first(outputs, "text_output", "")
+            self._stop_reason = json.loads(_short(text_in(outputs, "stop_reason")))
+        self._read = count_in(outputs, "num_input_tokens", self._read)
+        self._written += count_in(outputs, "num_output_tokens", 0)
+        text = text_in(outputs, "text_output")
         positions = None
         if self._logprobs is not None:
-            found = json.loads(_first(outputs, "logprobs", "[]")) or ()
+            found = json.loads(_short(text_in(outputs, "logprobs", "[]"))) or ()
             positions = tuple(map(self._position, found))
         token_ids = tuple(p.chosen.token_id for p in positions or ())
         return Delta(text, token_ids, positions) if text or token_ids else None
@@ -127,8 +128,10 @@ class VllmAnswer:
         return PositionLogprobs(chosen, tuple(best), offset)
 
 
-def _first(outputs: Outputs, name: str, default: Any) -> Any:
-    return outputs[name][0] if outputs.get(name) else default
+def _short(text: str) -> str:
+    if len(text) > MAX_REPORT:
+        raise ValueError(f"its JSON has more than {MAX_REPORT} characters")
+    return text
 
 
 def _bytes_of(entry: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from serve.config.pools import PoolConfig
 from serve.config.proof import Tier
 from serve.config.section import Count, Fraction, Integer, Name, Number, Port, Seconds, Section
 
-__all__ = ["GatewayConfig", "Limits", "Listen", "Logs", "Traces"]
+__all__ = ["MAX_ANSWER", "GatewayConfig", "Limits", "Listen", "Logs", "Traces"]
 
 
 class Logs(Section):
@@ -36,11 +36,15 @@ class Listen(Section):
     port: Port = 8000
 
 
+MAX_ANSWER = 32 * 1024 * 1024  # bytes
+
+
 class Limits(Section):
     """Limits of requests; a request beyond them gets a 400, 413 (body) or 431 (headers)."""
 
     max_body_bytes: Count = 16 * 1024 * 1024
     max_header_bytes: Count = 64 * 1024  # of all header fields of a request together
+    max_answer_bytes: Count = MAX_ANSWER  # of an answer that is not streamed; beyond it: 502
     max_prompt_tokens: Count | None = None  # as estimated before a backend counts them
     max_n: Count = 16  # choices of each prompt
     max_prompts: Count = 64

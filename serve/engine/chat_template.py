@@ -14,6 +14,10 @@ from octet.model.chat_template import DEFAULT_TEMPLATE, template_of, tokenizer_c
 
 __all__ = ["ChatTemplate"]
 
+MOST_SHOWN = 500  # characters of an error
+MOST_REPEATED = 1_000_000  # characters, or elements
+MOST_POWER = 1000
+
 
 class ChatTemplate:
     """A Jinja template as transformers defines them, rendered in a sandbox."""
@@ -21,7 +25,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, variables: Mapping[str, Any] | None = None) -> None:
         """`variables` are special tokens that the template may name. Raises ArtifactError."""
         self.is_default = source is None
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -31,6 +35,9 @@ class ChatTemplate:
             self._template = environment.from_string(source or DEFAULT_TEMPLATE)
         except jinja2.TemplateSyntaxError as error:
             raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
+        except Exception as error:  # nested too deeply, for example
+            what = str(error)[:MOST_SHOWN] or type(error).__name__
+            raise ArtifactError(f"chat template: cannot be compiled: {what}") from None
         self._variables = dict(variables or {})
 
     @classmethod
@@ -53,11 +60,33 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._variables
             )
-        # A template is a program: messages it does not expect can raise any of these.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        # A template is a program: messages that it does not expect can raise anything.
+        except Exception as error:
+            what = str(error)[:MOST_SHOWN] or type(error).__name__
             raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {what}", param="messages"
             ) from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no multiplication or power makes a huge text or number."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if not all(isinstance(x, int | float) and abs(x) <= MOST_POWER for x in (left, right)):
+                raise ValueError("the power is too large")
+        elif _repeats(left, right) or _repeats(right, left):
+            raise ValueError("the repeated text or list is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeats(what: Any, count: Any) -> bool:
+    """Decides whether `what * count` is a text or a list of more than `MOST_REPEATED`."""
+    if not (isinstance(what, str | bytes | list | tuple) and isinstance(count, int)):
+        return False
+    return len(what) * count > MOST_REPEATED
 
 
 def _refuse(message: str) -> None:

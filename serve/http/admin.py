@@ -1,11 +1,14 @@
 """Administration: reload, adding and removing backends, /status and /metrics.
 
 It is served on an address of its own, or beside the clients' paths; there, /admin needs a key of
-its own. /admin refuses requests with an `Origin`, because they come from web pages.
+its own. /admin refuses requests with an `Origin`, because they come from web pages. Where it needs
+no key, it also refuses a `Host` that a web page's own domain could be (DNS rebinding).
 """
 
 import hashlib
 import hmac
+import ipaddress
+import re
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -13,7 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from octet import __version__
 from octet.errors import OctetError, RequestError, nearest
+from serve.access.keys import authorization_in
 from serve.api.errors import install
+from serve.api.request.exchange import read_body
 from serve.config import BackendConfig, HttpConfig
 from serve.config.problems import one_line, problems_of
 from serve.gateway import status
@@ -25,12 +30,14 @@ from serve.routing import Member, Pool
 
 __all__ = ["admin_router", "create_admin_app", "probe_router"]
 
+MAX_SECTION = 64 * 1024  # bytes of a backend's section
 _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 
 
 def create_admin_app(gateway: Gateway) -> FastAPI:
     """Creates the application for the separate administration address."""
-    app = FastAPI(title="Octet administration", version=__version__, redoc_url=None)
+    # FastAPI's own page at /docs would load scripts from elsewhere.
+    app = FastAPI(title="Octet administration", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     install(app)
     app.include_router(probe_router(gateway))
@@ -66,8 +73,12 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
     def is_admin(request: Request) -> bool:
         digest = gateway.config.admin.sha256
         if digest is None:
-            return own_port
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            return own_port and _is_own_host(gateway, request.headers.getlist("host"))
+        try:
+            sent_key = authorization_in(request.scope["headers"]) or b""
+        except RequestError:
+            return False
+        scheme, _, key = sent_key.decode("latin-1").partition(" ")
         sent = hashlib.sha256(key.strip().encode()).hexdigest()
         return scheme.lower() == "bearer" and hmac.compare_digest(sent, digest)
 
@@ -77,6 +88,12 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
         if "origin" in request.headers:
             message = "administration is not for web pages: a request with Origin is refused"
             raise RequestError(message, status=403, code="origin_refused")
+        if gateway.config.admin.sha256 is None and not is_admin(request):
+            message = (
+                "administration without a key needs a Host that is an IP address, localhost, a "
+                "name without dots, or admin.host: use one, or set admin.sha256"
+            )
+            raise RequestError(message, status=403, code="host_refused")
         if not is_admin(request):
             message = "administration needs its key: 'Authorization: Bearer KEY'"
             raise RequestError(message, status=401, code="invalid_api_key")
@@ -110,6 +127,24 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
     return router
 
 
+def _is_own_host(gateway: Gateway, hosts: list[str]) -> bool:
+    """Decides whether the `Host` cannot be the domain of a web page that resolves to this address.
+
+    Only names with dots can be registered.
+    """
+    if len(hosts) != 1:
+        return False
+    host = hosts[0].lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name in ("localhost", gateway.config.admin.host.lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return bool(re.fullmatch(r"[a-z0-9_-]+", name))
+    return True
+
+
 def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
     @admin.post("/reload")
     async def reload() -> JSONResponse:
@@ -130,7 +165,8 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
     @admin.post("/pools/{pool_name:path}/backends")
     async def add(pool_name: str, request: Request) -> JSONResponse:
         """Starts one more backend; the body is one as in the configuration file, as JSON."""
-        config = _backend_config(await request.body())
+        body = await read_body(request.receive, dict(request.scope["headers"]), MAX_SECTION)
+        config = _backend_config(body)
         async with gateway.changing:
             pool = _pool(gateway, pool_name)
             try:

@@ -13,7 +13,7 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet import __version__
-from serve.access.keys import Principal
+from serve.access.keys import Principal, authorization_in
 from serve.api.embeddings import Embeddings
 from serve.api.errors import install
 from serve.api.operation import Operation
@@ -113,8 +113,7 @@ def _pages(gateway: Gateway, endpoints: dict[str, _Endpoint]) -> FastAPI:
 
 def _status_routes(app: FastAPI, gateway: Gateway) -> None:
     async def authenticated(request: Request) -> Principal:
-        sent = request.headers.get("authorization")
-        return gateway.keys.authenticate(None if sent is None else sent.encode("latin-1"))
+        return gateway.keys.authenticate(authorization_in(request.scope["headers"]))
 
     @app.get("/v1/models")
     async def models(principal: Annotated[Principal, Depends(authenticated)]) -> JSONResponse:

@@ -10,8 +10,11 @@ checks all connections.
 """
 
 import asyncio
+import logging
+import math
+import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -20,7 +23,7 @@ from octet.errors import RequestError
 from serve.api.errors import error_bytes
 from serve.config import Limits
 
-__all__ = ["GuardedProtocol", "guarded_protocol"]
+__all__ = ["GuardedProtocol", "guarded_protocol", "most_files"]
 
 SWEEP_EVERY_S = 1.0
 # A body may take longer than the timeout if it arrives at least this fast, as with `MinRate` of
@@ -30,8 +33,13 @@ LEAST_BYTES_PER_S = 64 * 1024
 # bytes are read and discarded for this long, or until it closes (RFC 9112, section 9.6).
 LINGER_S = 1.0
 MOST_LINGERING = 256  # further connections are closed at once
+SLICE = 4096  # bytes that are parsed before pipelined requests are counted; 230 requests at most
+MOST_PIPELINED = 64  # requests that wait for the answer before them; later ones are not parsed yet
+FEW_FILES = 64  # descriptors that are left
+WARN_EVERY_S = 60.0
 
 _IDLE, _HEADERS, _BODY = range(3)
+_log = logging.getLogger(__name__)
 
 
 class Guard:
@@ -42,6 +50,8 @@ class Guard:
         self.count = count
         self.connections: set[GuardedProtocol] = set()
         self.refused = 0  # of the connections, those that are being turned away
+        self._most_files = most_files()
+        self._warned_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, connection: "GuardedProtocol", limits: Limits) -> None:
@@ -49,6 +59,19 @@ class Guard:
         if self._timer is None:
             shortest_s = min(limits.read_timeout_s, limits.write_timeout_s, LINGER_S)
             self._sweep(connection.loop, min(SWEEP_EVERY_S, shortest_s / 4))
+
+    def watch_files(self, descriptor: int, now: float) -> None:
+        """Warns if few descriptors are left: the lowest free one is `descriptor`.
+
+        Nothing else would be logged: the kernel keeps further connections waiting.
+        """
+        if descriptor >= self._most_files - FEW_FILES and now >= self._warned_at + WARN_EVERY_S:
+            self._warned_at = now
+            _log.warning(
+                "the process has nearly all of its %d open files: new connections will wait; raise "
+                "the limit (ulimit -n), or lower limits.max_connections",
+                self._most_files,
+            )
 
     def remove(self, connection: "GuardedProtocol") -> None:
         self.connections.discard(connection)
@@ -79,10 +102,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._muted = False  # while a new parser is fed what the old one has read
         self._most_header_bytes = 0
         self._turned_away_at: float | None = None
+        self._lingers = False  # answered, but its client still sends the body
         self._unwanted = False  # over the limit of connections: refused when it sends
         self._pending = 0  # bytes that waited to be sent, at the last sweep
         self._drained = False  # since then, fell below the mark at which the application resumes
         self._stalled_at = 0.0
+        self._unparsed = bytearray()  # while many pipelined requests wait
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +116,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._most_header_bytes = limits.max_header_bytes
         self._since = self.loop.time()
         guard.add(self, limits)
+        self._polite = _PoliteTransport(transport, self._close_politely)
+        if (connection := transport.get_extra_info("socket")) is not None:
+            guard.watch_files(connection.fileno(), self._since)
         if len(guard.connections) - guard.refused > limits.max_connections:
             self._unwanted = True
             self._turn_away()
@@ -108,6 +136,23 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(503, "too_many_connections", "too many connections")
             return
         self._unset_keepalive_if_required()
+        if len(data) <= SLICE and not self._unparsed:
+            self._take(data)
+        else:
+            self._unparsed += data
+            self._take_more()
+
+    def _take_more(self) -> None:
+        """Parses what has arrived until enough requests wait; `on_response_complete` goes on."""
+        while self._unparsed and self._turned_away_at is None:
+            if len(self.pipeline) >= MOST_PIPELINED:
+                self.flow.pause_reading()
+                return
+            data = bytes(self._unparsed[:SLICE])
+            del self._unparsed[:SLICE]
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
         self._chunk = len(data)
         self._arrived = self._chunk if self._phase == _IDLE else self._arrived + self._chunk
         try:
@@ -126,12 +171,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
 
     def _parse(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade()
-            if rest := data[upgrade.args[0] :]:
-                self._parse(rest)
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._ignore_upgrade()
+                data = data[upgrade.args[0] :]
+            else:
+                return
 
     def _ignore_upgrade(self) -> None:
         """Handles a request that asks for another protocol in the current one.
@@ -175,6 +222,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.1", "1.0"):  # 0.9 has no headers
             raise httptools.HttpParserError
         super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, self._polite)
         self._phase = _BODY
 
     def on_body(self, body: bytes) -> None:
@@ -187,9 +235,21 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._turned_away_at is not None and not self.pipeline:
+        if self._turned_away_at is not None and not (self.pipeline or self._lingers):
             self.transport.close()  # what came after this request was refused
         super().on_response_complete()
+        if self._unparsed:
+            self.loop.call_soon(self._take_more)
+
+    def _close_politely(self) -> None:
+        """Closes after an answer; if a part of the body is still to come, discards that first."""
+        few = self.guard.refused <= MOST_LINGERING and self.transport.can_write_eof()
+        if self.cycle.more_body and self._turned_away_at is None and few:
+            self._lingers = True
+            self._turn_away()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def resume_writing(self) -> None:
         self._drained = True
@@ -287,6 +347,25 @@ class GuardedProtocol(HttpToolsProtocol):
     def _turn_away(self) -> None:
         self._turned_away_at = self.loop.time()
         self.guard.refused += 1
+
+
+class _PoliteTransport:
+    """What an answer is written to: a connection, with another way to close it."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+def most_files() -> int:
+    """Returns how many files this process may have open, connections included."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # not Unix
+        return sys.maxsize
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if most == resource.RLIM_INFINITY else most
 
 
 def guarded_protocol(

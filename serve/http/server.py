@@ -5,7 +5,6 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -13,15 +12,14 @@ from typing import Any
 
 import uvicorn
 
-from serve.config import Logs
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import proving, unproven
 from serve.http.admin import create_admin_app
 from serve.http.app import create_app
 from serve.http.protocol import guarded_protocol
-from serve.telemetry.logs import json_line
+from serve.telemetry.logs import say
 
-__all__ = ["AdminServer", "DrainingServer", "say"]
+__all__ = ["AdminServer", "DrainingServer"]
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close it first
 LAST_BYTES_S = 2  # for bytes already written to arrive after the last request has ended
@@ -149,10 +147,3 @@ def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def say(line: str, logs: Logs, level: int = logging.INFO) -> None:
-    """Prints `line` on standard error in the log's format, whatever the log's level."""
-    if logs.format == "json":
-        line = json_line(line, level)
-    print(line, file=sys.stderr, flush=True)

@@ -238,7 +238,14 @@ class Watch:
         member, began = self._member, self._clock()
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
-                await member.backend.probe()
+                try:
+                    await member.backend.probe()
+                except BackendError as error:
+                    # The server may have closed an idle connection just then. A request would be
+                    # sent again, and so is the probe.
+                    if error.kind != "lost":
+                        raise
+                    await member.backend.probe()
         except Exception as error:
             if max(member.last_success, member.last_stir) > began:
                 return False  # real requests went on meanwhile

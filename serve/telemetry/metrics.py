@@ -4,6 +4,7 @@ Gauges of pools, queues and backends are not kept here: `serve/gateway/collector
 each scrape.
 """
 
+import bisect
 from collections.abc import Sequence
 
 from prometheus_client import (
@@ -16,7 +17,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "observe_many"]
 
 # The boundaries that OpenTelemetry's semantic conventions for generative AI advise. A token of a
 # small model takes less than their first boundary per token, 10 ms, so three lower ones are added.
@@ -30,6 +31,15 @@ _PER_TOKEN_S = [
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 ]
 _OPERATION = ("gen_ai_operation_name", "gen_ai_request_model", "pool")
+
+
+def observe_many(histogram: Histogram, amount: float, count: int) -> None:
+    """Observes `amount` `count` times, in the time of one. The library has no method for it."""
+    if count == 0:
+        return
+    histogram._sum.inc(amount * count)
+    index = bisect.bisect_left(histogram._upper_bounds, amount)
+    histogram._buckets[index].inc(count)
 
 
 class Metrics:

@@ -15,7 +15,7 @@ from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octet.errors import FailureKind
-from serve.telemetry.metrics import Metrics
+from serve.telemetry.metrics import Metrics, observe_many
 
 __all__ = [
     "CLIENT_CLOSED_REQUEST",
@@ -27,6 +27,7 @@ __all__ = [
     "log_access",
 ]
 
+MOST_HELD = 4096  # rounds of an answer with several choices
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; nobody reads it
 _access = logging.getLogger("octet.access")
 
@@ -185,7 +186,7 @@ class Observation:
             self._running = max(running - ended, 1)
             if not rounds:
                 return
-        if self.choices == 1:
+        if self.choices == 1 or len(self._held) >= MOST_HELD:
             self._count_gaps()
         self._held.append(((now - self._round_at) / rounds, rounds * running))
         self._gaps += rounds * running
@@ -195,8 +196,7 @@ class Observation:
         if self._inter_token is None:
             return
         for seconds, count in self._held:
-            for _ in range(count):
-                self._inter_token.observe(seconds)
+            observe_many(self._inter_token, seconds, count)
         self._held.clear()
 
     def finished(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:

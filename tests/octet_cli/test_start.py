@@ -14,6 +14,7 @@ from octet.artifacts.provenance import ModelIdentity
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet_cli import packages
+from octet_cli.main import main
 from tests.command import octet
 from tests.layout import ROOT
 
@@ -219,3 +220,10 @@ def test_help_loads_no_numerical_library() -> None:
     command = [sys.executable, "-c", code, *HEAVY.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
+
+
+def test_an_error_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "no-such\x1b]0;owned\x07\x9b31m"])
+    line = capsys.readouterr().err.removesuffix("\n")
+    assert line.isprintable() and "\\x1b]0;owned" in line

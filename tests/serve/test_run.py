@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from octet.errors import ArtifactError, ConfigError
-from serve.run import bind, run
+from serve.config import GatewayConfig
+from serve.run import _allow_files, bind, run
 from serve.settings import settings_of
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend
@@ -214,3 +215,11 @@ def test_octet_serve_ends_with_0_after_a_drain(tmp_path: Path, number: signal.Si
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
+
+
+def test_too_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GatewayConfig.model_validate({"models": {"m": {"pool": "p"}}, "pools": {"p": {}}})
+    monkeypatch.setattr("serve.run.most_files", lambda: 1024)
+    assert "may need 8192 open files, but the process may open 1024" in _allow_files(settings)
+    monkeypatch.setattr("serve.run.most_files", lambda: 8192)
+    assert _allow_files(settings) == ""

@@ -26,6 +26,7 @@ from octet.errors import (
 )
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
+from serve.api.errors import forget_frames
 from serve.api.operation import Answer, Call, Operation, close
 from serve.api.relay import AnsweredFailure
 from serve.api.request.deadlines import Deadlines
@@ -95,6 +96,7 @@ class Attempts:
                 last = error
             except BackendError as error:
                 last = error
+            forget_frames(last)
         assert last is not None
         raise last
 
@@ -211,11 +213,13 @@ class Attempts:
             try:
                 return await self._attempt(pool, member, again=again)
             except UnsupportedField as error:  # another backend of the pool may accept the field
+                forget_frames(error)
                 refusal = refusal or error
                 unfit.append(member)
                 member = await self._next(pool, tried, unfit, failure)
                 continue
             except BackendError as error:
+                forget_frames(error)
                 failure = error
             member = await self._next(pool, tried, unfit, failure)
             if member is None:

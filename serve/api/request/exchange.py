@@ -7,15 +7,22 @@ away, and cancels this one if it does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from octet.errors import BackendError, OctetError, RequestError
-from serve.access.keys import Principal
-from serve.api.errors import code_of, error_bytes, error_headers, sse_error, status_of
+from serve.access.keys import Principal, authorization_in
+from serve.api.errors import (
+    code_of,
+    error_bytes,
+    error_headers,
+    forget_frames,
+    sse_error,
+    status_of,
+)
 from serve.api.operation import (
     JSON,
     Answer,
@@ -28,6 +35,7 @@ from serve.api.operation import (
 )
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
+from serve.api.request.counts import longest_answer, reported
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
@@ -39,6 +47,7 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Exchange", "provenance", "read_body", "requested_tier"]
 
+MAX_LOGGED = 16 * 1024  # characters of a prompt
 _TIER = b"x-octet-tier"
 _DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 _log = logging.getLogger(__name__)
@@ -101,8 +110,11 @@ class Exchange:
             self.observation.gone = True
             return None
         except (Exception, asyncio.CancelledError) as failure:
-            error = self._cause(failure)
-            return None if error is None else self._refusal(error)
+            try:
+                error = self._cause(failure)
+                return None if error is None else self._refusal(error)
+            finally:
+                forget_frames(failure)
         finally:
             if watch is not None:
                 watch.cancel()
@@ -114,22 +126,26 @@ class Exchange:
     async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
         observation, operation, limits = self.observation, self.operation, epoch.config.limits
-        self.principal = epoch.keys.authenticate(self.headers.get(b"authorization"))
+        self.principal = epoch.keys.authenticate(authorization_in(self.fields))
         observation.authenticated(self.principal.name)
         require_json(self.headers.get(b"content-type"))
         timeout_s = requested_timeout_s(self.headers)
-        self.gateway.admission.require_memory()
-        raw = await read_body(self.receive, self.headers, limits.max_body_bytes)
-        body, data = await parse_body(operation.schema, raw, limits)
+        with self.gateway.admission.upload() as count:
+            raw = await read_body(self.receive, self.headers, limits.max_body_bytes, count)
+            body, data = await parse_body(operation.schema, raw, limits)
         route = epoch.routes.resolve(data["model"], self.principal.may_use)
         tier = route.tier(data["model"], requested_tier(self.headers, self.fields))
         self.principal.require_model(route, tier.name if tier is not None else None)
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if epoch.config.logs.prompts:
-            observation.prompt = str(data.get("messages") or data.get("prompt") or "")
+            prompt = data.get("messages") or data.get("prompt") or ""
+            observation.prompt = str(prompt)[:MAX_LOGGED]
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
-        call = Call(observation.id, operation.path, raw, data, body, route, headers, streamed)
+        call = Call(
+            *(observation.id, operation.path, raw, data, body, route, headers, streamed),
+            limits.max_answer_bytes,
+        )
         pools = route.pools(tier)
         total_s = min(pools[0].config.timeouts.total_s, timeout_s)
         elapsed_s = time.perf_counter() - observation.started
@@ -184,12 +200,16 @@ class Exchange:
                 error = self._cause(failure)
                 if error is None:
                     return
+            if isinstance(error, OctetError):  # the traceback of any other is logged below
+                forget_frames(failure)
         finally:
             deadlines.close()  # a second interruption would cut off the handling of the first
             if not whole:
                 await close(rest)
         # From here on the backend is free, and the client may take its time.
         tail = self._broken(error) if error is not None else b""
+        if error is not None:
+            forget_frames(error)
         self._complete(answer, error)
         attempts.release()
         await send({"type": "http.response.body", "body": tail})
@@ -208,11 +228,17 @@ class Exchange:
             self.observation.broken(code_of(tally.failed))
         elif error is None:
             attempts.succeeded()
-        self.observation.finished(tally.prompt_tokens, tally.completion_tokens)
-        if tally.prompt_tokens is not None:
-            attempts.settle(tally.prompt_tokens, tally.completion_tokens or 0)
+        counts = reported(attempts.call, tally, self.observation.choices)
+        if counts is not None:
+            self.observation.finished(*counts)
+            attempts.settle(*counts)
         elif answer.rest is not None:
-            attempts.settle(attempts.prompt_tokens, self.tokens)
+            self._settle_estimate(attempts)
+
+    def _settle_estimate(self, attempts: Attempts) -> None:
+        """Charges the key for the estimated prompt, and for a token per event."""
+        most = longest_answer(attempts.call, self.observation.choices)
+        attempts.settle(attempts.prompt_tokens, min(self.tokens, most))
 
     def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
         """Returns the error that really ended the request, or None if its client went away.
@@ -225,7 +251,7 @@ class Exchange:
             if isinstance(failure, Exception):
                 return failure
             raise failure
-        attempts.settle(attempts.prompt_tokens, self.tokens)
+        self._settle_estimate(attempts)
         if deadlines.gone:
             self.observation.gone = True
             return None
@@ -290,8 +316,15 @@ def _choices(body: Any) -> int:
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
+async def read_body(
+    receive: Receive,
+    headers: Mapping[bytes, bytes],
+    limit: int,
+    count: Callable[[int], None] = lambda size: None,
+) -> bytes:
     """Returns the whole body. Raises RequestError (413) if it is larger than `limit` bytes.
+
+    `count` is called with the size of each piece, and may refuse it.
 
     A Content-Length above the limit is refused before anything is read. A chunked body, which has
     none, is refused as soon as it exceeds the limit. Raises ClientDisconnect if the client goes
@@ -310,6 +343,7 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int
         received += len(piece)
         if received > limit:
             raise _too_large(limit)
+        count(len(piece))
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -1,5 +1,6 @@
 """Who is let in, who is not, and that nothing but a hash is kept."""
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from octet.errors import RequestError
 from serve.access.keys import ANONYMOUS, Keys
 from serve.config import Access, KeyConfig
 from tests.serve.clock import Clock
+from tests.serve.conftest import serving
+from tests.serve.upstreams import Scripted
 
 
 def digest(key: str) -> str:
@@ -34,6 +37,24 @@ def status_of(keys: Keys, header: bytes | None) -> tuple[int, str]:
         keys.authenticate(header)
     assert caught.value.code == "invalid_api_key"
     return caught.value.status, str(caught.value)
+
+
+async def test_two_authorization_headers_are_refused_on_every_path() -> None:
+    access = {"keys": [{"name": "team", "sha256": digest("octet-secret")}]}
+    keys = [b"authorization: Bearer octet-secret", b"authorization: Bearer other"]
+    body = b'{"model": "fake", "prompt": "x"}'
+    async with serving(("fake", [Scripted(b"{}")]), access=access) as served:
+        port = int(served.url.rpartition(":")[2])
+        for line in (b"GET /v1/models", b"GET /v1/models/fake", b"POST /v1/completions"):
+            for both in (keys, keys[::-1]):
+                fields = [b"host: x", b"connection: close", *both]
+                fields.append(b"content-length: %d" % (len(body) if b"POST" in line else 0))
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = b"\r\n".join([line + b" HTTP/1.1", *fields, b"", b""])
+                writer.write(head + (body if b"POST" in line else b""))
+                answer = await reader.read()
+                writer.close()
+                assert answer.startswith(b"HTTP/1.1 400") and b"invalid_authorization" in answer
 
 
 def test_without_keys_everybody_may_ask() -> None:

@@ -55,6 +55,23 @@ def test_a_day_ends_at_midnight_utc(tmp_path: Path) -> None:
     assert usage.spent("a") == 4
 
 
+def test_a_clock_that_was_days_ahead_for_a_moment_does_not_freeze_the_quota(tmp_path: Path) -> None:
+    path, wall = tmp_path / "usage.json", Clock(NOON)
+    usage = Usage(path, wall)
+    wall.now += 400 * 86_400
+    usage.add("a", 9)
+    usage.write()
+    wall.now -= 400 * 86_400
+    assert Usage(path, wall).spent("a") == 9  # a restart meanwhile
+    usage.add("a", 1)
+    assert usage.spent("a") == 10  # it gives no quota twice
+    wall.now += usage.reset_s()
+    assert usage.spent("a") == 0
+    usage.add("a", 2)
+    usage.write()
+    assert Usage(path, wall).spent("a") == 2
+
+
 CORRUPT = {
     "empty": b"",
     "half": b'{"version": 1, "day": "2027-',

@@ -192,5 +192,15 @@ async def test_any_json_is_answered_or_refused(
 
 def test_a_number_too_large_for_a_float_is_refused() -> None:
     body = b'{"model": "fake", "prompt": "a", "temperature": 1e999}'
-    with pytest.raises(RequestError, match="'temperature' should be a finite number"):
+    with pytest.raises(RequestError, match="the number 1e999 is too large"):
         parse(CompletionRequest, body, Limits())
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["small", "large"])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0"])
+def test_no_number_can_become_infinity_in_a_body_that_is_written_again(
+    number: str, padding: int
+) -> None:
+    body = '{"model": "fake", "prompt": "%s", "logit_bias": {"5": [1, %s]}}'
+    with pytest.raises(RequestError, match="is too large"):
+        parse(CompletionRequest, (body % ("a" * padding, number)).encode(), Limits())

@@ -223,13 +223,22 @@ async def test_usage_is_found_among_the_other_fields_of_its_event(end: bytes, co
     assert (tally.prompt_tokens, tally.completion_tokens) == (3, 2)
 
 
-ENDS = (b"data:[DONE]\n\n", b"data:  [DONE]\n\n", b"data: [DONE]\nid: 9\n\n", DONE + b": ping\n\n")
+ENDS = (b"data:[DONE]\n\n", b"data:  [DONE]\n\n", b"data: [DONE]\nid: 9\n\n")
 
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_done_may_be_written_in_other_ways(end: bytes) -> None:
     pieces, _ = await relayed(Upstream([FIRST, end, BackendError("it goes on")]))
     assert b"".join(pieces) == FIRST + end
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("more", [b": ping\n\n", DONE, FIRST, b"data: <script>\n\n", b"HTTP/1.1"])
+async def test_nothing_after_done_reaches_the_client(more: bytes, line_end: bytes) -> None:
+    stream = [piece.replace(b"\n", line_end) for piece in (FIRST + DONE, more)]
+    for pieces in ([b"".join(stream)], stream, [stream[0][:-1], stream[0][-1:] + stream[1]]):
+        found, tally = await relayed(Upstream(pieces))
+        assert b"".join(found) == stream[0] and tally.ended
 
 
 async def test_a_whole_answer_is_counted_whatever_its_size() -> None:

@@ -38,7 +38,10 @@ LIMIT = 2000  # bytes of headers
 
 
 class App:
-    """Answers with the length of the body, /large with much; /flood streams until nobody reads."""
+    """Answers with the length of the body, /large with much.
+
+    /flood streams until nobody reads; /early answers before the body has arrived.
+    """
 
     def __init__(self) -> None:
         self.disconnected = asyncio.Event()
@@ -49,6 +52,15 @@ class App:
         self.asked.set()
         if scope["path"] == "/flood":
             await self.flood(receive, send)
+            return
+        if scope["path"] == "/early":
+            await receive()
+            headers = [(b"content-length", b"5")]
+            await send({"type": "http.response.start", "status": 413, "headers": headers})
+            await send({"type": "http.response.body", "body": b"early"})
+            return
+        if scope["path"] == "/watch":
+            await self.watch(receive, send)
             return
         if scope["path"] == "/wait":
             await self.go_on.wait()
@@ -64,6 +76,19 @@ class App:
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def watch(self, receive: Any, send: Any) -> None:
+        """Waits, and meanwhile for the client to go away, as the gateway does."""
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        watching = asyncio.create_task(gone())
+        await self.go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+        watching.cancel()
 
     async def flood(self, receive: Any, send: Any) -> None:
         await receive()

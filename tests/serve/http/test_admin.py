@@ -86,6 +86,43 @@ class TestWhoMay:
                     async with session.post("/admin/reload") as response:
                         assert (await response.json())["backends_kept"] == 1
 
+    async def test_a_web_page_cannot_reach_its_address_by_a_domain_of_its_own(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI]
+    ) -> None:
+        text = one_pool(upstreams[0]) + "admin: {port: 0, host: metrics.example.net}\n"
+        gateway = configured(tmp_path / "octet.yaml", text)
+        refused = ("evil.example.com", "evil.example.com:80", "127.0.0.1.nip.io", "a.b")
+        allowed = ("127.0.0.1:9000", "[::1]:9000", "localhost", "octet:9000", "metrics.example.net")
+        with bind("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with (
+                serving_gateway(gateway, listener),
+                aiohttp.ClientSession(url) as session,
+            ):
+                for host in (*refused, *allowed):
+                    async with session.get("/admin/backends", headers={"host": host}) as response:
+                        answer = await response.json()
+                    async with session.get("/status", headers={"host": host}) as response:
+                        shown = upstreams[0].url in await response.text()
+                    if host in allowed:
+                        assert "p" in answer and shown, host
+                    else:
+                        assert answer["error"]["code"] == "host_refused" and not shown, host
+                for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+                    async with session.get(path) as response:
+                        assert response.status == 404
+
+    async def test_two_keys_are_none(self, served: Served) -> None:
+        headers = [("authorization", f"Bearer {key}") for key in (KEY, "sk-other")]
+        for both in (headers, headers[::-1]):
+            status, _ = await call(served, "GET", "/admin/backends", headers=both)
+            assert status == 401
+
+    async def test_a_section_without_end_is_not_read(self, served: Served) -> None:
+        path = "/admin/pools/p/backends"
+        status, error = await call(served, "POST", path, data=b" " * 1_000_000)
+        assert (status, error["error"]["code"]) == (413, "request_too_large")
+
 
 class TestBackends:
     async def test_one_comes(self, served: Served, upstreams: list[FakeOpenAI]) -> None:

@@ -5,7 +5,10 @@ import asyncio
 import pytest
 
 from serve.config import Limits
+from serve.http import protocol
+from serve.http.protocol import FEW_FILES
 from tests.serve.http.raw_site import CHUNKED, GET, LIMIT, POST, App, of_size, on_each_loop, site
+from tests.serve.longest_step import MOST_S, longest_step
 from tests.serve.waiting import until
 
 
@@ -171,3 +174,76 @@ async def test_a_reload_changes_the_limits_for_new_connections() -> None:
         served.limits = Limits(max_header_bytes=5)
         client = await served.connect(GET % b"")
         assert await client.refusal() == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("count", [1100, 5000])
+@pytest.mark.parametrize("request_", [(GET % b"")[:-2] + H2C, GET % b""], ids=["upgrade", "plain"])
+@on_each_loop
+async def test_many_pipelined_requests_are_all_answered(request_: bytes, count: int) -> None:
+    async with site() as served:
+        client = await served.connect(request_ * count)
+        for _ in range(count):
+            assert (await client.answer())[::2] == (200, b"0")
+        await client.send(GET % b"")
+        assert (await client.answer())[2] == b"0"
+
+
+async def test_pipelined_requests_take_no_long_step() -> None:
+    async with site() as served:
+        with longest_step() as steps:
+            client = await served.connect(b"GET / HTTP/1.1\r\n\r\n" * 20_000)
+            for _ in range(20_000):
+                await client.answer()
+        assert steps.longest_s < MOST_S
+
+
+@on_each_loop
+async def test_pipelined_requests_without_end_are_not_read() -> None:
+    """While the first one is answered, and whoever answers it waits for its client to go away."""
+    async with site() as served:
+        client = await served.connect(GET % b"watch")
+        await served.app.asked.wait()
+        writing = asyncio.ensure_future(client.send((GET % b"") * 1_000_000))
+        await asyncio.sleep(0.3)
+        assert not writing.done()
+        (connection,) = served.protocol.guard.connections
+        assert len(connection.pipeline) < 400 and len(connection._unparsed) < 2_000_000
+        writing.cancel()
+        client.writer.transport.abort()
+        served.app.go_on.set()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST /early HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 5000000\r\n\r\n",
+        b"POST /early HTTP/1.0\r\nHost: x\r\nContent-Length: 5000000\r\n\r\n",
+        b"POST /early HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n4c4b40\r\n",
+    ],
+    ids=["close", "HTTP/1.0", "chunked"],
+)
+@on_each_loop
+async def test_an_answer_before_the_end_of_the_body_is_not_lost_to_a_reset(request_: bytes) -> None:
+    async with site() as served:
+        client = await served.connect(request_)
+        for _ in range(50):
+            await client.send(b"x" * 100_000)
+            await asyncio.sleep(0.001)
+        status, headers, body = await client.answer()
+        assert (status, body, headers["connection"]) == (413, b"early", "close")
+        assert await client.ends() == b""
+
+
+@on_each_loop
+async def test_few_free_descriptors_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(protocol, "most_files", lambda: FEW_FILES + 3)
+    async with site() as served:
+        for _ in range(3):
+            client = await served.connect(GET % b"")
+            assert (await client.answer())[0] == 200
+    assert [message[:47] for message in caplog.messages] == [
+        "the process has nearly all of its 67 open files"
+    ]

@@ -25,6 +25,7 @@ class Server:
         self.says_ready = True
         self.hangs = False  # answers no question, and keeps its connections
         self.probe_error: BackendError | None = None
+        self.probe_losses = 0  # probes whose connection is lost
         self.probe_s = 0.0  # how long a token takes
         self.report: LoadReport | None = None
         self.reported: Incarnation | None = None
@@ -84,6 +85,9 @@ class Server:
         await asyncio.sleep(self.probe_s)
         if not self.alive:
             raise BackendUnavailable(f"{self.name}: connection refused", kind="refused")
+        if self.probe_losses:
+            self.probe_losses -= 1
+            raise BackendUnavailable(f"{self.name}: closed the connection", kind="lost")
         if self.probe_error is not None:
             raise self.probe_error
 

@@ -147,6 +147,16 @@ async def test_ready_over_a_dead_model_is_ejected_by_its_probe(scene: Scene) -> 
 
 
 @played()
+async def test_a_probe_whose_connection_was_just_closed_is_sent_again(scene: Scene) -> None:
+    await asyncio.sleep(1)
+    scene.server.probe_losses, probes = 1, scene.server.probes
+    await asyncio.sleep(32)
+    assert scene.member.standing == "in" and scene.server.probes == probes + 2
+    scene.server.probe_losses = 2
+    assert await scene.until("ejected", 31) > 0
+
+
+@played()
 async def test_it_is_probed_at_the_start_and_then_only_when_nothing_succeeds(scene: Scene) -> None:
     await asyncio.sleep(1)
     assert scene.server.probes == 1

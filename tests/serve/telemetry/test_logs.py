@@ -3,8 +3,10 @@
 import io
 import json
 import logging
+import os
 import threading
 import time
+import weakref
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from serve.config.gateway import Logs
 from serve.telemetry import logs
-from serve.telemetry.logs import logging_to
+from serve.telemetry.logs import LAST_LINES_S, logging_to, say
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.observation import Observation, current, log_access
 
@@ -152,3 +154,73 @@ def test_logging_is_as_before_afterwards() -> None:
     with logging_to(Logs(), io.StringIO()):
         assert root.level == logging.INFO
     assert (root.level, list(root.handlers)) == before
+
+
+def test_lines_are_dropped_by_their_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_WAITING_BYTES", 100_000)
+    stream = Stuck()
+    with logging_to(Logs(), stream):
+        _log.info("line 0")
+        assert stream.entered.wait(60)
+        for _ in range(100):
+            _log.info("%s", "x" * 10_000)
+        stream.go_on.set()
+    assert 8 <= stream.getvalue().count(": xxx") <= 12
+
+
+def test_what_a_traceback_holds_is_free_before_its_line_is_written() -> None:
+    class Large:
+        pass
+
+    def fail() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise ZeroDivisionError
+
+    held: list[weakref.ref[Large]] = []
+    stream = Stuck()
+    with logging_to(Logs(), stream):
+        _log.info("line 3")
+        assert stream.entered.wait(60)
+        try:
+            fail()
+        except ZeroDivisionError:
+            _log.exception("it failed")
+        assert held[0]() is None
+        stream.go_on.set()
+    assert "in fail" in stream.getvalue()
+
+
+def test_a_traceback_cannot_control_the_terminal() -> None:
+    stream = io.StringIO()
+    with logging_to(Logs(), stream):
+        try:
+            raise ZeroDivisionError("\x1b]0;owned\x07")
+        except ZeroDivisionError:
+            _log.exception("it failed")
+    assert "\x1b" not in stream.getvalue() and "owned" in stream.getvalue()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_reader_that_reads_nothing_does_not_prevent_the_end(form: Any) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        began = time.monotonic()
+        with logging_to(Logs(format=form), stream):
+            for number in range(500):
+                _log.info("line %d %s", number, "x" * 1000)  # a pipe holds 64 KB
+            say("draining", Logs(format=form))
+            assert time.monotonic() - began < 1  # nobody waited until now
+        assert time.monotonic() - began < 1 + LAST_LINES_S + 1
+        os.close(reading)
+
+
+def test_what_is_said_stands_in_the_log_in_its_order(capfd: pytest.CaptureFixture[str]) -> None:
+    say("before", Logs())
+    with logging_to(Logs()):
+        _log.warning("one")
+        say("two", Logs())
+        _log.warning("three")
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == ["before", "one", "two", "three"]
+    assert lines[2] == "two"

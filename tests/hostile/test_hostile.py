@@ -1,0 +1,39 @@
+"""All hostile upstreams and clients of the tables, against one gateway for each table."""
+
+import asyncio
+from pathlib import Path
+
+from tests.hostile.clients import CASES
+from tests.hostile.runner import MOST_HEALTH_S, Gateway, against
+from tests.hostile.upstreams import REPORTS, SCENARIOS
+
+
+def require_sound(gateway: Gateway) -> None:
+    assert not gateway.violations, "\n".join(gateway.violations)
+    assert gateway.slowest_health_s < MOST_HEALTH_S
+
+
+async def test_upstreams(tmp_path: Path) -> None:
+    assert len(SCENARIOS) >= 300
+    async with against(tmp_path) as gateway:
+        await gateway.play(SCENARIOS)
+    assert gateway.upstream.posts >= len(SCENARIOS)
+    require_sound(gateway)
+
+
+async def test_reports(tmp_path: Path) -> None:
+    async with against(tmp_path) as gateway:
+        for name, report in REPORTS.items():
+            gateway.upstream.report = report
+            seen = gateway.upstream.gets
+            async with asyncio.timeout(10):
+                while gateway.upstream.gets < seen + 4:
+                    await gateway.play({name: SCENARIOS["s0"]})
+    require_sound(gateway)
+
+
+async def test_clients(tmp_path: Path) -> None:
+    assert len(CASES) >= 150
+    async with against(tmp_path) as gateway:
+        await gateway.play(CASES)
+    require_sound(gateway)

@@ -1,0 +1,34 @@
+"""Measures the longest step of an event loop: while it runs, no other request gets a turn."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+__all__ = ["MOST_S", "Steps", "longest_step"]
+
+MOST_S = 0.02  # the longest step that a backend or a client may cause
+
+
+class Steps:
+    """The longest step until now, in seconds of this thread's processor time."""
+
+    longest_s = 0.0
+
+
+@contextmanager
+def longest_step() -> Iterator[Steps]:
+    """Measures every callback of asyncio's own loop; other programs on the machine do not count."""
+    steps, run = Steps(), asyncio.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: Any) -> None:
+        began = time.thread_time()
+        run(handle)
+        steps.longest_s = max(steps.longest_s, time.thread_time() - began)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", timed)
+        yield steps

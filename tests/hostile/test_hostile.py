@@ -4,13 +4,17 @@ import asyncio
 from pathlib import Path
 
 from tests.hostile.clients import CASES
-from tests.hostile.runner import MOST_HEALTH_S, Gateway, against
+from tests.hostile.runner import Gateway, against
 from tests.hostile.upstreams import REPORTS, SCENARIOS
+
+# A machine that is busy with other work delays answers. `python -m tests.hostile` requires 0.1 s,
+# and tests/serve/longest_step.py measures steps of the event loop in processor time.
+STALLED_S = 1.0
 
 
 def require_sound(gateway: Gateway) -> None:
     assert not gateway.violations, "\n".join(gateway.violations)
-    assert gateway.slowest_health_s < MOST_HEALTH_S
+    assert gateway.slowest_health_s < STALLED_S
 
 
 async def test_upstreams(tmp_path: Path) -> None:

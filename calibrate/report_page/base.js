@@ -42,7 +42,7 @@ const decibels = (value) => (value === null || value === undefined ? "–" : val
 const percent = (value) => {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
-  const shown = value < 1e-6 ? scientific(value * 100, 2).replace(".0×", "×").replace(/^1×/, "") : digits(value * 100);
+  const shown = value < 2e-6 ? scientific(value * 100, 2).replace(".0×", "×").replace(/^1×/, "") : digits(value * 100);
   return shown + " %";
 };
 const short = (name) => name.replace(/^model\./, "").replace("self_attn.", "attn.");

@@ -51,6 +51,7 @@ def render_page(evaluation: Evaluation, comparison: Comparison) -> str:
     return environment.from_string(template).render(
         comparison=comparison,
         verdict=_verdict(comparison),
+        compared=any(row.change is not None for row in comparison.rows),
         count=COUNT,
         context=CONTEXT,
         decodes=evaluation.decode is not None,
@@ -121,7 +122,8 @@ def _verdict(comparison: Comparison) -> dict[str, Any]:
         lines.append((_brief(row.name), text))
     changed = [row for row in comparison.rows if row.change is not None]
     if not changed:
-        return {"status": "ready", "title": "Perplexity on held-out text", "lines": lines}
+        title = f"Perplexity {_figure(comparison.rows[0].perplexity.mean)} on held-out text"
+        return {"status": "ready", "title": title, "lines": lines}
     worst = max(changed, key=lambda row: row.change.high if row.change else 0.0)
     assert worst.change is not None
     if worst.change.high <= _HARMLESS:
@@ -153,13 +155,16 @@ def _distribution(scores: Scores) -> dict[str, Any] | None:
 
 
 def _per_sample(scores: Scores, evaluation: Evaluation) -> dict[str, Any]:
-    """Returns means per token of each sample: divergence, and change of the log-perplexity."""
-    base = evaluation.reference or evaluation.targets[0]
+    """Returns means per token of each sample: divergence, and change of the log-perplexity.
+
+    Of one target without a reference, the log-perplexity itself.
+    """
     kl = None if scores.kl is None else _means(scores.kl)
-    return {
-        "kl": kl,
-        "change": [a - b for a, b in zip(_means(scores.nll), _means(base.nll), strict=True)],
-    }
+    if evaluation.reference is None and len(evaluation.targets) == 1:
+        return {"kl": kl, "change": _means(scores.nll)}
+    base = evaluation.reference or evaluation.targets[0]
+    changes = [a - b for a, b in zip(_means(scores.nll), _means(base.nll), strict=True)]
+    return {"kl": kl, "change": changes}
 
 
 def _means(values: tuple[NDArray[np.float64], ...]) -> list[float]:

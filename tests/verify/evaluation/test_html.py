@@ -105,3 +105,16 @@ def test_without_a_tokenizer_tokens_are_shown_by_number() -> None:
     found = replace(evaluation(reference=True), decode=None)
     text = render_page(found, compare(found))
     assert "No artifact has a tokenizer" in text and "<mark>⟨" in text
+
+
+def test_a_single_artifact_has_no_column_that_is_empty() -> None:
+    found = evaluation(reference=False)
+    found = replace(found, targets=found.targets[:1])
+    text = render_page(found, compare(found))
+    table = text[text.index("<table>") : text.index("</table>")]
+    assert "change" not in table and ">-<" not in table
+    perplexity = compare(found).rows[0].perplexity.mean
+    assert f"Perplexity {perplexity:.4g} on held-out text" in text
+    (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    means = [float(nll.mean()) for nll in found.targets[0].nll]
+    assert json.loads(embedded)["per_sample"][0]["change"] == means

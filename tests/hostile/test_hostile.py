@@ -10,6 +10,8 @@ from tests.hostile.upstreams import REPORTS, SCENARIOS
 
 def require_sound(gateway: Gateway) -> None:
     assert not gateway.violations, "\n".join(gateway.violations)
+    print(f"slowest /health {gateway.slowest_health_s * 1000:.0f} ms", end=", ")
+    print(f"peak memory {gateway.peak_bytes / 2**20:.0f} MB")
     assert gateway.slowest_health_s < MOST_HEALTH_S
 
 

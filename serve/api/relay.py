@@ -219,7 +219,7 @@ def _headers(relay: Relay, content_type: str) -> dict[str, str]:
     """Returns the headers for the client: a browser must not read the answer as a page."""
     headers = {"content-type": content_type, "x-content-type-options": "nosniff"}
     after = relay.headers.get("retry-after", "")
-    if retry_after(after) is not None and after.isascii() and after.isprintable():
+    if after and after.isascii() and after.isprintable() and retry_after(after) is not None:
         headers["retry-after"] = after
     return headers
 

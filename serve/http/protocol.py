@@ -352,6 +352,8 @@ class GuardedProtocol(HttpToolsProtocol):
 class _PoliteTransport:
     """What an answer is written to: a connection, with another way to close it."""
 
+    __slots__ = ("close", "is_closing", "write")
+
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
         self.is_closing = transport.is_closing

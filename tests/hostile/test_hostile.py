@@ -14,6 +14,8 @@ STALLED_S = 1.0
 
 def require_sound(gateway: Gateway) -> None:
     assert not gateway.violations, "\n".join(gateway.violations)
+    print(f"slowest /health {gateway.slowest_health_s * 1000:.0f} ms", end=", ")
+    print(f"peak memory {gateway.peak_bytes / 2**20:.0f} MB")
     assert gateway.slowest_health_s < STALLED_S
 
 

@@ -19,24 +19,26 @@ def reported(call: Call, tally: Tally, choices: int) -> tuple[int, int] | None:
     None if it reports none, or more than the request can have: then they are estimated.
     """
     prompt, answer = tally.prompt_tokens, tally.completion_tokens or 0
-    if prompt is None or not 0 <= prompt <= _longest_prompt(call, choices):
+    if prompt is None or prompt < 0:
+        return None
+    if prompt > len(call.raw) and prompt > _longest_prompt(call, choices):
         return None
     return (prompt, answer) if 0 <= answer <= longest_answer(call, choices) else None
 
 
 def _longest_prompt(call: Call, choices: int) -> int:
     """Every token is at least one byte of the request, or belongs to the template."""
-    attached = any(kind in call.raw for kind in _ATTACHED)
-    written = MAX_TOKENS if attached else len(call.raw) + TEMPLATE * choices
-    return min(written, _context(call) * choices)
+    if any(kind in call.raw for kind in _ATTACHED):
+        return _context(call) * choices
+    return len(call.raw) + TEMPLATE * choices
 
 
 def longest_answer(call: Call, choices: int) -> int:
     """Returns the tokens that all choices together can have; some servers count the end, too."""
     body: Any = call.body
     limits = (getattr(body, name, None) for name in ("max_completion_tokens", "max_tokens"))
-    limit = next((limit for limit in limits if limit is not None), MAX_TOKENS)
-    return choices * (min(limit, _context(call)) + 1)
+    limit = next((limit for limit in limits if limit is not None), None)
+    return choices * ((_context(call) if limit is None else limit) + 1)
 
 
 def _context(call: Call) -> int:

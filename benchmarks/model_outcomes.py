@@ -167,7 +167,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, or what is none, and samples; `late` if config.json cannot show what is wrong."""
+    """A checkpoint (or not), and samples; `late` if config.json cannot show what is wrong."""
 
     name: str
     model: Path

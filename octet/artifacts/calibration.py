@@ -124,7 +124,7 @@ class Calibration:
             if name not in manifest.files:
                 raise ArtifactError(f"{path}: its manifest lists no {name}; calibrate again")
         try:
-            raw = json.loads((path / "observations.json").read_text())
+            raw = json.loads((path / "observations.json").read_text("utf-8"))
             observations = TypeAdapter(dict[str, Observation]).validate_python(raw)
         except (OSError, ValueError, ValidationError) as error:
             raise ArtifactError(f"{path / 'observations.json'}: {error}") from None
@@ -154,7 +154,9 @@ class Calibration:
             records: dict[str, Any] = {
                 name: item.model_dump(mode="json") for name, item in observations.items()
             }
-            (writer.path / "observations.json").write_text(json.dumps(records, indent=1) + "\n")
+            (writer.path / "observations.json").write_text(
+                json.dumps(records, indent=1) + "\n", "utf-8"
+            )
             write_tensors(
                 writer.path / "histograms.safetensors",
                 {
@@ -172,7 +174,7 @@ class Calibration:
                 if isinstance(content, Path):
                     shutil.copyfile(content, writer.path / name)
                 elif isinstance(content, str):
-                    (writer.path / name).write_text(content)
+                    (writer.path / name).write_text(content, "utf-8")
                 else:
                     content(writer.path)
             writer.finish(manifest)

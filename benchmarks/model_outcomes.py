@@ -14,12 +14,12 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,7 @@ def sample_files(root: Path, lines: list[str]) -> Iterator[Case]:
         "JSON without a text": ("no-text.jsonl", b'{"prompt": "a", "id": 1}\n' * 200),
         "a JSON array": ("array.json", json.dumps([{"text": x} for x in lines]).encode()),
         "empty": ("empty.jsonl", b""),
-        "not UTF-8": ("latin.txt", "\n".join(lines).encode() + b"\ncaf\xe9\n"),
+        "not UTF-8": ("latin.txt", b"caf\xe9\n\n" * 200),
         "JSONL that is not UTF-8": ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 200),
         "5 samples": ("five.jsonl", "\n".join(rows[:5]).encode()),
         "duplicate lines": ("twice.jsonl", "\n".join([rows[0]] * 200).encode()),
@@ -309,18 +309,17 @@ def sample_files(root: Path, lines: list[str]) -> Iterator[Case]:
 
 def run(*arguments: object) -> tuple[int, list[str], float]:
     """Runs `octet`; returns its exit status, the lines of its errors, and CPU seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "octet", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, done.stderr.splitlines(), spent
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octet", *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        return process.returncode, errors.read().splitlines(), usage.ru_utime + usage.ru_stime
 
 
 def outcome_of(case: Case, out: Path, start_s: float) -> Row:
@@ -336,7 +335,8 @@ def outcome_of(case: Case, out: Path, start_s: float) -> Row:
         if wrong is None and spent - start_s > 1 and not case.late:
             wrong = "late"
         return Row(case.name, kind, message=message, wrong=wrong, **fields)  # type: ignore[arg-type]
-    warnings = [line for line in lines if line.startswith("warning: ")]
+    told = ("does not know", "tokenizer", "repeated", "samples are few")
+    notes = [x for x in lines if x.startswith("warning: ") and any(word in x for word in told)]
     found = difference(case.model, GoldenSet.load(out))
     status, lines, _ = run("export", "checkpoint", out, "--out", out.with_suffix(".exported"))
     export = "yes" if status == 0 else (lines or [""])[-1]
@@ -349,7 +349,7 @@ def outcome_of(case: Case, out: Path, start_s: float) -> Row:
     return Row(
         case.name,
         kind,
-        message=warnings[-1] if warnings else "",
+        message=" ".join(notes),
         logits_differ=found,
         exported=export,
         verified=verified,
@@ -376,10 +376,12 @@ def difference(path: Path, golden: GoldenSet) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="words of the cases to run")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     start_s = min(run("calibrate", "/none", "--samples", "x", "--out", "y")[2] for _ in range(3))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
@@ -399,9 +401,14 @@ def main() -> None:
                 given = samples if more is no_checkpoints else [x[:200] for x in texts[:200]]
                 yield from (case for case in more(place, given) if chosen(case.name))  # type: ignore[arg-type]
 
-        for number, case in enumerate(cases()):
-            rows.append(outcome_of(case, root / f"out-{number}", start_s))
-            print(json.dumps(asdict(rows[-1])).replace(name, ""), file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = [
+                pool.submit(outcome_of, case, root / f"out-{number}", start_s)
+                for number, case in enumerate(cases())
+            ]
+            for row in found:
+                rows.append(row.result())
+                print(rows[-1].case, rows[-1].wrong or "", file=sys.stderr, flush=True)
     print_table(rows, name)
     card = conditions(machine=platform.machine(), torch_threads=1, start_cpu_s=round(start_s, 2))
     if options.output is not None:

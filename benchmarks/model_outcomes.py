@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ from card import conditions
 
 from octet.artifacts.golden import GoldenSet
 
+# transformers changes torch's globals while it makes or loads a model: one at a time.
+_MAKING = threading.Lock()
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "python-lm" / "model"
 SIZES: dict[str, Any] = {
@@ -186,7 +189,8 @@ def write_model(path: Path, kind: str, settings: dict[str, Any]) -> Path:
         transformers.AutoModelForCausalLM,
     )
     maker = makers[{"t5": 0, "bert": 1}.get(kind, 2)]
-    model = maker.from_config(config)
+    with _MAKING:
+        model = maker.from_config(config)
     for name, parameter in model.named_parameters():  # so that none can be left out unnoticed
         if name.endswith("bias"):
             torch.nn.init.uniform_(parameter, -0.5, 0.5)
@@ -208,7 +212,9 @@ def write_vision_model(path: Path) -> Path:
         vision_config={"model_type": "clip_vision_model", "num_attention_heads": 2, **vision},
         text_config={"model_type": "llama", **SIZES},
     )
-    return save(transformers.LlavaForConditionalGeneration(config), path)
+    with _MAKING:
+        model = transformers.LlavaForConditionalGeneration(config)
+    return save(model, path)
 
 
 def altered(source: Path, out: Path, **config: Any) -> Path:
@@ -360,7 +366,8 @@ def outcome_of(case: Case, out: Path, start_s: float) -> Row:
 
 def difference(path: Path, golden: GoldenSet) -> float:
     """Returns the largest difference of a golden log-probability from transformers' own."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with _MAKING:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     largest = 0.0
     for record in golden.records[:8]:
         ids = [*record.prompt_token_ids, *record.continuation_token_ids]

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
@@ -126,8 +126,9 @@ class Calibration:
         try:
             raw = json.loads((path / "observations.json").read_text("utf-8"))
             observations = TypeAdapter(dict[str, Observation]).validate_python(raw)
-        except (OSError, ValueError, ValidationError) as error:
-            raise ArtifactError(f"{path / 'observations.json'}: {error}") from None
+        except (OSError, ValueError) as error:  # pydantic's errors are of several lines
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise ArtifactError(f"{path / 'observations.json'}: {reason}") from None
         file = TensorFile.open(path / "scales.safetensors")
         scales = {name: file.read(name).float32() for name in file.names}
         return cls(path, manifest, observations, scales)

@@ -92,7 +92,9 @@ class Manifest(BaseModel):
             raise ArtifactError(
                 f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
             raise ArtifactError(
                 f"{path}: altered since it was written (not valid JSON: {error}); {_AGAIN}"
             ) from None

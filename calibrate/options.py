@@ -7,6 +7,7 @@ from typing import Literal
 from calibrate.quality.gate import Gate
 from calibrate.quality.refused import check_refused, refused_directory
 from calibrate.samples.source import Sampling
+from calibrate.samples.tokens import check_tokenizer_files
 from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.limit import Limit
@@ -71,6 +72,7 @@ def validate(options: Options) -> Checkpoint:
             "gptq moves weights onto the scales of one recipe, which --budget would change: give"
             " one of the two, or use smoothquant"
         )
+    check_tokenizer_files(checkpoint)
     options.check()
     return checkpoint
 

@@ -178,7 +178,7 @@ def _convergence(
     path = origin.path / "convergence.json"
     if not path.exists():
         return None
-    counts = json.loads(path.read_text())["counts"]
+    counts = json.loads(path.read_text("utf-8"))["counts"]
     chunks, _ = with_fallback(checkpoint.spec, origin.chunks, least)
     if any(len(chunks[name]) != len(counts) for name in list(origin.observations)[:1]):
         return None
@@ -187,7 +187,7 @@ def _convergence(
 
 def _report_of(origin: Calibration) -> dict[str, Any]:
     path = origin.path / "report.json"
-    old_report = json.loads(path.read_text()) if path.exists() else {}
+    old_report = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return old_report if isinstance(old_report, dict) else {}
 
 

@@ -85,9 +85,9 @@ def keep_evidence(
     """Writes to `refused` why a calibration failed its gate; returns the report page's path."""
     with keep_refused(refused) as directory:
         for name, text in report_files(report, course, None).items():
-            (directory / name).write_text(str(text))
+            (directory / name).write_text(str(text), "utf-8")
         recipe = report.recipe.model_dump(mode="json")
-        (directory / EVIDENCE_FILE).write_text(gate.evidence(recipe=recipe))
+        (directory / EVIDENCE_FILE).write_text(gate.evidence(recipe=recipe), "utf-8")
         golden.save(directory)
         tensors = {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()}
         write_tensors(directory / "scales.safetensors", tensors)

@@ -11,22 +11,25 @@ from rich.progress import (
     ProgressColumn,
     Task,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 __all__ = ["Bars", "Spread", "progress_bar", "progress_bars"]
 
 # Rich forgets steps after 30 s, and without two steps has no rate: a layer may take minutes.
 _RATE_PERIOD_S = 1e9
+_NARROW = 80  # columns; below, a bar's line has no room for its rate
 
 
 class _Done(ProgressColumn):
     """Work done, work in all, and the rate, in `unit`s or, with "bytes", in kB, MB and so on."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._unit = unit
 
     def render(self, task: Task) -> Text:
@@ -67,16 +70,20 @@ def progress_bars(
     """Yields bars that count `unit`s; `transient` ones disappear at the end.
 
     A bar's rate counts from its first update on, which may be of work kept from an earlier run.
+    Each bar is one line: it shrinks first, and a narrow terminal shows a percentage in its place.
     """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _Done(unit),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
+    whole = Column(no_wrap=True)
+    narrow = console is not None and console.width < _NARROW
+    shown: tuple[ProgressColumn, ...] = (
+        (TaskProgressColumn(table_column=whole),)
+        if narrow
+        else (BarColumn(bar_width=None, table_column=Column(max_width=40)), _Done(unit))
     )
     with Progress(
-        *columns,
+        TextColumn("{task.description}", markup=False, table_column=whole),
+        *shown,
+        TextColumn("ETA", table_column=whole),
+        TimeRemainingColumn(table_column=whole),
         console=console,
         transient=transient,
         disable=console is None,

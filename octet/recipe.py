@@ -204,7 +204,7 @@ class Recipe(BaseModel):
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"unknown recipe '{name_or_path}'{nearest(name_or_path, PRESETS)}")
         try:
-            data = yaml.safe_load(path.read_text())
+            data = yaml.safe_load(path.read_text("utf-8"))
             return cls.model_validate(data)
         except OSError as error:
             raise ConfigError(f"recipe {path}: {error.strerror}") from None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from octet import __version__
-from octet.errors import OctetError, printable
+from octet.errors import ConfigError, OctetError, printable
 from octet.hardware.cores import wait_briefly
 from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             signal.signal(ending, _terminate)
     command: Any = typer.main.get_command(app)
     try:
+        _require_text(arguments)
         code = command.main(arguments, prog_name="octet", standalone_mode=False) or 0
         if code == 130:  # typer has turned KeyboardInterrupt into this code
             raise KeyboardInterrupt
@@ -117,6 +118,22 @@ def build_engine_main() -> NoReturn:
 def _fail(message: str, code: int = 2) -> NoReturn:
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that the locale cannot decode.
+
+    Python passes its bytes on as surrogates, which the Rust and C++ libraries below do not take.
+    """
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding()
+            remedy = "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            if encoding == "utf-8":
+                remedy = "rename the file"
+            raise ConfigError(f"{argument}: not {encoding.upper()} text; {remedy}") from None
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

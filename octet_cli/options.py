@@ -1,6 +1,7 @@
 """Options that several commands share, and what they print when they have written something."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,8 +57,11 @@ TextField = Annotated[str, typer.Option(help="Field of each sample that holds it
 
 
 def console_for(as_json: bool) -> Console | None:
-    """Returns the console for progress and reports: standard error, or None beside JSON."""
-    return None if as_json else Console(stderr=True)
+    """Returns the console for progress and reports: standard error, or None beside JSON.
+
+    Prose is wrapped for a terminal alone: in a log, a warning is one line.
+    """
+    return None if as_json else Console(stderr=True, soft_wrap=not sys.stderr.isatty())
 
 
 def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
@@ -70,7 +74,8 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
     for name in manifest.files:
         size = (out / name).stat().st_size
         table.add_row(Text(f"  {name}"), f"{size:,} B")
-    console, warn = Console(), Console(stderr=True, style="yellow", highlight=False, markup=False)
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    warn = Console(stderr=True, style="yellow", highlight=False, markup=False, soft_wrap=True)
     details = manifest.details
     expected = details.get("expected_divergence")
     if manifest.kind != "calibration":  # its report has shown them

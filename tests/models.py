@@ -143,7 +143,7 @@ def write_model(path: Path, kind: str, *, seed: int = 0, **settings: Any) -> Pat
     none can be left out unnoticed.
     """
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(_SIZES | _KINDS[kind] | settings))
+    config = AutoConfig.for_model(kind, **(_SIZES | _KINDS.get(kind, {}) | settings))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):

@@ -44,6 +44,15 @@ def test_a_folder_says_what_it_holds_and_is_small_enough_to_look_through() -> No
         assert len(files) <= MOST_FILES, f"{folder.relative_to(ROOT)} has {len(files)} files"
 
 
+def test_text_is_read_and_written_as_utf_8_in_every_locale() -> None:
+    for name, path in FILES.items():
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            method = getattr(getattr(call, "func", None), "attr", None)
+            if isinstance(call, ast.Call) and method in ("read_text", "write_text"):
+                given = [*call.args[method == "write_text" :], *(k.arg for k in call.keywords)]
+                assert given, f"{name}, line {call.lineno}: {method} without an encoding"
+
+
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     output = subprocess.run(

@@ -140,8 +140,10 @@ class ExportGate:
         with keep_refused(path) as refused:
             recipe = manifest.recipe.model_dump(mode="json")
             text = outcome.evidence(kind=manifest.kind, recipe=recipe, **more)
-            (refused / EVIDENCE_FILE).write_text(text)
-            (refused / "verification.json").write_text(json.dumps(recorded, indent=1) + "\n")
+            (refused / EVIDENCE_FILE).write_text(text, "utf-8")
+            (refused / "verification.json").write_text(
+                json.dumps(recorded, indent=1) + "\n", "utf-8"
+            )
             GoldenSet.load(directory).save(refused)
 
 

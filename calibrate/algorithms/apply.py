@@ -92,7 +92,7 @@ def changed_model(
             hashes = {name: sha256_file(staging / name) for name in (WEIGHTS_FILE, _SCALES)}
             details = {"name": algorithm, **changed.details}
             facts = {"key": key, "files": hashes, "details": details}
-            (staging / _FACTS).write_text(json.dumps(facts))
+            (staging / _FACTS).write_text(json.dumps(facts), "utf-8")
             os.replace(staging, directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -101,7 +101,7 @@ def changed_model(
 
 def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
     try:
-        facts = json.loads((directory / _FACTS).read_text())
+        facts = json.loads((directory / _FACTS).read_text("utf-8"))
         whole = all(sha256_file(directory / name) == sha for name, sha in facts["files"].items())
     except (OSError, ValueError, KeyError):
         whole = False

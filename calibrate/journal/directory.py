@@ -44,7 +44,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     try:
-        temporary.write_text(json.dumps({"content": content, "sha256": digest}, indent=1) + "\n")
+        temporary.write_text(
+            json.dumps({"content": content, "sha256": digest}, indent=1) + "\n", "utf-8"
+        )
         flush(temporary)
         flush(path.parent)
         os.replace(temporary, path)
@@ -57,7 +59,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns what `write_json` wrote; raises ArtifactError if it was altered."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text("utf-8"))
         content: dict[str, Any] = data["content"]
         text = json.dumps(content, sort_keys=True)
         if hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:

@@ -116,9 +116,10 @@ class SamplePlan:
 
     def summary(self) -> str:
         """Returns a one-line summary for people."""
-        facts = self.facts
+        facts, batches = self.facts, len(self.batches)
         parts = [
-            f"{self.chunk_ends[-1]} samples, {self.tokens:,} tokens in {len(self.batches)} batches",
+            f"{self.chunk_ends[-1]} samples, {self.tokens:,} tokens in {batches}"
+            f" batch{'es' if batches > 1 else ''}",
             f"{facts['padding_share']:.1%} padding",
         ]
         if facts["packed"]:
@@ -182,8 +183,8 @@ def _end_token(tokenizer: Any, vocab_size: int) -> int:
         raise ConfigError("--pack joins samples by the tokenizer's end token, and it has none")
     if end >= vocab_size:
         raise CheckpointError(
-            f"the tokenizer's end token is {end}, the model has {vocab_size}:"
-            " they do not belong together"
+            f"{tokenizer.name_or_path}: the tokenizer's end token is {end}, the model has"
+            f" {vocab_size}: they do not belong together; copy the model's own tokenizer"
         )
     return int(end)
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -256,10 +256,12 @@ class Sampling:
         return 1 if self.allow_few_samples else MINIMUM
 
     def check(self) -> None:
-        """Raises SampleError for a path that holds no samples; reads none yet."""
-        for path in (self.held_out, self.samples):
-            if path is not None:
-                open_source(path, Fields(self.text_field, self.messages_field))
+        """Raises SampleError for samples that cannot be read, or are too few to run."""
+        fields = Fields(self.text_field, self.messages_field)
+        if self.held_out is not None:
+            _open_filled(self.held_out, fields)
+        found, _ = _open_filled(self.samples, fields).first(self.count)
+        require_enough(self.samples, len(found), self.count, self.minimum)
 
     def load(self) -> "tuple[SampleFile, SampleFile | None]":
         """Opens the samples, and the held-out ones if they are in a source of their own."""
@@ -276,6 +278,7 @@ class SampleFile:
     """
 
     path: Path
+    files: tuple[Path, ...]
     sha256: str
     kind: str  # such as "JSONL"
     read: Callable[[], Iterator[Sample]] = field(repr=False)
@@ -312,13 +315,19 @@ def load_samples(
     or a directory that `datasets.save_to_disk` wrote. Only the first sample is read yet. Raises
     SampleError, in one line, for anything but a readable source with something in it.
     """
-    source = open_source(path, Fields(text_field, messages_field))
-    file = SampleFile(path, "", source.kind, source.read)
+    file = _open_filled(path, Fields(text_field, messages_field))
+    return replace(file, sha256=_digest(path, file.files))
+
+
+def _open_filled(path: Path, fields: Fields) -> SampleFile:
+    """Opens a source and reads its first sample, but no hash; SampleError if there is none."""
+    source = open_source(path, fields)
+    file = SampleFile(path, source.files, "", source.kind, source.read)
     found, empty = file.first(1)
     if not found:
         what = f"all {empty} samples are empty" if empty else "is empty"
         raise SampleError(f"{path}: {what}; calibration needs texts or conversations")
-    return SampleFile(path, _digest(path, source), source.kind, source.read)
+    return file
 
 
 def require_enough(path: Path, available: int, count: int, minimum: int) -> int:
@@ -332,12 +341,12 @@ def require_enough(path: Path, available: int, count: int, minimum: int) -> int:
     return chosen
 
 
-def _digest(path: Path, source: Source) -> str:
+def _digest(path: Path, files: tuple[Path, ...]) -> str:
     try:
-        if source.files == (path,):
+        if files == (path,):
             return sha256_file(path)
         whole = hashlib.sha256()
-        for file in source.files:
+        for file in files:
             name = file.relative_to(path).as_posix()
             whole.update(f"{name}\0{sha256_file(file)}\n".encode(errors="surrogateescape"))
         return whole.hexdigest()

@@ -17,7 +17,7 @@ from octet.model.chat_template import DEFAULT_TEMPLATE
 from octet.model.checkpoint import Checkpoint
 from octet.storage.files import LFS_POINTER, is_lfs_pointer
 
-__all__ = ["encode", "load_tokenizer", "quiet", "rendered", "tokenize"]
+__all__ = ["check_tokenizer_files", "encode", "load_tokenizer", "quiet", "rendered", "tokenize"]
 
 _TOGETHER = 64  # samples encoded in one call: enough to keep the tokenizer's threads busy
 
@@ -42,8 +42,8 @@ def encode(samples: Sequence[Sample], tokenizer: Any, *, vocab_size: int) -> Ite
                 raise SampleError(f"{sample.origin}: the tokenizer makes no token of its text")
             if max(ids) >= vocab_size:
                 raise CheckpointError(
-                    f"the tokenizer gives token {max(ids)}, the model has {vocab_size}:"
-                    " they do not belong together"
+                    f"{tokenizer.name_or_path}: the tokenizer gives token {max(ids)}, the model has"
+                    f" {vocab_size}: they do not belong together; copy the model's own tokenizer"
                 )
             yield ids
 
@@ -109,10 +109,8 @@ def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
     return text
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Loads the checkpoint's transformers tokenizer; CheckpointError if none works."""
-    from transformers import AutoTokenizer
-
+def check_tokenizer_files(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if there are none, or one is a Git LFS pointer."""
     if not checkpoint.tokenizer_files:
         raise CheckpointError(
             f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...); copy those of the model"
@@ -121,6 +119,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         with path.open("rb") as file:
             if is_lfs_pointer(file.read(64)):
                 raise CheckpointError(f"{path}: {LFS_POINTER}")
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Loads the checkpoint's transformers tokenizer; CheckpointError if none works."""
+    from transformers import AutoTokenizer
+
+    check_tokenizer_files(checkpoint)
     with quiet():
         try:
             return AutoTokenizer.from_pretrained(

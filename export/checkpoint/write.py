@@ -302,12 +302,12 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
 def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
     source.copy_side_files(directory, config=False)
     config = source.checkpoint.config | {"quantization_config": layout.config(source)}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for name, text in layout.side_files(source).items():
-        (directory / name).write_text(text)
+        (directory / name).write_text(text, "utf-8")
     if template_of(source.checkpoint.path) is None:
         # vLLM serves no chat without a template, and accepts none in a request.
-        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE)
+        (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE, "utf-8")
 
 
 def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
@@ -316,7 +316,7 @@ def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
         "metadata": {"total_size": sum(tensors_nbytes(x, header=False) for x in shards.values())},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, Any]:

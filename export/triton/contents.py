@@ -106,7 +106,7 @@ _Written = tuple[Entry, Manifest, str]
 
 def _write_python(job: Job) -> _Written:
     template = files("export.triton").joinpath("triton_model.py.txt")
-    (job.version / "model.py").write_text(template.read_text())
+    (job.version / "model.py").write_text(template.read_text("utf-8"), "utf-8")
     if job.inputs.plan is not None:
         batch, length = job.inputs.plan.limits
         entry = python_entry(job.name, on_gpu=True, slots=min(SLOTS, batch), context=length)
@@ -130,9 +130,9 @@ def _write_vllm(job: Job) -> _Written:
     )
     # Relative to model.json, whose directory model.py changes to; not a name of a model on the Hub.
     arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
-    (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n")
+    (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n", "utf-8")
     template = files("export.triton").joinpath("triton_vllm_model.py.txt")
-    (job.version / "model.py").write_text(template.read_text())
+    (job.version / "model.py").write_text(template.read_text("utf-8"), "utf-8")
     return vllm_entry(job.name), content, "checkpoint"
 
 

@@ -91,7 +91,7 @@ def _write_entry(out: Path, backend: Backend, inputs: Inputs, *, force: bool) ->
         version.mkdir()
         write = WRITERS[backend]
         entry, content, where = write(Job(out, inputs, version))
-        (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config))
+        (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config), "utf-8")
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
             (writer.path / "warmup" / file).write_bytes(data)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
@@ -124,10 +124,11 @@ class Calibration:
             if name not in manifest.files:
                 raise ArtifactError(f"{path}: its manifest lists no {name}; calibrate again")
         try:
-            raw = json.loads((path / "observations.json").read_text())
+            raw = json.loads((path / "observations.json").read_text("utf-8"))
             observations = TypeAdapter(dict[str, Observation]).validate_python(raw)
-        except (OSError, ValueError, ValidationError) as error:
-            raise ArtifactError(f"{path / 'observations.json'}: {error}") from None
+        except (OSError, ValueError) as error:  # pydantic's errors are of several lines
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise ArtifactError(f"{path / 'observations.json'}: {reason}") from None
         file = TensorFile.open(path / "scales.safetensors")
         scales = {name: file.read(name).float32() for name in file.names}
         return cls(path, manifest, observations, scales)
@@ -154,7 +155,9 @@ class Calibration:
             records: dict[str, Any] = {
                 name: item.model_dump(mode="json") for name, item in observations.items()
             }
-            (writer.path / "observations.json").write_text(json.dumps(records, indent=1) + "\n")
+            (writer.path / "observations.json").write_text(
+                json.dumps(records, indent=1) + "\n", "utf-8"
+            )
             write_tensors(
                 writer.path / "histograms.safetensors",
                 {
@@ -172,7 +175,7 @@ class Calibration:
                 if isinstance(content, Path):
                     shutil.copyfile(content, writer.path / name)
                 elif isinstance(content, str):
-                    (writer.path / name).write_text(content)
+                    (writer.path / name).write_text(content, "utf-8")
                 else:
                     content(writer.path)
             writer.finish(manifest)

@@ -65,7 +65,7 @@ class GoldenSet(BaseModel):
     records: tuple[GoldenRecord, ...]
 
     def save(self, directory: Path) -> None:
-        (directory / GOLDEN_FILE).write_text(self.model_dump_json())
+        (directory / GOLDEN_FILE).write_text(self.model_dump_json(), "utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> Self:

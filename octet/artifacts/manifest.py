@@ -87,12 +87,14 @@ class Manifest(BaseModel):
         if not directory.is_dir():
             raise ArtifactError(f"{directory}: no such directory; {_WRITERS}")
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text("utf-8"))
         except FileNotFoundError:
             raise ArtifactError(
                 f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
             raise ArtifactError(
                 f"{path}: altered since it was written (not valid JSON: {error}); {_AGAIN}"
             ) from None
@@ -219,7 +221,7 @@ def check_destination(
 def _kind_of(directory: Path) -> Any:
     """Returns the kind in the manifest of `directory`; None if it cannot be read."""
     try:
-        return json.loads((directory / MANIFEST_FILE).read_text())["kind"]
+        return json.loads((directory / MANIFEST_FILE).read_text("utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -247,7 +249,7 @@ class ArtifactWriter:
         whole = manifest.model_copy(update={"files": files, "recorded_identity": None})
         content = whole.model_dump(mode="json") | {"identity": whole.identity}
         self.manifest = whole.model_copy(update={"recorded_identity": whole.identity})
-        (self.path / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        (self.path / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         return self.manifest
 
 

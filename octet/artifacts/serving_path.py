@@ -94,7 +94,7 @@ class ExpectedSet(BaseModel):
         return next((x for x in self.expectations if x.path == path), None)
 
     def save(self, directory: Path) -> None:
-        (directory / EXPECTED_FILE).write_text(self.to_json())
+        (directory / EXPECTED_FILE).write_text(self.to_json(), "utf-8")
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1) + "\n"

@@ -64,7 +64,7 @@ def idle_cores() -> float:
 def _ticks() -> tuple[int, int]:
     """Returns the (idle, total) ticks of all cores since the machine started."""
     try:
-        with open("/proc/stat") as file:
+        with open("/proc/stat", encoding="utf-8") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
         return 0, 0
@@ -78,7 +78,7 @@ def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgr
     In a container, `own` may name a path of the host's: then the root is the container's own group.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text("utf-8").splitlines()
     except OSError:
         return math.inf
     found = [math.inf]
@@ -95,10 +95,10 @@ def _granted(directory: Path) -> float:
     """Returns the CPU quota of one control group, in cores."""
     try:
         if (directory / "cpu.max").exists():
-            quota, period = (directory / "cpu.max").read_text().split()
+            quota, period = (directory / "cpu.max").read_text("utf-8").split()
         else:
-            quota = (directory / "cpu.cfs_quota_us").read_text()
-            period = (directory / "cpu.cfs_period_us").read_text()
+            quota = (directory / "cpu.cfs_quota_us").read_text("utf-8")
+            period = (directory / "cpu.cfs_period_us").read_text("utf-8")
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):  # no such file, or "max"
         return math.inf

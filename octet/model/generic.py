@@ -61,6 +61,7 @@ def generic_fields(
             " count"
         )
     prefix = _layers_prefix(tensors, layers, where)
+    _refuse_fused_experts(config, tensors, prefix, where)
     linears = find_linears(tensors, prefix, layers)
     for index in range(layers):
         if not any(linear.name.startswith(f"{prefix}.{index}.self_attn.") for linear in linears):
@@ -144,6 +145,25 @@ def _layers_prefix(names: Iterable[str], layers: int, where: str) -> str:
     )
 
 
+_OTHER_EXPERTS = (
+    "of an architecture that Octet does not know, experts are mlp.experts.<i>.gate_proj, up_proj"
+    " and down_proj; others are not supported"
+)
+
+
+def _refuse_fused_experts(
+    config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], prefix: str, where: str
+) -> None:
+    """Raises UnsupportedError if one tensor holds all experts of a layer."""
+    if not any(config.get(key) for key in ("num_experts", "num_local_experts")):
+        return
+    for name, shape in tensors.items():
+        if name.startswith(f"{prefix}.") and len(shape) == 3:
+            raise UnsupportedError(
+                f"{where}: {name} holds {shape[0]} experts in one tensor: {_OTHER_EXPERTS}"
+            )
+
+
 def _experts(
     linears: Iterable[Linear], prefix: str, config: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
@@ -155,10 +175,7 @@ def _experts(
             continue
         match = _EXPERT.fullmatch(name)
         if match is None:
-            raise UnsupportedError(
-                f"{where}: {linear.name}: of an architecture that Octet does not know, experts are"
-                " mlp.experts.<i>.gate_proj, up_proj and down_proj; others are not supported"
-            )
+            raise UnsupportedError(f"{where}: {linear.name}: {_OTHER_EXPERTS}")
         key = int(match["expert"]), match["projection"]
         found.setdefault(int(match["layer"]), {})[key] = (linear.out_features, linear.in_features)
     if not found:

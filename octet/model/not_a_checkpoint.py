@@ -76,7 +76,10 @@ def explain_without_config(path: Path) -> CheckpointError:
             f"{path}: not a Hugging Face checkpoint: it has no config.json; did you mean"
             f" {within[-1]}{more}?"
         )
-    return CheckpointError(f"{path}: not a Hugging Face checkpoint: it has no config.json")
+    return CheckpointError(
+        f"{path}: not a Hugging Face checkpoint: it has no config.json; give the directory that has"
+        " it, beside model.safetensors"
+    )
 
 
 def explain_without_weights(path: Path) -> CheckpointError:

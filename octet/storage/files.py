@@ -108,7 +108,7 @@ def read_document(path: Path, kind: type[Document], what: str) -> Document:
     Raises ArtifactError, one line, for a file that is unreadable, invalid or newer than this Octet.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text("utf-8"))
         if isinstance(data, dict):
             known = kind.model_fields["schema_version"].default
             refuse_newer(path, data.get("schema_version"), known)

@@ -81,7 +81,7 @@ class Usage:
         document = _Document(version=1, day=day, tokens=self._tokens)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            beside.write_text(document.model_dump_json())
+            beside.write_text(document.model_dump_json(), "utf-8")
             os.replace(beside, self.path)
             self._unwritten = False
         except OSError as error:

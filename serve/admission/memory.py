@@ -92,7 +92,7 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
     None if there is no limit, or no cgroup.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
     limits: list[int] = []
@@ -115,7 +115,7 @@ def _along(mount: Path, path: str, name: str) -> list[int]:
     found = []
     for group in (directory, *directory.parents):
         try:
-            text = (group / name).read_text().strip()
+            text = (group / name).read_text("utf-8").strip()
         except OSError:
             text = ""
         if text.isdigit() and int(text) < NO_LIMIT:

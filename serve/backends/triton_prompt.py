@@ -60,7 +60,7 @@ def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -130,7 +130,20 @@ def test_help_and_errors_are_whole_wherever_they_are_read(place: str) -> None:
     done = run("calibrate", "modèle/模型", "--samples", "s", "-o", "o", **PLACES[place])
     assert done.returncode == 2 and done.stdout == b""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(b"error: mod") and b"no such directory" in line
+    reason = b"not ASCII text; set PYTHONUTF8=1" if place == "ASCII" else b"no such directory"
+    assert line.startswith(b"error: mod") and reason in line
+
+
+def test_a_locale_without_utf_8_calibrates_and_a_log_has_a_warning_in_one_line(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    options = ["--count", "8", "--allow-few-samples", "--no-predict", "--max-length", "32"]
+    command = ["calibrate", str(tiny_model), "--samples", str(tiny_samples), *options]
+    done = run(*command, "--out", str(tmp_path / "out"), **PLACES["ASCII"])
+    assert done.returncode == 0, done.stderr
+    assert b"\nwarning: 8 samples are few: 128 to 512 are usual\n" in done.stderr
+    assert any(len(line) > 100 for line in done.stderr.splitlines())
+    assert (tmp_path / "out" / "report.html").read_text("utf-8").rstrip().endswith("</html>")
 
 
 def test_a_pipe_that_closes_early_is_no_error() -> None:

@@ -143,6 +143,28 @@ def test_bad_samples_are_refused(case: str, tiny_model: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
+def test_samples_and_tokenizer_are_checked_before_torch_is_loaded(
+    tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "samples.jsonl"
+    bad.write_bytes(b'{"text": "x = 1"}\n' * 150 + b'{"text": "caf\xe9"}\n')
+    silent = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    for path in silent.glob("tokenizer*"):
+        path.unlink()
+    code = (
+        "import sys; from octet_cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    cases = ((tiny_model, bad, "line 151"), (silent, tiny_samples, "no tokenizer files"))
+    for model, samples, message in cases:
+        command = ("calibrate", model, "--samples", samples, "-o", tmp_path / "out")
+        words = [sys.executable, "-c", code, *map(str, command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and message in line and done.stdout == "False\n"
+
+
 def test_an_unknown_recipe_flag_or_command_names_the_nearest(tmp_path: Path) -> None:
     common = ("calibrate", tmp_path, "--samples", "x", "-o", tmp_path / "out")
     assert "did you mean 'fp8-static'?" in refused(*common, "--recipe", "fp8-statc")

@@ -52,7 +52,7 @@ def check_side_files(
 def _check_config(path: Path, ours: bool, original: Original, found: Verification) -> None:
     """Compares config.json: all keys in Octet's files, in those of others the shared keys."""
     try:
-        written = json.loads((path / "config.json").read_text())
+        written = json.loads((path / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         found.problem("files", "config.json", f"cannot be read: {error}")
         return

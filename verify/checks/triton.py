@@ -22,7 +22,7 @@ def check_entry(path: Path, manifest: Manifest, found: Verification) -> None:
     if not config.is_file():
         found.problem("files", CONFIG_FILE, "missing: Triton would guess a configuration")
     else:
-        named = re.search(r'^\s*name\s*:\s*"([^"]*)"', config.read_text(), re.MULTILINE)
+        named = re.search(r'^\s*name\s*:\s*"([^"]*)"', config.read_text("utf-8"), re.MULTILINE)
         recorded = manifest.details.get("name")
         if named is not None and recorded is not None and named.group(1) != recorded:
             found.problem(
@@ -59,8 +59,8 @@ def _check_vllm(version: Path, found: Verification) -> None:
         return
     where = f"{version.name}/model.json"
     try:
-        engine = json.loads(file.read_text())
-        config = json.loads((version / "checkpoint" / "config.json").read_text())
+        engine = json.loads(file.read_text("utf-8"))
+        config = json.loads((version / "checkpoint" / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         found.problem("files", where, f"cannot be read with its checkpoint: {error}")
         return

@@ -73,7 +73,7 @@ class Harness:
                     f"lm_eval ended with {done.returncode}, and said last: {said[-1]};"
                     f" try it yourself: {shlex.join(['lm_eval', *arguments])}"
                 )
-            return _figures(json.loads(found[-1].read_text())["results"])
+            return _figures(json.loads(found[-1].read_text("utf-8"))["results"])
 
     def _arguments(self, target: ServedTarget) -> list[str]:
         model_args = {"model": target.model, "base_url": f"{target.url}/v1/completions"}

@@ -189,7 +189,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -245,3 +245,14 @@ def test_the_console_shows_the_verdict_the_warnings_and_the_page() -> None:
     assert "to do: Calibrate on 256 samples or more." in shown
     assert "cal/report.html" in shown
     assert len(shown.splitlines()) < 40
+
+
+def test_a_narrow_terminal_shows_every_tensor_by_its_name_and_the_path_uncut() -> None:
+    console = Console(record=True, width=40, file=io.StringIO())
+    page = Path("/home/someone/calibrations/llama/report.html")
+    print_report(console, make_report("fp8-static"), page=page)
+    lines = console.export_text().splitlines()
+    assert f"report: {page} (opens in a browser)" in lines
+    table = lines[lines.index("lowest SQNR of each kind".ljust(40)) :]
+    assert "…" not in "".join(table) and "layers.0" in "".join(table)
+    assert max(len(line) for line in lines if not line.startswith("report: ")) <= 40

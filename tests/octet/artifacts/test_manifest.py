@@ -189,3 +189,16 @@ def test_a_manifest_of_before_checksums_is_read(tmp_path: Path, manifest: Manife
     read = Manifest.load(tmp_path / "a")
     assert read.model.checksums == {} and read.model.files == written.model.files
     assert read.identity == data["identity"]
+
+
+def test_a_manifest_that_may_not_be_read_is_not_called_altered(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", manifest)
+
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)  # root may read anything
+    with pytest.raises(ArtifactError, match=r"/manifest.json: Permission denied$"):
+        Manifest.load(tmp_path / "out", "calibration")

@@ -89,3 +89,19 @@ def test_an_unknown_architecture_of_another_make_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"^somewhere: .*{message}"):
         ModelSpec.from_config(UNKNOWN, "somewhere", shapes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name"),
+    [
+        ("gpt_oss", {"layer_types": None}, "model.layers.0.mlp.experts.down_proj"),
+        ("granitemoe", {"head_dim": 16}, "model.layers.0.block_sparse_moe.input_linear.weight"),
+    ],
+)
+def test_experts_in_one_tensor_are_refused_by_the_headers(
+    kind: str, settings: dict[str, object], name: str, tmp_path: Path
+) -> None:
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    write_model(tmp_path, kind, **more, **settings)
+    with pytest.raises(UnsupportedError, match=f"{name} holds 4 experts in one tensor"):
+        Checkpoint.open(tmp_path)

@@ -89,7 +89,7 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
 def _quantized(path: Path) -> bool:
     """Decides whether config.json declares a quantization; opening reports an unreadable file."""
     try:
-        return "quantization_config" in json.loads((path / "config.json").read_text())
+        return "quantization_config" in json.loads((path / "config.json").read_text("utf-8"))
     except (OSError, ValueError, TypeError):
         return False
 

@@ -15,7 +15,7 @@ from calibrate.samples.sample import Sample
 from octet.errors import CheckpointError, SampleError
 from octet.model.chat_template import DEFAULT_TEMPLATE
 from octet.model.checkpoint import Checkpoint
-from octet.storage.files import LFS_POINTER, is_lfs_pointer
+from octet.storage.files import LFS_POINTER, is_lfs_pointer, open_file
 
 __all__ = ["encode", "load_tokenizer", "quiet", "rendered", "tokenize"]
 
@@ -118,7 +118,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...); copy those of the model"
         )
     for path in checkpoint.tokenizer_files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if is_lfs_pointer(file.read(64)):
                 raise CheckpointError(f"{path}: {LFS_POINTER}")
     with quiet():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from octet.errors import CheckpointError
+from octet.storage.files import open_file
 
 __all__ = [
     "explain_file",
@@ -144,7 +145,7 @@ def _gguf_file(path: Path) -> CheckpointError:
 
 def _begins(path: Path, magic: bytes) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(len(magic)) == magic
     except OSError:
         return False

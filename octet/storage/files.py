@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from octet.errors import ArtifactError
+from octet.errors import ArtifactError, OctetError
 
 __all__ = [
     "LFS_POINTER",
@@ -34,6 +34,7 @@ __all__ = [
     "read_document",
     "read_file",
     "read_json",
+    "read_object",
     "refuse_newer",
     "sha256_file",
     "xxh3",
@@ -41,9 +42,9 @@ __all__ = [
 
 XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
 # The most that a JSON file or a safetensors header may have: 200,000 tensors. Arrays, objects and
-# keys take far more memory and time than their bytes.
+# keys take far more memory and time than their bytes, so there may be one in 22 bytes of the limit.
 MAX_JSON_BYTES = 32 << 20
-_MAX_ITEMS = 1_500_000
+_BYTES_PER_ITEM = 22
 _PART = 1 << 20  # bytes read at a time
 
 # Follows the path of a file that Git has not downloaded.
@@ -56,7 +57,7 @@ def is_lfs_pointer(beginning: bytes) -> bool:
 
 
 def open_file(path: Path, buffering: int = -1) -> BinaryIO:
-    """Opens a regular file for reading; raises OSError for a FIFO or a device, which could block."""
+    """Opens a regular file for reading; OSError for a FIFO or a device, which could block."""
     return open(path, "rb", buffering, opener=_open_regular)
 
 
@@ -82,16 +83,33 @@ def read_file(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
     """Parses a JSON file; raises OSError as `read_file` and ValueError as `parse_json`."""
-    return parse_json(read_file(path, limit))
+    return parse_json(read_file(path, limit), limit)
 
 
-def parse_json(content: bytes) -> Any:
+def read_object(path: Path, error: type[OctetError], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Parses a JSON file that holds an object; raises `error`, one line, for any other file."""
+    content = b""
+    try:
+        content = read_file(path, limit)
+        data = parse_json(content, limit)
+    except OSError as failed:
+        raise error(f"{path}: {failed.strerror}") from None
+    except ValueError as failed:
+        if is_lfs_pointer(content):
+            raise error(f"{path}: {LFS_POINTER}") from None
+        raise error(f"{path}: not valid JSON ({failed}); copy it again") from None
+    if not isinstance(data, dict):
+        raise error(f"{path}: expected a JSON object; copy it again")
+    return data
+
+
+def parse_json(content: bytes, limit: int = MAX_JSON_BYTES) -> Any:
     """Parses UTF-8 JSON; raises ValueError, one line, for anything that parsers read differently.
 
     That includes a key with two values, of which Python takes the last and others the first.
     """
-    if sum(map(content.count, (b"[", b"{", b":"))) > _MAX_ITEMS:
-        raise ValueError(f"more than {_MAX_ITEMS:,} arrays, objects and keys")
+    if sum(map(content.count, (b"[", b"{", b":"))) > limit // _BYTES_PER_ITEM:
+        raise ValueError(f"more than {limit // _BYTES_PER_ITEM:,} arrays, objects and keys")
     try:
         return json.loads(content.decode(), object_pairs_hook=_unique)
     except RecursionError:

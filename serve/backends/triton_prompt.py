@@ -1,11 +1,11 @@
 """Tokenizer functions that a Triton model needs: text to ids, ids to text, its end tokens."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octet.errors import NeedsTokenizer, UnsupportedField
+from octet.storage.files import read_json
 from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]
@@ -60,7 +60,7 @@ def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -39,7 +39,10 @@ def tokenizer_as_served(
             f"no tokenizer.json in {checkpoint.path}: vLLM serves it, but `octet serve` cannot;"
             f" write it with {resave}",
         )
-    stored = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        stored = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises plain Exception
+        raise CheckpointError(f"{path}: not a usable tokenizer ({error})") from None
     stored.no_truncation()
     stored.no_padding()
     found = _difference(tokenizer, stored, samples)

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -114,6 +114,9 @@ class Manifest(BaseModel):
             raise ArtifactError(
                 f"{path}: altered since it was written (its own hash differs); {manifest.remedy}"
             )
+        for name in manifest.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ArtifactError(f"{path}: lists {name}, which is not in it; {manifest.remedy}")
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(

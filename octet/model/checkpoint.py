@@ -16,7 +16,7 @@ from octet.model.not_a_checkpoint import (
     explain_without_weights,
 )
 from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
-from octet.storage.files import file_digests, read_object, sha256_file
+from octet.storage.files import MAX_TOKENIZER_BYTES, file_digests, read_object, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 
-MAX_TOKENIZER_BYTES = 256 << 20  # of one file; the largest known has 34 MB
 _FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that are not quantized
 
 

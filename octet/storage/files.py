@@ -25,6 +25,7 @@ from octet.errors import ArtifactError, OctetError
 __all__ = [
     "LFS_POINTER",
     "MAX_JSON_BYTES",
+    "MAX_TOKENIZER_BYTES",
     "XXH3",
     "Digest",
     "file_digests",
@@ -45,6 +46,7 @@ XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
 # keys take far more memory and time than their bytes, so there may be one in 22 bytes of the limit.
 MAX_JSON_BYTES = 32 << 20
 _BYTES_PER_ITEM = 22
+MAX_TOKENIZER_BYTES = 256 << 20  # of one of its files; the largest known has 34 MB
 _PART = 1 << 20  # bytes read at a time
 
 # Follows the path of a file that Git has not downloaded.

@@ -50,8 +50,8 @@ def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         found = _read(directory / file).get("eos_token_id")
         if isinstance(found, int):
             return (found,)
-        if isinstance(found, list) and found:
-            return tuple(map(int, found))
+        if isinstance(found, list) and found and all(isinstance(token, int) for token in found):
+            return tuple(found)
     token = _read(directory / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     spelled = tokenizer.inner.token_to_id(token) if isinstance(token, str) else None

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octet.errors import ArtifactError, RequestError
 from octet.model.chat_template import DEFAULT_TEMPLATE, template_of, tokenizer_config
+from serve.engine.template_sandbox import Sandbox
 
 __all__ = ["ChatTemplate"]
 
@@ -21,16 +21,17 @@ class ChatTemplate:
     def __init__(self, source: str | None, variables: Mapping[str, Any] | None = None) -> None:
         """`variables` are special tokens that the template may name. Raises ArtifactError."""
         self.is_default = source is None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._template = environment.from_string(source or DEFAULT_TEMPLATE)
+            self._template = environment.compile_limited(source or DEFAULT_TEMPLATE)
         except jinja2.TemplateSyntaxError as error:
             raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
+        except (RecursionError, SyntaxError, MemoryError) as error:  # of the Python made of it
+            raise ArtifactError(f"chat template: too complex ({_reason(error)})") from None
+        self._environment = environment
         self._variables = dict(variables or {})
 
     @classmethod
@@ -47,23 +48,28 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt of messages with text contents, ending where the assistant begins.
 
-        Raises RequestError if the template refuses the messages.
+        Raises RequestError if the template refuses the messages, or takes too much.
         """
+        variables = {**self._variables, "messages": messages, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._variables
-            )
-        # A template is a program: messages it does not expect can raise any of these.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from None
+            text = self._environment.render_limited(self._template, variables)
+            text.encode()  # fails on a lone surrogate that only the template wrote
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = f"the model's chat template refuses these messages: {_reason(error)}"
+            raise RequestError(reason, param="messages") from None
+        return text
 
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
     """Like Jinja's filter, without its HTML escapes."""
+    if indent is not None and not 0 <= int(indent) <= 16:
+        raise ValueError(f"tojson(indent={indent})")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -93,7 +93,7 @@ def explain_without_weights(path: Path) -> CheckpointError:
     found = next(iter(sorted(path.glob("pytorch_model*.bin*"))), None)
     if found is not None:
         loading = (
-            f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto')"
+            f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto', trust_remote_code=False)"
             f".save_pretrained('{path}-safetensors')"
         )
         return CheckpointError(

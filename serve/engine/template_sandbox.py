@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jinja2 import Template, TemplateRuntimeError, nodes
+from jinja2 import Template, TemplateRuntimeError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -35,6 +35,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         for name in ("center", "format", "indent", "wordwrap"):  # take a width
             self.filters[name] = _refuse_width
+        self.filters["count_step"] = pass_context(lambda *_: self._count_step())
         del self.globals["lipsum"]
         self._spent = threading.local()
 
@@ -42,7 +43,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Compiles a template whose loops, macros and joined strings are counted."""
         tree = self.parse(source)
         for node in tree.find_all((nodes.For, nodes.Macro)):
-            counted = nodes.ExprStmt(_call("count_step", []))
+            # A filter is called directly; a method would pass the sandbox's checks each time.
+            step = nodes.Filter(nodes.Const(None), "count_step", [], [], None, None)
+            counted = nodes.ExprStmt(step)
             node.body.insert(0, counted.set_lineno(node.lineno))
         return self.from_string(_Joined().visit(tree))
 
@@ -51,7 +54,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._spent.steps, self._spent.until = 0, time.thread_time() + _SECONDS
         return "".join(_limited(template.generate(variables)))
 
-    def count_step(self) -> None:
+    def _count_step(self) -> None:
         """Called by the template in each iteration of a loop and each call of a macro."""
         self._spent.steps += 1
         if self._spent.steps % _STEPS == 0 and time.thread_time() > self._spent.until:

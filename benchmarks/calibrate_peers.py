@@ -99,7 +99,7 @@ def batches(model: Path) -> Iterator[Any]:
     """The samples as the peers' examples make batches: tokenized, cut and padded."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.decode([0])
     lines = (EXAMPLE / "samples" / "calibration.jsonl").read_text().splitlines()[:COUNT]
     texts = [json.loads(line)["text"] for line in lines]

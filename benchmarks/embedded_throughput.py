@@ -152,7 +152,9 @@ async def run_engine(backend: EmbeddedBackend, prompts: list[list[int]], new_tok
 
 def load_peer(model: Path, dtype: torch.dtype) -> Callable[[list[list[int]], int], None]:
     """`generate` of transformers on a batch of prompts of one length."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, trust_remote_code=False
+    )
     loaded.eval()
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:

@@ -150,7 +150,9 @@ def make_inputs(directory: Path, draws: int) -> list[list[int]]:
     if not (inputs / "pool.json").exists():
         texts = texts_of(SAMPLES / "heldout.jsonl")
         texts += texts_of(SAMPLES / "calibration.jsonl")[CALIBRATION_SAMPLES:]
-        pool = make_pool(texts, AutoTokenizer.from_pretrained(MODEL), draws)
+        pool = make_pool(
+            texts, AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False), draws
+        )
         by_draw = [[stratum[draw] for stratum in pool] for draw in range(draws)]
         (inputs / "pool.json").write_text(json.dumps(by_draw))
     for name in ARTIFACTS:

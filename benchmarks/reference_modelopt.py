@@ -26,7 +26,9 @@ def main() -> None:
     model, rows, out, names = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, trust_remote_code=False
+    )
     loaded.to(device).eval()
     by_length: dict[int, list[list[int]]] = defaultdict(list)
     for ids in json.loads(rows.read_text()):

@@ -7,7 +7,6 @@ effect of all errors on the output: the report lists both as unknown, with the r
 measurements (sensitivity, a budget) belong to the other recipe and are not carried over.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +32,10 @@ from calibrate.simulate.predict import expected_divergence
 from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.manifest import Manifest, software
-from octet.errors import ConfigError
+from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from octet.storage.files import MAX_JSON_BYTES, read_object
 
 __all__ = ["rescale"]
 
@@ -178,7 +178,9 @@ def _convergence(
     path = origin.path / "convergence.json"
     if not path.exists():
         return None
-    counts = json.loads(path.read_text("utf-8"))["counts"]
+    counts = read_object(path, ArtifactError).get("counts")
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise ArtifactError(f"{path}: counts is no list of integers; calibrate again")
     chunks, _ = with_fallback(checkpoint.spec, origin.chunks, least)
     if any(len(chunks[name]) != len(counts) for name in list(origin.observations)[:1]):
         return None
@@ -187,8 +189,7 @@ def _convergence(
 
 def _report_of(origin: Calibration) -> dict[str, Any]:
     path = origin.path / "report.json"
-    old_report = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return old_report if isinstance(old_report, dict) else {}
+    return read_object(path, ArtifactError, 8 * MAX_JSON_BYTES) if path.exists() else {}
 
 
 def _facts(old_report: Mapping[str, Any], judged: Outcome | None) -> dict[str, Any]:

@@ -31,11 +31,20 @@ __all__ = [
 ]
 
 
+_LONGEST = 4000  # characters of a line
+
+
 class OctetError(Exception):
     """A mistake or a condition that the user can act on; `str()` is the one line to show."""
 
     exit_code = 2
     printed_elsewhere = False  # True on the other ranks, if rank 0 of a calibration prints it
+
+    def __str__(self) -> str:
+        """Returns the line; control characters, which a file may hold, become escapes in it."""
+        text = super().__str__()
+        line = text if text.isprintable() else "".join(map(_printable, text))
+        return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-300:]}"
 
 
 class ConfigError(OctetError):
@@ -144,6 +153,12 @@ class BackendUnavailable(BackendError):
 
 class BackendUnproven(BackendUnavailable):
     """No reachable backend has proven that it matches its declared configuration."""
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character.isspace():
+        return " " if character in "\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029" else character
+    return character.encode("unicode_escape").decode()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

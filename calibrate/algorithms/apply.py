@@ -21,6 +21,7 @@ from octet.artifacts.calibration import WEIGHTS_FILE
 from octet.errors import ArtifactError
 from octet.model.checkpoint import Checkpoint, sha256_file
 from octet.recipe import Recipe
+from octet.storage.files import read_json
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["ChangedModel", "changed_model"]
@@ -101,9 +102,9 @@ def changed_model(
 
 def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:
     try:
-        facts = json.loads((directory / _FACTS).read_text("utf-8"))
+        facts = read_json(directory / _FACTS)
         whole = all(sha256_file(directory / name) == sha for name, sha in facts["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole or facts["key"] != key:
         state = "is of another run" if whole else "was altered"

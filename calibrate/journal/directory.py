@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from calibrate.journal.activations import ActivationFiles, disk_error, flush
 from octet.errors import ArtifactError, OctetError
+from octet.storage import files
 
 __all__ = [
     "HEAD",
@@ -59,7 +60,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns what `write_json` wrote; raises ArtifactError if it was altered."""
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = files.read_json(path)
         content: dict[str, Any] = data["content"]
         text = json.dumps(content, sort_keys=True)
         if hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:

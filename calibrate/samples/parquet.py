@@ -5,7 +5,6 @@ directory of Arrow streams that `state.json` lists in order; the `datasets` libr
 needed.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from calibrate.samples.sample import Fields, Sample, sample_of
 from octet.errors import SampleError
+from octet.storage.files import read_object
 
 __all__ = ["read_arrow", "read_parquet", "shards"]
 
@@ -26,13 +26,13 @@ def shards(path: Path) -> tuple[Path, ...] | None:
     Raises SampleError for a DatasetDict, naming its splits.
     """
     if (path / "dataset_dict.json").exists():
-        splits = _read_json(path / "dataset_dict.json").get("splits") or []
+        splits = read_object(path / "dataset_dict.json", SampleError).get("splits") or []
         names = ", ".join(map(str, splits)) or "none"
         example = f", such as {path / str(splits[0])}" if splits else ""
         raise SampleError(f"{path}: has the splits {names}; name one{example}")
     if not (path / "state.json").exists():
         return None
-    state = _read_json(path / "state.json")
+    state = read_object(path / "state.json", SampleError)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise SampleError(f"{path}: rows chosen by an index; save it with a later datasets")
     files = state.get("_data_files")
@@ -144,13 +144,3 @@ def _need_pyarrow(what: str) -> None:
         import pyarrow  # noqa: F401
     except ImportError:
         raise SampleError(f"{what} needs pyarrow: pip install 'octet-llm[datasets]'") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SampleError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise SampleError(f"{path}: not a JSON object")
-    return data

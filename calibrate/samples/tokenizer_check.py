@@ -19,7 +19,7 @@ __all__ = ["tokenizer_as_served"]
 
 _RESAVE = (
     'python -c "from transformers import AutoTokenizer;'
-    " AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')\""
+    " AutoTokenizer.from_pretrained('{path}', trust_remote_code=False).save_pretrained('{path}')\""
 )
 
 
@@ -39,7 +39,10 @@ def tokenizer_as_served(
             f"no tokenizer.json in {checkpoint.path}: vLLM serves it, but `octet serve` cannot;"
             f" write it with {resave}",
         )
-    stored = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        stored = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises plain Exception
+        raise CheckpointError(f"{path}: not a usable tokenizer ({error})") from None
     stored.no_truncation()
     stored.no_padding()
     found = _difference(tokenizer, stored, samples)
@@ -66,7 +69,9 @@ def _from_file(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with quiet():
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
 
 
 def _difference(tokenizer: Any, stored: Any, samples: Sequence[Sample]) -> str | None:

@@ -15,7 +15,7 @@ from calibrate.samples.sample import Sample
 from octet.errors import CheckpointError, SampleError
 from octet.model.chat_template import DEFAULT_TEMPLATE
 from octet.model.checkpoint import Checkpoint
-from octet.storage.files import LFS_POINTER, is_lfs_pointer
+from octet.storage.files import LFS_POINTER, is_lfs_pointer, open_file
 
 __all__ = ["check_tokenizer_files", "encode", "load_tokenizer", "quiet", "rendered", "tokenize"]
 
@@ -93,15 +93,12 @@ def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
 
 def _render(sample: Sample, tokenizer: Any, plain: bool) -> str:
     """Renders the conversation as text, ending where its last message ends."""
-    import jinja2
-
     try:
         text: str = tokenizer.apply_chat_template(
             list(sample.messages), tokenize=False, chat_template=DEFAULT_TEMPLATE if plain else None
         )
         text.encode()  # fails on a lone surrogate that only the template read
-    # A template is a program, and may fail in these ways on messages it does not expect.
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         raise SampleError(
             f"{sample.origin}: the chat template refuses this conversation: {detail}"
@@ -116,7 +113,7 @@ def check_tokenizer_files(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: no tokenizer files (tokenizer.json, ...); copy those of the model"
         )
     for path in checkpoint.tokenizer_files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if is_lfs_pointer(file.read(64)):
                 raise CheckpointError(f"{path}: {LFS_POINTER}")
 

@@ -74,8 +74,10 @@ def main() -> None:
     parser.add_argument("--completions", action="store_true", help="print completions as well")
     args = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, trust_remote_code=False
+    ).eval()
     texts = read_samples(args.samples, args.limit)
     loss, count = heldout_loss(model, [tokenizer(text).input_ids for text in texts])
     print(

@@ -301,10 +301,12 @@ def build(options: argparse.Namespace) -> Any:
     config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary(options), **shape)
     if options.model == "moe" and torch.cuda.is_available():
         try:  # one GEMM for all experts; other versions of transformers loop over them
-            return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+            return AutoModelForCausalLM.from_config(
+                config, experts_implementation="grouped_mm", trust_remote_code=False
+            )
         except (TypeError, ValueError) as error:
             say(f"experts one by one: {error}")
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def lengths(options: argparse.Namespace) -> tuple[int, int]:

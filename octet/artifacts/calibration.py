@@ -25,6 +25,7 @@ from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
 from octet.errors import ArtifactError
 from octet.recipe import KvCacheDtype
+from octet.storage.files import read_json
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = [
@@ -124,11 +125,13 @@ class Calibration:
             if name not in manifest.files:
                 raise ArtifactError(f"{path}: its manifest lists no {name}; calibrate again")
         try:
-            raw = json.loads((path / "observations.json").read_text("utf-8"))
+            raw = read_json(path / "observations.json")
             observations = TypeAdapter(dict[str, Observation]).validate_python(raw)
         except (OSError, ValueError) as error:  # pydantic's errors are of several lines
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise ArtifactError(f"{path / 'observations.json'}: {reason}") from None
+            detail = str(error).splitlines()[0]
+            raise ArtifactError(
+                f"{path / 'observations.json'}: not observations ({detail}); {manifest.remedy}"
+            ) from None
         file = TensorFile.open(path / "scales.safetensors")
         scales = {name: file.read(name).float32() for name in file.names}
         return cls(path, manifest, observations, scales)

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from octet.artifacts.provenance import ModelIdentity, SampleSet
 from octet.errors import ArtifactError, OctetError
 from octet.recipe import Recipe
-from octet.storage.files import refuse_newer, sha256_file
+from octet.storage.files import read_json, refuse_newer, sha256_file
 
 __all__ = [
     "MANIFEST_FILE",
@@ -87,7 +87,7 @@ class Manifest(BaseModel):
         if not directory.is_dir():
             raise ArtifactError(f"{directory}: no such directory; {_WRITERS}")
         try:
-            data = json.loads(path.read_text("utf-8"))
+            data = read_json(path)
         except FileNotFoundError:
             raise ArtifactError(
                 f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
@@ -116,6 +116,9 @@ class Manifest(BaseModel):
             raise ArtifactError(
                 f"{path}: altered since it was written (its own hash differs); {manifest.remedy}"
             )
+        for name in manifest.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ArtifactError(f"{path}: lists {name}, which is not in it; {manifest.remedy}")
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(
@@ -221,7 +224,7 @@ def check_destination(
 def _kind_of(directory: Path) -> Any:
     """Returns the kind in the manifest of `directory`; None if it cannot be read."""
     try:
-        return json.loads((directory / MANIFEST_FILE).read_text("utf-8"))["kind"]
+        return read_json(directory / MANIFEST_FILE)["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

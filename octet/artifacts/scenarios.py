@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.serving_path import ServingPath
 from octet.errors import ArtifactError
-from octet.storage.files import refuse_newer
+from octet.storage.files import parse_json, refuse_newer
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["SCENARIOS_FILE", "Fault", "FaultKind", "Scenario", "ScenarioSet"]
@@ -116,7 +116,7 @@ class ScenarioSet:
         path = directory / SCENARIOS_FILE
         file = TensorFile.open(path)
         try:
-            header = json.loads(file.metadata["octet"])
+            header = parse_json(file.metadata["octet"].encode())
             refuse_newer(path, header["schema_version"], SCHEMA_VERSION)
             if header["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema version {header['schema_version']}")

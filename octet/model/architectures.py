@@ -163,7 +163,11 @@ def _rope(
     kind = rope.get("rope_type", rope.get("type", "default"))
     fields: dict[str, Any] = {"rope_theta": rope.get("rope_theta", given["rope_theta"])}
     factor = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-    if partial and isinstance(factor, int | float) and isinstance(head_dim, int):
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise UnsupportedError(
+            f"{where}: config.json: partial_rotary_factor is {factor!r}, not above 0 and at most 1"
+        )
+    if partial and isinstance(head_dim, int):
         fields["rotary_dim"] = int(head_dim * factor)
     elif factor != 1.0:  # transformers does not read this key here
         undescribed.append(f"partial_rotary_factor {factor}")

@@ -1,14 +1,15 @@
 """Reads a model's chat template, and provides one for models without."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from octet.errors import ArtifactError
+from octet.storage.files import read_file, read_object
 
 __all__ = ["DEFAULT_TEMPLATE", "TEMPLATE_FILE", "template_of", "tokenizer_config"]
 
 TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1 << 20  # the largest known has 40 KB
 
 # For models without a template, mostly base models: headings that are common in training text.
 DEFAULT_TEMPLATE = r"""
@@ -23,23 +24,30 @@ DEFAULT_TEMPLATE = r"""
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json, {} if there is none; ArtifactError if it is not JSON."""
+    """Returns tokenizer_config.json, {} if there is none; ArtifactError if it is no object."""
     path = directory / "tokenizer_config.json"
     if not path.exists():
         return {}
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not valid JSON ({error})") from None
-    return config
+    return read_object(path, ArtifactError)
 
 
 def template_of(directory: Path) -> str | None:
     """Returns the Jinja source in chat_template.jinja, else tokenizer_config.json, else None."""
     alone = directory / TEMPLATE_FILE
     if alone.exists():
-        return alone.read_text(encoding="utf-8")
+        try:
+            return read_file(alone, MAX_TEMPLATE_BYTES).decode()
+        except OSError as error:
+            raise ArtifactError(f"{alone}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ArtifactError(f"{alone}: not UTF-8 text; copy it again") from None
     source: Any = tokenizer_config(directory).get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    return None if source is None else str(source)
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if source is not None and (not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES):
+        raise ArtifactError(
+            f"{directory / 'tokenizer_config.json'}: chat_template is no text of at most"
+            f" {MAX_TEMPLATE_BYTES >> 20} MiB; copy it again"
+        )
+    return source

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
 
-import json
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from octet.model.not_a_checkpoint import (
     explain_without_weights,
 )
 from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
-from octet.storage.files import LFS_POINTER, file_digests, is_lfs_pointer, sha256_file
+from octet.storage.files import MAX_TOKENIZER_BYTES, file_digests, read_object, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
@@ -59,7 +59,8 @@ class Checkpoint:
             raise explain_file(path)
         if not (path / "config.json").exists():
             raise explain_without_config(path)
-        config = _read_json(path / "config.json")
+        _refuse_special(path)
+        config = read_object(path / "config.json", CheckpointError)
         refuse_unsupported(config, str(path))
         _refuse_quantized(path)
         shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
@@ -200,25 +201,26 @@ class Checkpoint:
                 )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = path.read_bytes()
-        data = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        if is_lfs_pointer(content):
-            raise CheckpointError(f"{path}: {LFS_POINTER}") from None
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return data
+def _refuse_special(path: Path) -> None:
+    """Refuses files beside the weights that would block or fill memory, whoever reads them."""
+    for file in sorted(path.iterdir()):
+        try:
+            found = file.stat()
+        except OSError:  # a link to nothing, which matters only if it is read
+            continue
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise CheckpointError(f"{file}: a FIFO or a device, not a file; remove it")
+        if file.name in TOKENIZER_FILES and found.st_size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(
+                f"{file}: larger than the {MAX_TOKENIZER_BYTES >> 20} MiB that a tokenizer may"
+                " have; copy it again"
+            )
 
 
 def _shard_paths(path: Path) -> list[Path]:
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_object(index, CheckpointError).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(name, str) and Path(name).name == name for name in weight_map.values()
         ):

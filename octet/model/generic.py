@@ -24,10 +24,10 @@ class Linear(BaseModel):
     input: str
 
 
-_IN_LAYER = re.compile(r"(?P<prefix>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<module>.+)\.weight")
+_IN_LAYER = re.compile(r"(?P<prefix>(?:.+\.)?layers)\.(?P<index>\d{1,9})\.(?P<module>.+)\.weight")
 
 _EXPERT = re.compile(
-    r"(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)"
+    r"(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d{1,9})\.(?P<projection>gate_proj|up_proj|down_proj)"
 )
 
 # Matrices of a layer that are not quantizable linears: embeddings, norms and routers
@@ -63,8 +63,9 @@ def generic_fields(
     prefix = _layers_prefix(tensors, layers, where)
     _refuse_fused_experts(config, tensors, prefix, where)
     linears = find_linears(tensors, prefix, layers)
+    attended = {name.partition(".self_attn.")[0] for name in (x.name for x in linears)}
     for index in range(layers):
-        if not any(linear.name.startswith(f"{prefix}.{index}.self_attn.") for linear in linears):
+        if f"{prefix}.{index}" not in attended:
             raise UnsupportedError(
                 f"{where}: {prefix}.{index} has no self_attn with a linear in it: such layers are"
                 " not supported"
@@ -188,9 +189,10 @@ def _experts(
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
     }
-    whole = {(e, name): shape for e in range(experts) for name, shape in shapes.items()}
+    complete = len(first) == experts * len(shapes)  # before a dictionary of as many is made
+    whole = {(e, name): shape for e in range(experts * complete) for name, shape in shapes.items()}
     for index, held in found.items():
-        if held != whole:
+        if not complete or held != whole:
             raise UnsupportedError(
                 f"{where}: the experts of layers {layer} and {index} are not of one make, which is"
                 " not supported"

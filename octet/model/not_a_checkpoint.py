@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from octet.errors import CheckpointError
+from octet.storage.files import open_file
 
 __all__ = [
     "explain_file",
@@ -95,7 +96,7 @@ def explain_without_weights(path: Path) -> CheckpointError:
     found = next(iter(sorted(path.glob("pytorch_model*.bin*"))), None)
     if found is not None:
         loading = (
-            f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto')"
+            f"AutoModelForCausalLM.from_pretrained('{path}', dtype='auto', trust_remote_code=False)"
             f".save_pretrained('{path}-safetensors')"
         )
         return CheckpointError(
@@ -147,7 +148,7 @@ def _gguf_file(path: Path) -> CheckpointError:
 
 def _begins(path: Path, magic: bytes) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(len(magic)) == magic
     except OSError:
         return False

@@ -1,11 +1,12 @@
 """Describes a decoder's architecture: its sizes, its linears and which of them share an input."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from octet.errors import UnsupportedError
+from octet.errors import CheckpointError, UnsupportedError
 from octet.model.architectures import ARCHITECTURES, fields_of
 from octet.model.generic import Linear, generic_fields
 from octet.model.unsupported import quantization_of, unsupported_feature
@@ -16,8 +17,17 @@ __all__ = [
     "ModelSpec",
     "RopeScaling",
     "quantized_already",
+    "refuse_more_than_stored",
     "refuse_unsupported",
 ]
+
+
+Count: TypeAlias = Annotated[int, Field(gt=0)]
+
+# Limits of what a config.json or a manifest may claim, an order of magnitude over any known model.
+_MOST_POSITIONS = 1 << 27
+_MOST_EXPERTS = 200_000  # of all layers together
+_FEW = 10_000  # layers and experts that cost nothing, whether or not they are stored
 
 
 class RopeScaling(BaseModel):
@@ -28,7 +38,7 @@ class RopeScaling(BaseModel):
     high_freq_factor, and blends in between; only `llama3` has the last three fields.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     type: Literal["llama3", "linear"]
     factor: float
@@ -40,17 +50,17 @@ class RopeScaling(BaseModel):
 class ModelSpec(BaseModel):
     """The sizes of a decoder, from its config.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     architecture: str
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
+    layers: Count
+    hidden_size: Count
+    intermediate_size: Annotated[int, Field(ge=0)]
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    max_positions: Annotated[int, Field(gt=0, le=_MOST_POSITIONS)]
     rope_theta: float
     rms_norm_eps: float
     tied_embeddings: bool
@@ -92,6 +102,14 @@ class ModelSpec(BaseModel):
             return {"rotary_dim": values["head_dim"], **values}
         return values
 
+    @model_validator(mode="after")
+    def _plausible(self) -> Self:
+        if self.layers * max(1, self.experts) > _MOST_EXPERTS:
+            raise ValueError(f"{self.layers} layers of {self.experts} experts are too many")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} KV heads")
+        return self
+
     @classmethod
     def from_config(
         cls,
@@ -112,6 +130,8 @@ class ModelSpec(BaseModel):
                 f"{where}: architecture {architecture} is not supported; supported:"
                 f" {', '.join(ARCHITECTURES)}, and others named ...ForCausalLM by their tensors"
             )
+        if tensors is not None:
+            refuse_more_than_stored(config, len(tensors), where)
         try:
             if known:
                 return cls(architecture=architecture, **fields_of(architecture, config, where))
@@ -120,8 +140,10 @@ class ModelSpec(BaseModel):
             raise UnsupportedError(f"{where}: config.json lacks {error}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
+            place = ".".join(map(str, first["loc"])) or "sizes"
             raise UnsupportedError(f"{where}: config.json: {place}: {first['msg']}") from None
+        except (ArithmeticError, TypeError, ValueError) as error:  # a value of another kind
+            raise UnsupportedError(f"{where}: config.json has impossible sizes ({error})") from None
 
     def layer(self, index: int) -> str:
         """Returns the module name of decoder layer `index`."""
@@ -218,10 +240,27 @@ class ModelSpec(BaseModel):
         yield _linear(down, self.hidden_size, inner, down)
 
 
+def refuse_more_than_stored(config: Mapping[str, Any], tensors: int, where: str) -> None:
+    """Raises CheckpointError if config.json claims far more layers or experts than `tensors`.
+
+    Called before anything is made for each of them: a damaged file may claim a hundred million.
+    """
+    claimed = {"num_hidden_layers": config.get("num_hidden_layers")}
+    if _architecture(config) in ARCHITECTURES:
+        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        claimed[key] = config.get(key)
+    counts = {key: n for key, n in claimed.items() if isinstance(n, int) and n > 1}
+    if math.prod(counts.values()) > max(_FEW, 3 * tensors):
+        claims = ", ".join(f"{key} {n}" for key, n in counts.items())
+        raise CheckpointError(
+            f"{where}: config.json claims {claims}, and the weights have {tensors} tensors in all;"
+            " download both again"
+        )
+
+
 def refuse_unsupported(config: Mapping[str, Any], where: str) -> str:
     """Returns the architecture; raises UnsupportedError for what config.json alone rules out."""
-    names = config.get("architectures")
-    architecture = str(names[0]) if isinstance(names, list) and names else "(none)"
+    architecture = _architecture(config)
     feature = unsupported_feature(architecture, config)
     if architecture not in ARCHITECTURES and feature is not None:
         raise UnsupportedError(f"{where}: {architecture} {feature}")
@@ -233,6 +272,11 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> str:
             f" {', '.join(ARCHITECTURES)}, and others named ...ForCausalLM by their tensors"
         )
     return architecture
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "(none)"
 
 
 def quantized_already(where: str, method: str) -> str:

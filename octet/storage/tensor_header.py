@@ -1,6 +1,8 @@
 """Reads and writes the header of a safetensors file: its length in 8 bytes, then JSON."""
 
 import json
+import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from octet.errors import CheckpointError
-from octet.storage.files import LFS_POINTER, is_lfs_pointer
+from octet.storage.files import LFS_POINTER, MAX_JSON_BYTES, is_lfs_pointer, parse_json
 
 __all__ = ["CONTAINERS", "Entry", "encode_header", "nbytes_of", "read_header"]
 
@@ -33,7 +35,9 @@ CONTAINERS: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_AXES = 32  # numpy's limit before release 2
+_MAX_AXIS = 1 << 48
+_MAX_NAME = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Entry:
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Returns the number of bytes that a tensor takes in the file."""
-    return int(np.prod(shape, dtype=np.int64)) * CONTAINERS[dtype].itemsize
+    return math.prod(shape) * CONTAINERS[dtype].itemsize
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str] | None]:
@@ -56,34 +60,47 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
 
     Raises CheckpointError unless the tensors describe the rest of the file exactly.
     """
-    size = path.stat().st_size
+    size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
     (length,) = struct.unpack("<Q", file.read(8))
-    if length > min(size - 8, _MAX_HEADER_BYTES):
+    if length > min(size - 8, MAX_JSON_BYTES):
         file.seek(0)
         if (other := _other_format(file.read(64))) is not None:
             raise CheckpointError(f"{path}: {other}")
         raise CheckpointError(
-            f"{path}: its header claims {length} bytes in a file of {size}:"
-            " truncated or not safetensors; copy it again"
+            f"{path}: its header claims {length} bytes in a file of {size}, of at most"
+            f" {MAX_JSON_BYTES}: truncated or not safetensors; copy it again"
         )
     base = 8 + length
-    entries: dict[str, Entry] = {}
     try:
-        parsed = json.loads(file.read(length))
-        for name, item in parsed.items():
-            if name == "__metadata__":
-                continue
-            start, stop = item["data_offsets"]
-            entries[name] = Entry(
-                str(item["dtype"]), tuple(int(n) for n in item["shape"]), base + start, base + stop
-            )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: the safetensors header is damaged; copy it again") from None
+        parsed = parse_json(file.read(length))
+        metadata = parsed.pop("__metadata__", None)
+        entries = {_name(name): _entry(item, base) for name, item in parsed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        detail = f" ({error})" if type(error) is ValueError else ""
+        raise CheckpointError(
+            f"{path}: the safetensors header is damaged{detail}; copy it again"
+        ) from None
     _check(path, entries, base, size)
-    metadata = parsed.get("__metadata__")
     return entries, metadata if isinstance(metadata, dict) else None
+
+
+def _name(name: str) -> str:
+    if len(name) > _MAX_NAME or not name.isprintable():  # messages show it
+        raise ValueError(f"no name of a tensor: {name[:30]!r}")
+    return name
+
+
+def _entry(item: Mapping[str, Any], base: int) -> Entry:
+    """Returns the entry of `item`, all of whose numbers are integers that numpy can represent."""
+    dtype, shape, (start, stop) = item["dtype"], item["shape"], item["data_offsets"]
+    numbers = [*shape[: _MAX_AXES + 1], start, stop]
+    if not all(type(n) is int and 0 <= n < _MAX_AXIS for n in numbers):
+        raise ValueError("sizes and offsets must be integers in range")
+    if len(shape) > _MAX_AXES or math.prod(n or 1 for n in shape) >= 1 << 60:
+        raise ValueError("the shape of a tensor is too large")
+    return Entry(str(dtype)[:_MAX_NAME], tuple(shape), base + start, base + stop)
 
 
 def _other_format(beginning: bytes) -> str | None:

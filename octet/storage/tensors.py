@@ -20,7 +20,7 @@ import numpy.typing as npt
 from octet.errors import CheckpointError
 from octet.numerics import formats
 from octet.numerics.bits import bf16_to_float32
-from octet.storage.files import file_digests
+from octet.storage.files import file_digests, open_file
 from octet.storage.tensor_header import CONTAINERS, Entry, encode_header, nbytes_of, read_header
 
 __all__ = [
@@ -108,7 +108,7 @@ class TensorFile:
     def open(cls, path: Path) -> Self:
         """Maps a file; CheckpointError if it is truncated or its header is not valid."""
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 entries, metadata = read_header(path, file)
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -174,7 +174,7 @@ class TensorFile:
         """
         entry = self._entries[name]
         done = 0
-        with self.path.open("rb", buffering=0) as file:
+        with open_file(self.path, buffering=0) as file:
             file.seek(entry.start)
             while done < len(buffer) and (count := file.readinto(buffer[done:])):
                 done += count

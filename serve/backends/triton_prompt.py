@@ -1,11 +1,11 @@
 """Tokenizer functions that a Triton model needs: text to ids, ids to text, its end tokens."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octet.errors import NeedsTokenizer, UnsupportedField
+from octet.storage.files import read_json
 from serve.engine.tokenizer import Tokenizer
 
 __all__ = ["end_tokens", "prompt_ids", "prompt_text", "unsupported"]
@@ -50,8 +50,8 @@ def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         found = _read(directory / file).get("eos_token_id")
         if isinstance(found, int):
             return (found,)
-        if isinstance(found, list) and found:
-            return tuple(map(int, found))
+        if isinstance(found, list) and found and all(isinstance(token, int) for token in found):
+            return tuple(found)
     token = _read(directory / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     spelled = tokenizer.inner.token_to_id(token) if isinstance(token, str) else None
@@ -60,7 +60,7 @@ def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import tokenizers
 
 from octet.errors import ArtifactError
+from octet.storage.files import MAX_TOKENIZER_BYTES, read_file
 from serve.engine.chat_template import ChatTemplate
 
 __all__ = ["Detokenizer", "StopChecker", "Tokenizer", "beside"]
@@ -127,7 +128,9 @@ class Tokenizer:
         """Loads the tokenizer of `directory`. Raises ArtifactError if it has no usable one."""
         path = directory / "tokenizer.json"
         try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
+            inner = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER_BYTES))
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from None
         except Exception as error:  # the binding raises plain Exception
             raise ArtifactError(f"{path}: not a usable tokenizer ({error})") from None
         inner.no_truncation()

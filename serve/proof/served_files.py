@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, CheckpointError
 from octet.proof.reference import Proofs
-from octet.storage.files import sha256_file
+from octet.storage.files import open_file, sha256_file
 from octet.storage.tensors import TensorFile
 
 __all__ = ["differences"]
@@ -71,7 +71,7 @@ def _tells(root: Path, since: float | None) -> bool:
             return False
         for path in (*root.glob("*.safetensors"), root / "config.json", root / MANIFEST_FILE):
             if path.exists():
-                path.open("rb").close()
+                open_file(path).close()
                 if since is not None and path.stat().st_mtime > since + _STARTING_S:
                     return False
     except OSError:

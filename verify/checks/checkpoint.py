@@ -8,7 +8,7 @@ import numpy as np
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import CheckpointError
-from octet.model.spec import ModelSpec
+from octet.model.spec import ModelSpec, refuse_more_than_stored
 from verify.checks.cache import cache_of, check_cache_scales, check_cache_scheme
 from verify.checks.findings import Verification
 from verify.checks.names import Names, check_names
@@ -132,7 +132,9 @@ def _spec(written: Written, manifest: Manifest | None, original: Original | None
     if manifest is not None:
         return manifest.model.spec
     config = {k: v for k, v in written.config.items() if k != "quantization_config"}
-    return ModelSpec.from_config(config, str(written.path / "config.json"))
+    where = str(written.path / "config.json")
+    refuse_more_than_stored(config, len(written.names), where)
+    return ModelSpec.from_config(config, where)
 
 
 def _format(written: Written) -> str:

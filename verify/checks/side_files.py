@@ -1,6 +1,5 @@
 """Verifies the files beside the weights: configuration, tokenizer, golden records."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
+from octet.errors import CheckpointError
+from octet.storage.files import read_object
 from verify.checks.findings import Verification
 from verify.checks.original import Original
 
@@ -52,8 +53,8 @@ def check_side_files(
 def _check_config(path: Path, ours: bool, original: Original, found: Verification) -> None:
     """Compares config.json: all keys in Octet's files, in those of others the shared keys."""
     try:
-        written = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        written = read_object(path / "config.json", CheckpointError)
+    except CheckpointError as error:
         found.problem("files", "config.json", f"cannot be read: {error}")
         return
     before: dict[str, Any] = original.checkpoint.config

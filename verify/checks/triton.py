@@ -1,12 +1,12 @@
 """Verifies Triton's own files in an entry of a model repository, not the model that it holds."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from octet.artifacts.manifest import MANIFEST_FILE, PLAN_FILE, Manifest
+from octet.storage.files import read_file, read_json
 from verify.checks.findings import Verification
 
 __all__ = ["check_entry", "held_models"]
@@ -22,7 +22,8 @@ def check_entry(path: Path, manifest: Manifest, found: Verification) -> None:
     if not config.is_file():
         found.problem("files", CONFIG_FILE, "missing: Triton would guess a configuration")
     else:
-        named = re.search(r'^\s*name\s*:\s*"([^"]*)"', config.read_text("utf-8"), re.MULTILINE)
+        text = read_file(config).decode("utf-8", "replace")
+        named = re.search(r'^\s*name\s*:\s*"([^"]*)"', text, re.MULTILINE)
         recorded = manifest.details.get("name")
         if named is not None and recorded is not None and named.group(1) != recorded:
             found.problem(
@@ -59,8 +60,8 @@ def _check_vllm(version: Path, found: Verification) -> None:
         return
     where = f"{version.name}/model.json"
     try:
-        engine = json.loads(file.read_text("utf-8"))
-        config = json.loads((version / "checkpoint" / "config.json").read_text("utf-8"))
+        engine = read_json(file)
+        config = read_json(version / "checkpoint" / "config.json")
     except (OSError, ValueError) as error:
         found.problem("files", where, f"cannot be read with its checkpoint: {error}")
         return

@@ -5,7 +5,6 @@ tables (verify/reader/codes.py), so it reads checkpoints of llm-compressor and M
 One tensor is in memory at a time; `release` frees the pages of the mapped files.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.errors import CheckpointError
+from octet.storage.files import read_object
 from octet.storage.tensors import Tensor, TensorFile
 from verify.reader.codes import ELEMENTS, Elements, unpack, value_of
 from verify.reader.dialects import quantization_of
@@ -90,15 +90,17 @@ class Written:
 
         Raises CheckpointError if they cannot be read, UnsupportedError for an unknown format.
         """
-        config = _json(path / "config.json")
+        config = read_object(path / "config.json", CheckpointError)
         if "quantization_config" not in config and (path / _MODELOPT).is_file():
-            other = _json(path / _MODELOPT)
+            other = read_object(path / _MODELOPT, CheckpointError)
             config = config | {"quantization_config": {"quant_method": "modelopt", **other}}
         listed: dict[str, str] = {}
         if (path / _INDEX).is_file():
-            listed = _json(path / _INDEX).get("weight_map") or {}
+            listed = read_object(path / _INDEX, CheckpointError).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
+                raise CheckpointError(f"{path / _INDEX}: weight_map does not name files beside it")
             shards = sorted(set(listed.values()))
-        elif (path / "model.safetensors").is_file():
+        elif (path / "model.safetensors").exists():
             shards = ["model.safetensors"]
         else:
             raise CheckpointError(f"{path}: no model.safetensors and no {_INDEX}")
@@ -138,7 +140,7 @@ class Written:
         """Parses ModelOpt's own file, which TensorRT-LLM reads; None if there is none."""
         if not (self.path / _MODELOPT).is_file():
             return None
-        other = {"quant_method": "modelopt", **_json(self.path / _MODELOPT)}
+        other = {"quant_method": "modelopt", **read_object(self.path / _MODELOPT, CheckpointError)}
         return quantization_of({"quantization_config": other}, str(self.path / _MODELOPT))
 
     def release(self) -> None:
@@ -185,15 +187,3 @@ class Written:
 def is_checkpoint(path: Path) -> bool:
     single = path / "model.safetensors"
     return (path / "config.json").is_file() and (single.is_file() or (path / _INDEX).is_file())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return data

@@ -13,6 +13,7 @@ It knows the three dialects that vLLM 0.24 to 0.32 reads. vLLM creates these ten
 | fp8                      | weight, weight_scale [] [1]; blocks: weight_scale_inv, multiplied    |
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -43,7 +44,7 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
             return _modelopt(raw, where)
         if method == "fp8":
             return _fp8(raw)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError, re.error) as error:
         raise UnsupportedError(f"{where}: quantization_config cannot be read: {error}") from None
     raise UnsupportedError(
         f"{where}: quant_method '{method}' is none that verify reads; it reads compressed-tensors,"
@@ -54,7 +55,7 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
 def _compressed_tensors(raw: Mapping[str, Any], where: str) -> Quantization:
     groups = []
     for name, group in raw["config_groups"].items():
-        targets = tuple(str(target) for target in group["targets"])
+        targets = _patterns(group["targets"])
         if all(target.endswith("Attention") for target in targets):
             continue  # vLLM skips it: kv_cache_scheme declares the same
         if group.get("weights") is None:
@@ -66,7 +67,7 @@ def _compressed_tensors(raw: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(
         "compressed-tensors",
         tuple(groups),
-        tuple(raw.get("ignore") or ()),
+        _patterns(raw.get("ignore")),
         kv_scheme=scheme is not None,
         static_kv=not (isinstance(scheme, dict) and scheme.get("dynamic")),
         raw=raw,
@@ -129,8 +130,7 @@ def _weights(weights: Mapping[str, Any], label: str, static: str | None) -> Stor
         if strategy == "channel":
             return Stored(label, "e4m3", "channel", input_scale=static)
         if strategy == "block":
-            rows, columns = weights["block_structure"]
-            tile = (int(rows), int(columns))
+            tile = _tile(weights["block_structure"])
             return Stored(label, "e4m3", "block", tile, input_scale=static)
     if (kind, bits) == ("float", 4):
         if strategy == "tensor_group" and size == 16:
@@ -172,8 +172,8 @@ def _modelopt(raw: Mapping[str, Any], where: str) -> Quantization:
         )
     else:
         groups = (Group(algorithm, ("Linear",), _modelopt_stored(algorithm, where)),)
-    ignore = inner.get("ignore") or inner.get("exclude_modules") or ()
-    return Quantization("modelopt", groups, tuple(ignore), kv_scheme=_fp8_cache(inner), raw=raw)
+    ignore = _patterns(inner.get("ignore") or inner.get("exclude_modules"))
+    return Quantization("modelopt", groups, ignore, kv_scheme=_fp8_cache(inner), raw=raw)
 
 
 def _fp8_cache(inner: Mapping[str, Any]) -> bool:
@@ -229,8 +229,26 @@ def _fp8(raw: Mapping[str, Any]) -> Quantization:
     if block is None:
         stored = Stored("fp8 tensor", "e4m3", "tensor", input_scale=name, inputs=inputs)
     else:
-        tile = (int(block[0]), int(block[1]))
+        tile = _tile(block)
         inputs = inputs if static else _GROUPS_OF_128
         stored = Stored("fp8 block", "e4m3", "block", tile, scale="weight_scale_inv", inputs=inputs)
-    ignore = tuple(raw.get("ignored_layers") or raw.get("modules_to_not_convert") or ())
+    ignore = _patterns(raw.get("ignored_layers") or raw.get("modules_to_not_convert"))
     return Quantization("fp8", (Group("fp8", ("Linear",), stored),), ignore, raw=raw)
+
+
+def _patterns(names: Any) -> tuple[str, ...]:
+    """Returns a list of names and patterns; ValueError or re.error for one that cannot be."""
+    patterns = tuple(names or ())
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{pattern!r} is no name of a module")
+        if pattern.startswith("re:"):
+            re.compile(pattern[3:])
+    return patterns
+
+
+def _tile(block: Any) -> tuple[int, int]:
+    rows, columns = (int(size) for size in block)
+    if rows < 1 or columns < 1:
+        raise ValueError(f"blocks of {rows} x {columns}")
+    return rows, columns

@@ -17,6 +17,7 @@ import pytest
 
 from octet.errors import OctetError
 from octet.model.checkpoint import Checkpoint
+from octet.storage import files
 from octet.storage.tensors import Tensor, write_tensors
 from tests.command import octet
 
@@ -371,5 +372,5 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: Any) 
     def denied(*_: Any) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)  # root may read anything
+    monkeypatch.setattr(files, "read_file", denied)  # root may read anything
     assert refusal(tmp_path) == f"{tmp_path / 'config.json'}: Permission denied"

@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {k: v for k, v in QWEN3_30B_A3B.items() if k != "moe_intermediate_size"},
         "config.json lacks 'moe_intermediate_size'",
     ),
-    "no heads": (MIXTRAL_8X7B | {"num_attention_heads": 0}, "head_dim: Input should be"),
+    "no heads": (MIXTRAL_8X7B | {"num_attention_heads": 0}, "heads: Input should be"),
 }
 
 

@@ -1,6 +1,8 @@
 """Safetensors files: equal to the reference library's, and strict about damage."""
 
 import hashlib
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +113,49 @@ def test_a_scan_hashes_the_file_and_passes_all_of_each_tensor(tmp_path: Path) ->
         np.testing.assert_array_equal(np.concatenate(parts), tensors[name].codes.reshape(-1))
     path.unlink()  # the digests are known
     assert file.digests[0] == hashlib.sha256(content).hexdigest()
+
+
+def headed(path: Path, header: bytes, data: bytes = b"1234") -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a":[' + b"[]," * 4_000_000 + b"[]]}", "more than 1,525,201 arrays"),
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0.0,4.0]}}', "must be integers"),
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,18446744073709551620]}}', "in range"),
+        (b'{"a":{"dtype":"U8","shape":[4.7],"data_offsets":[0,4]}}', "must be integers"),
+        (b'{"a":{"dtype":"U8","shape":"4","data_offsets":[0,4]}}', "must be integers"),
+        (b'{"a":{"dtype":"U8","shape":[true,4],"data_offsets":[0,4]}}', "must be integers"),
+        (b'{"a":{"dtype":"U8","shape":[-2,-2],"data_offsets":[0,4]}}', "must be integers"),
+        (b'{"a":{"dtype":"U8","shape":[8589934592,2147483648],"data_offsets":[0,0]}}', "too large"),
+        (b'{"a":{"dtype":"U8","shape":[8589934592,2147483648,0],"data_offsets":[0,0]}}', "large"),
+        (b'{"a":{"dtype":"U8","shape":[4' + b",1" * 64 + b'],"data_offsets":[0,4]}}', "too large"),
+        (
+            b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+            b'"a":{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}',
+            "key 'a' has two values",
+        ),
+        (
+            b'{"\\u001b[2J":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+            r"no name of a tensor: '\\x1b\[2J'",
+        ),
+    ],
+    ids=lambda value: value[-60:] if isinstance(value, bytes) else None,
+)
+def test_a_hostile_header_is_refused(header: bytes, found: str, tmp_path: Path) -> None:
+    path = headed(tmp_path / "x.safetensors", header, b"" if b"[0,0]" in header else b"1234")
+    before = time.process_time()
+    with pytest.raises(CheckpointError, match=found) as caught:
+        TensorFile.open(path)
+    assert time.process_time() - before < 1
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: a FIFO or a device, not a file"):
+        TensorFile.open(tmp_path / "x.safetensors")

@@ -1,6 +1,5 @@
 """Opens the arguments of `octet evaluate`, each kind of target with its own stage."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from octet.artifacts.manifest import PLAN_FILE
 from octet.errors import BackendError, ConfigError, UnsupportedError
 from octet.interrupts import held_back
 from octet.model.checkpoint import Checkpoint
+from octet.storage.files import read_json
 from verify.evaluation.sequences import Sequences, read_texts
 from verify.evaluation.target import Target
 
@@ -89,7 +89,7 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
 def _quantized(path: Path) -> bool:
     """Decides whether config.json declares a quantization; opening reports an unreadable file."""
     try:
-        return "quantization_config" in json.loads((path / "config.json").read_text("utf-8"))
+        return "quantization_config" in read_json(path / "config.json")
     except (OSError, ValueError, TypeError):
         return False
 

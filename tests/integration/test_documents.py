@@ -1,9 +1,9 @@
 """Runs the commands of README.md and docs/ as a reader would, in the order of each page.
 
 A page has a folder of its own with the example model and its samples under the names that the
-documents use, and with what getting-started.md makes, unless the page makes it itself. A server
-keeps running until another one takes its port, or the page ends. A block behind a comment
-`<!-- not run: needs ... -->` is not run.
+documents use, and with what getting-started.md makes, unless the page makes it itself. `their-fp8`
+is another tool's checkpoint: an export without what Octet adds. A server keeps running until another
+one takes its port, or the page ends. A block behind `<!-- not run: needs ... -->` is not run.
 """
 
 import json
@@ -177,6 +177,8 @@ def started(tmp_path_factory: pytest.TempPathFactory, variables: dict[str, str])
     prepare(folder)
     with reader(folder, variables) as found:
         found.read(START)
+    proof = shutil.ignore_patterns("manifest.json", "golden.json", "expected.json", "*.octet")
+    shutil.copytree(folder / "my-model-fp8", folder / "their-fp8", ignore=proof)
     return folder
 
 

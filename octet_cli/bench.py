@@ -47,7 +47,7 @@ def bench(
         typer.Option(
             "--load",
             metavar="CONCURRENCYxINPUTxOUTPUT",
-            help=f"Requests at a time, and tokens in and out of each; repeatable. Default: {LOADS}",
+            help=f"Requests at a time, and tokens in and out of each; repeatable. Default: {' '.join(LOADS)}.",
             show_default=False,
         ),
     ] = None,

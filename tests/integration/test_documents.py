@@ -34,7 +34,7 @@ START = ROOT / "docs" / "getting-started.md"
 RUN = [
     page for page in PAGES if any(b.language == "bash" and not b.reason for b in blocks_of(page))
 ]
-CHARACTERS = 400  # of each sample
+CHARACTERS = 250  # of each sample
 
 
 @dataclass(kw_only=True)

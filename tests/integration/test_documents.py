@@ -2,8 +2,8 @@
 
 A page has a folder of its own with the example model and its samples under the names that the
 documents use, and with what getting-started.md makes, unless the page makes it itself. `their-fp8`
-is another tool's checkpoint: an export without what Octet adds. A server keeps running until another
-one takes its port, or the page ends. A block behind `<!-- not run: needs ... -->` is not run.
+is another tool's checkpoint: an export without what Octet adds. A server runs until another one
+takes its port, or the page ends. A block behind `<!-- not run: needs ... -->` is not run.
 """
 
 import json

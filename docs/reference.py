@@ -1,14 +1,18 @@
-"""Writes the pages of the reference that are made from the code; `make docs` runs it.
+"""Writes the pages of the reference that are generated from the code; `make docs` runs it.
 
 python docs/reference.py DIRECTORY
 """
 
+import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import typer
+from typer.core import TyperArgument
 
+from octet_cli.help import EXAMPLES
 from octet_cli.main import app
 from serve.config.gateway import GatewayConfig
 
@@ -20,41 +24,59 @@ def main(directory: Path) -> None:
 
 
 def commands() -> str:
-    """Returns a section for each command, with its arguments and options."""
-    lines = ["# Commands", "", "Made from the code. Each command has `--help` too.", ""]
-    for name, command in walk(typer.main.get_command(app), "octet"):
-        lines += [f"## `{name}`", "", clean(command.help), "", "| | | |", "|---|---|---|"]
-        for parameter in command.params:
-            if parameter.name == "help" or getattr(parameter, "hidden", False):
-                continue
-            names = ", ".join([*parameter.opts, *parameter.secondary_opts])
-            kind = parameter.metavar or value_of(parameter.type_descriptor.annotation)
-            words = clean(getattr(parameter, "help", ""))
-            if parameter.required:
-                words += " Required."
-            elif parameter.default not in (None, False, (), []) and not callable(parameter.default):
-                words += f" Default: `{parameter.default}`."
-            cells = (f"`{names}`", f"`{kind}`" if kind else "", words)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    """Returns a section for each command, with its examples, arguments and options."""
+    lines = ["# Commands", "", "Generated from the code. `--help` shows the same.", ""]
+    for name, command, context in walk(typer.main.get_command(app), "octet"):
+        examples = EXAMPLES[name.removeprefix("octet ")]
+        lines += [f"## `{name}`", "", clean(command.help), "", "```bash", *examples, "```", ""]
+        lines += ["| option | takes | meaning | default |", "|---|---|---|---|"]
+        for parameter in command.get_params(context):
+            if parameter.name != "help" and not getattr(parameter, "hidden", False):
+                lines.append(row(option(parameter)))
         lines.append("")
     return "\n".join(lines)
 
 
-def value_of(annotation: Any) -> str:
-    """Returns what an option takes, in words; nothing for a switch."""
-    if get_origin(annotation) is Literal:
-        return "|".join(map(str, get_args(annotation)))
-    parts = [one for one in get_args(annotation) if one is not type(None)]
-    if parts:
-        return value_of(parts[0])
-    return "" if annotation is bool else annotation.__name__.upper()
+def option(parameter: Any) -> tuple[str, str, str, str]:
+    """Returns the cells of a parameter: its names, what it takes, its meaning, its default."""
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    kind = "" if names.isupper() else parameter.metavar
+    if isinstance(parameter, TyperArgument):
+        names, kind = parameter.metavar, ""
+    words = clean(getattr(parameter, "help", ""))
+    return code(names), code(kind), words, default_of(parameter)
 
 
-def walk(command: Any, name: str) -> list[tuple[str, Any]]:
+def default_of(parameter: Any) -> str:
+    """Returns a default in words; nothing where leaving the option out means nothing."""
+    value = parameter.default
+    if parameter.required:
+        return "required"
+    if getattr(parameter, "is_flag", False):
+        return "on" if value else "off"
+    if value in (None, (), []) or callable(value):
+        return ""
+    return code(value)
+
+
+def walk(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, Any, Any]]:
+    """Yields each command with its name and its context."""
+    word = name.rpartition(" ")[2]
+    context = command.make_context(word, [], parent=parent, resilient_parsing=True)
     children = getattr(command, "commands", None)
     if not children:
-        return [(name, command)]
-    return [found for key, one in children.items() for found in walk(one, f"{name} {key}")]
+        yield name, command, context
+        return
+    for key, one in children.items():
+        yield from walk(one, f"{name} {key}", context)
+
+
+def row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def code(value: object) -> str:
+    return f"`{value}`" if value not in (None, "") else ""
 
 
 def clean(text: str | None) -> str:
@@ -64,7 +86,7 @@ def clean(text: str | None) -> str:
 def configuration() -> str:
     """Returns a table for each section of the gateway's file, with types and defaults."""
     lines = ["# Configuration of the gateway", ""]
-    lines += ["Made from the code. [The gateway](../gateway.md) has an example.", ""]
+    lines += ["Generated from the code. [The gateway](../gateway.md) has an example.", ""]
     schema = GatewayConfig.model_json_schema()
     for name, section in [("the file", schema), *sorted(schema.get("$defs", {}).items())]:
         if "properties" not in section:
@@ -73,13 +95,17 @@ def configuration() -> str:
         lines += ["| key | type | default |", "|---|---|---|"]
         for key, found in section["properties"].items():
             required = key in section.get("required", ())
-            value = found.get("default")
-            default = "required" if required else f"`{value!r}`"
-            if isinstance(value, dict):
-                default = "below"
-            lines.append(f"| `{key}` | {kind_of(found)} | {default} |".replace("\n", " "))
+            default = "required" if required else yaml_of(found.get("default", {}))
+            lines.append(row((code(key), kind_of(found), default)))
         lines.append("")
     return "\n".join(lines)
+
+
+def yaml_of(value: Any) -> str:
+    """Returns a default as the file would have it. A section's is in its own table."""
+    if isinstance(value, dict):
+        return "see its section" if value else "empty"
+    return code(json.dumps(value))
 
 
 def kind_of(found: dict[str, Any]) -> str:

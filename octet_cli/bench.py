@@ -47,7 +47,8 @@ def bench(
         typer.Option(
             "--load",
             metavar="CONCURRENCYxINPUTxOUTPUT",
-            help=f"Requests at a time, and tokens in and out of each; repeatable. Default: {LOADS}",
+            help="Requests at a time, and tokens in and out of each; repeatable. Default:"
+            f" {' '.join(LOADS)}.",
             show_default=False,
         ),
     ] = None,

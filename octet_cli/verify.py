@@ -37,55 +37,59 @@ def verify(
         str,
         typer.Argument(
             metavar="PATH|URL",
-            help="What an export wrote, a calibration, another's checkpoint; or a running server:"
-            " http://HOST:PORT of OpenAI's protocol, triton://HOST:PORT/MODEL.",
+            help="An export, a calibration or another tool's checkpoint; or a running server:"
+            " http://HOST:PORT with OpenAI's API, triton://HOST:PORT/MODEL.",
         ),
     ],
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="The original checkpoint, to compare with; of a URL, the model's name."
+            "--model", help="The original checkpoint, to compare with; for a URL, the model's name."
         ),
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", help="What it was exported from: finds the original, too."),
+        typer.Option(
+            "--calibration", help="The calibration of an export; it names the original, too."
+        ),
     ] = None,
     numbers_only: Annotated[
-        bool, typer.Option("--no-tokens", help="Do not let the model predict any token.")
+        bool, typer.Option("--no-tokens", help="Compare files only; run no model.")
     ] = False,
     show_all: Annotated[
         bool,
         typer.Option(
-            "--all", help="Show every tensor; of a URL, ask every prompt and show every hypothesis."
+            "--all", help="Show every tensor; for a URL, send every prompt and show every scenario."
         ),
     ] = False,
     golden: Annotated[
-        Path | None, _of_url("--golden", "The export or calibration that it is to answer like.")
+        Path | None,
+        _of_url("--golden", "The export or calibration whose golden records it must match."),
     ] = None,
     weights: Annotated[
         Literal["quantized", "original"] | None,
-        _of_url("--weights", "What it is said to serve: the recipe's weights, or the original."),
+        _of_url("--weights", "Weights that it should serve (default: the recipe's)."),
     ] = None,
     kv_cache: Annotated[
         Literal["e5m2", "e4m3", "float16"] | None,
-        _of_url("--kv-cache", "What it is said to keep: default what --golden is for."),
+        _of_url("--kv-cache", "Cache that it should use (default: that of --golden)."),
     ] = None,
     engine: Annotated[
         Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None,
-        _of_url("--engine", "Which computes: then only what that honestly does is right."),
+        _of_url("--engine", "Serving engine. Restricts which numerics count as correct."),
     ] = None,
     api_key_env: Annotated[
         str | None, _of_url("--api-key-env", "The environment variable that holds its key.")
     ] = None,
     checkpoint: Annotated[
-        Path | None, _of_url("--checkpoint", "What it serves, on this disk: verified as well.")
+        Path | None,
+        _of_url("--checkpoint", "The checkpoint that it serves, on this disk; verified too."),
     ] = None,
     seed: Annotated[
         int | None,
         _of_url(
             "--seed",
-            "Draws the order of the golden prompts, after those that all faults are simulated on.",
+            "Order of the golden prompts after those on which every fault is simulated.",
             0,
         ),
     ] = None,
@@ -96,8 +100,8 @@ def verify(
     Every quantized tensor's error, the others bit for bit, the names that an engine would drop, and
     the divergence of the next token on the golden prompts. 2: something could not be checked.
 
-    Of a URL: what the server answers to the golden prompts of --golden, held against what it should
-    and against what is known to go wrong.
+    For a URL: compares the server's answers to the golden prompts of --golden with what its
+    declared configuration should answer, and with known faults.
     """
     console = console_for(as_json)
     served = {

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ from rich.text import Text
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, nearest
 from octet.interrupts import held_back
+from octet.tables import fitted
 from octet_cli.options import Json, console_for
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ def verify(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        report(found, Console(), show_all=show_all)
+        report(found, Console(soft_wrap=not sys.stdout.isatty()), show_all=show_all)
     raise typer.Exit(found.exit_code)
 
 
@@ -176,8 +178,9 @@ def report(found: "Verification", console: Console, *, show_all: bool = False) -
     if found.rows:
         rows = found.worst_first
         shown = rows if show_all else rows[:_WORST]
-        console.print(_tensors(shown, len(rows), {p.where for p in found.problems}))
-        console.print(_layers(found.layers))
+        wrong = {problem.where for problem in found.problems}
+        console.print(fitted(_tensors(shown, len(rows), wrong), console))
+        console.print(fitted(_layers(found.layers), console))
     if found.divergence is not None:
         console.print(_sentence(found.divergence), highlight=False)
     for note in found.notes:

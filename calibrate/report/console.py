@@ -10,12 +10,11 @@ from rich.table import Table
 
 from calibrate.report.document import Report
 from calibrate.scales.activations import METHODS
+from octet.tables import fitted
 
 __all__ = ["print_report"]
 
 _WORST = 3  # tensors shown of each kind
-_COLUMNS = ("format", "SQNR dB", "scale", "clipped", "to zero")  # a narrow terminal: the first two
-_NARROW = 80
 
 
 def print_report(
@@ -39,7 +38,7 @@ def print_report(
     for line in (summary.expected, summary.measured, summary.budget, summary.enough, summary.worst):
         if line:
             console.print(escape(line), highlight=False)
-    console.print(_worst(report, _COLUMNS[:2] if console.width < _NARROW else _COLUMNS))
+    console.print(fitted(_worst(report), console))
     for line in _clipping(report):
         console.print(line, highlight=False)
     for warning in report.warnings:
@@ -50,11 +49,11 @@ def print_report(
         console.print(shown, highlight=False, soft_wrap=True)  # a path that is cut opens nothing
 
 
-def _worst(report: Report, columns: tuple[str, ...]) -> Table:
+def _worst(report: Report) -> Table:
     """Returns a table of the tensors of each kind with the lowest SQNR, lowest first."""
     table = Table(box=None, pad_edge=False, title="lowest SQNR of each kind", title_justify="left")
     table.add_column("tensor", overflow="fold")
-    for column in columns:
+    for column in ("format", "SQNR dB", "scale", "clipped", "to zero"):
         table.add_column(column, justify="right", no_wrap=True)
     for kinds in (("input",), ("key", "value", "query")):
         rows = [
@@ -64,19 +63,19 @@ def _worst(report: Report, columns: tuple[str, ...]) -> Table:
         ]
         for sqnr_db, name, tensor in sorted(rows, key=lambda row: row[0])[:_WORST]:
             quality = tensor.chosen
-            cells = (
+            table.add_row(
+                name.removeprefix("model."),
                 tensor.format,
                 f"{sqnr_db:.1f}",
                 f"{quality.scale:.3g}" if quality else "dynamic",
                 f"{quality.saturated:.2%}" if quality else "",
                 f"{quality.underflow:.2%}" if quality else "",
             )
-            table.add_row(name.removeprefix("model."), *cells[: len(columns)])
     for name, weight in sorted(report.weights.items(), key=lambda item: item[1].sqnr_db)[:_WORST]:
         shape = "x".join(str(size) for size in weight.scale.shape)
         scale = shape or f"{float(weight.scale):.3g}"
-        cells = (weight.format, f"{weight.sqnr_db:.1f}", scale, "", "")
-        table.add_row(f"{name.removeprefix('model.')}.weight", *cells[: len(columns)])
+        shown = f"{name.removeprefix('model.')}.weight"
+        table.add_row(shown, weight.format, f"{weight.sqnr_db:.1f}", scale, "", "")
     return table
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octet.proof.verdict import Verdict
+from octet.tables import fitted
 from serve.proof.engine_report import EngineReport
 from serve.proof.probe import Probed
 
@@ -89,10 +90,10 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
     console.print(Text.assemble((found.url, "bold"), f": model {found.model}{_engine(found)}"))
     console.print(_facts(found))
     if verdict is not None:
-        console.print(_figures(verdict))
+        console.print(fitted(_figures(verdict), console))
         if verdict.ranking:
             most = len(verdict.ranking) if show_all else _NEAREST
-            console.print(_ranking(verdict, most))
+            console.print(fitted(_ranking(verdict, most), console))
     for label, style, lines in (
         ("wrong", "red", found.findings),
         ("note", "dim", found.notes),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        show(found, Console(), show_all=query.every_prompt)
+        show(found, Console(soft_wrap=not sys.stdout.isatty()), show_all=query.every_prompt)
     return found.exit_code
 
 

@@ -75,12 +75,16 @@ def _open_regular(path: str, flags: int) -> int:
 def read_file(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Returns the bytes of a regular file; raises OSError if there are more than `limit`."""
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
-    if max(size, len(content)) > limit:
+        _require_size(path, os.fstat(file.fileno()).st_size, limit)
+        content = file.read(limit + 1)
+    _require_size(path, len(content), limit)
+    return content
+
+
+def _require_size(path: Path, size: int, limit: int) -> None:
+    if size > limit:
         reason = f"larger than the {limit >> 20} MiB that such a file may have; copy it again"
         raise OSError(errno.EFBIG, reason, str(path))
-    return content
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
@@ -183,8 +187,10 @@ def file_digests(
 
 
 def sha256_file(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
+    """Returns the SHA-256 of a file's bytes, in hex; OSError for JSON that nothing would read."""
     with open_file(path) as file:
+        if path.suffix == ".json":  # read whole later: hashing more would only take time
+            _require_size(path, os.fstat(file.fileno()).st_size, MAX_TOKENIZER_BYTES)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Hostile checkpoints and artifacts: what each does to a good one, and the line that answers it."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -56,6 +57,10 @@ def write_calibration(path: Path, model: Path) -> None:
         for which in ("k", "v"):
             scales[f"model.layers.{layer}.self_attn.{which}_scale"] = np.float32(1)
     save_calibration(path, checkpoint, recipe, scales)
+    files = json.loads((path / "manifest.json").read_text())["model"]["files"]
+    identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    content = json.loads((path / "golden.json").read_text()) | {"weights_sha256": identity}
+    sealed(written("golden.json", json.dumps(content)))(path)
 
 
 # Changes of a checkpoint.
@@ -338,5 +343,192 @@ CHECKPOINTS |= {
     "layer of 400 digits": (
         unknown(**{f"model.layers.{'9' * 400}.self_attn.q_proj.weight": (1, 1)}),
         "there are none such",
+    ),
+}
+
+
+# Changes of a calibration.
+
+
+def sealed(change: Change) -> Change:
+    """Records the hashes of the changed files in the manifest, as whoever forges one would."""
+
+    def forge(path: Path) -> None:
+        change(path)
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name in manifest["files"]:
+            if (path / name).is_file():
+                content = (path / name).read_bytes()
+                manifest["files"][name] = hashlib.sha256(content).hexdigest()
+        _seal(path, manifest)
+
+    return forge
+
+
+def _seal(path: Path, manifest: dict[str, Any]) -> None:
+    manifest.pop("identity", None)
+    text = json.dumps(manifest, sort_keys=True)
+    manifest["identity"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def manifest(**values: Any) -> Change:
+    """Sets fields of the manifest, by their path with __, and its hash."""
+
+    def change(path: Path) -> None:
+        content = json.loads((path / "manifest.json").read_text())
+        for place, value in values.items():
+            *outer, last = place.split("__")
+            section = content
+            for key in outer:
+                section = section[key]
+            section[last] = value
+        _seal(path, content)
+
+    return change
+
+
+def listed(name: str, content: bytes = b"x") -> Change:
+    """Lists another file in the manifest, with the hash of `content`."""
+
+    def change(path: Path) -> None:
+        found = json.loads((path / "manifest.json").read_text())
+        found["files"][name] = hashlib.sha256(content).hexdigest()
+        _seal(path, found)
+
+    return change
+
+
+def golden(**record: Any) -> Change:
+    """Changes the golden record, or with `records` all of them."""
+
+    def change(path: Path) -> None:
+        content = json.loads((path / "golden.json").read_text())
+        if "records" in record:
+            content |= record
+        else:
+            content["records"][0] |= record
+        (path / "golden.json").write_text(json.dumps(content))
+
+    return sealed(change)
+
+
+def scales(name: str, tensor: Tensor) -> Change:
+    """Adds or replaces a scale."""
+
+    def change(path: Path) -> None:
+        from octet.storage.tensors import TensorFile
+
+        file = TensorFile.open(path / "scales.safetensors")
+        tensors = {key: file.read(key) for key in file.names} | {name: tensor}
+        write_tensors(path / "new", tensors)
+        os.replace(path / "new", path / "scales.safetensors")
+
+    return sealed(change)
+
+
+_TOP = {"token_ids": [1, 2], "logprobs": [-0.1, -3.0]}
+_SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
+
+# Name -> the change, and what the error of reading it says.
+ARTIFACTS: dict[str, tuple[Change, str]] = {
+    "nested manifest": (written("manifest.json", '{"a":' + DEEP), "nested too deeply"),
+    "manifest as a list": (written("manifest.json", "[]"), "schema version None"),
+    "manifest in Latin-1": (written("manifest.json", b'{"a":"\xe4"}'), "can't decode byte"),
+    "manifest as a FIFO": (replaced("manifest.json", os.mkfifo), "no manifest|FIFO|neither"),
+    "manifest as a directory": (replaced("manifest.json", Path.mkdir), "Is a directory|neither"),
+    "manifest of a terabyte": (sparse("manifest.json"), "larger than the 32 MiB"),
+    "manifest of lists": (
+        written("manifest.json", b'{"a":[' + b"[]," * 3_000_000 + b"[]]}"),
+        "more than 1,118,481",
+    ),
+    "manifest with a file outside": (listed("../../etc/passwd"), "lists ../../etc/passwd, which"),
+    "manifest with an absolute file": (listed("/etc/passwd"), "lists /etc/passwd, which is not"),
+    "manifest with a name of escapes": (
+        listed("\x1b[2Jx"),
+        r"\\x1b\[2Jx",
+    ),
+    "manifest with two values of a key": (
+        written("manifest.json", '{"kind":"engine","kind":"calibration"}'),
+        "key 'kind' has two values",
+    ),
+    "version 10^20": (manifest(schema_version=10**20), "written by a newer Octet"),
+    "version NaN": (manifest(schema_version=float("nan")), "schema version nan"),
+    "model of 10^8 layers": (manifest(model__spec__layers=10**8), "too many"),
+    "model of 10^20 experts": (manifest(model__spec__experts=10**20), "too many"),
+    "model of 10^20 positions": (
+        manifest(model__spec__max_positions=10**20),
+        "max_positions: Input should be less",
+    ),
+    "model with epsilon infinite": (
+        manifest(model__spec__rms_norm_eps=float("inf")),
+        "rms_norm_eps: Input should be a finite",
+    ),
+    "source of another kind": (manifest(details__source=5), "."),
+    "source that is a device": (manifest(details__source="/dev/zero"), "."),
+    "source with a NUL": (manifest(details__source="a\0b"), "."),
+    "cache of another kind": (manifest(details__kv_cache={"a": 1}), "."),
+    "algorithm of another kind": (manifest(details__algorithm=[1]), "."),
+    "warnings of another kind": (manifest(details__warnings=5), "."),
+    "nested golden records": (sealed(written("golden.json", "[" * 10**5)), "nested too deeply"),
+    "golden records as a FIFO": (replaced("golden.json", os.mkfifo), "golden.json: missing"),
+    "golden records of a terabyte": (sparse("golden.json", 1 << 33), "."),
+    "golden record without answers": (golden(tops=[]), "golden.json: not a golden set"),
+    "golden record of uneven answers": (
+        golden(tops=[_TOP | {"logprobs": [-0.1]}]),
+        "golden.json: not a golden set",
+    ),
+    "golden record NaN": (
+        golden(tops=[_TOP | {"logprobs": [float("nan"), -3.0]}]),
+        "golden.json: not a golden set",
+    ),
+    "golden record of negative tokens": (
+        golden(prompt_token_ids=[-1]),
+        "golden.json: not a golden set",
+    ),
+    "golden record of tokens 10^20": (
+        golden(prompt_token_ids=[10**20]),
+        "golden.json: not a golden set",
+    ),
+    "golden record without a prompt": (
+        golden(prompt_token_ids=[]),
+        "golden.json: not a golden set",
+    ),
+    "observations of another kind": (
+        sealed(written("observations.json", "[1]")),
+        "observations.json: not observations",
+    ),
+    "observations with escapes": (
+        sealed(written("observations.json", '{"\\u001b[2J": 1}')),
+        "observations.json: not observations",
+    ),
+    "observations as a FIFO": (replaced("observations.json", os.mkfifo), "missing"),
+    "scales with a nested header": (
+        sealed(
+            replaced("scales.safetensors", lambda p: p.write_bytes(b"\x10" + b"\0" * 7 + b"[" * 16))
+        ),
+        "scales.safetensors: the safetensors header",
+    ),
+    "scale NaN": (
+        scales(_SCALE, Tensor.of(np.full((16, 1), np.nan, np.float32))),
+        "not positive and finite",
+    ),
+    "scale of another shape": (
+        scales(_SCALE, Tensor.of(np.ones((2, 2), np.float32))),
+        "has shape",
+    ),
+    "scale of integers": (scales(_SCALE, Tensor.of(np.array(7, np.int64))), "."),
+    "cache scale of another shape": (
+        scales("model.layers.0.self_attn.k_scale", Tensor.of(np.ones(3, np.float32))),
+        "k_scale",
+    ),
+    "weights of another model": (
+        sealed(
+            replaced(
+                "weights.safetensors",
+                lambda p: write_tensors(p, {"a": Tensor.of(np.ones(1, np.float32))}) and None,
+            )
+        ),
+        "a is no tensor of",
     ),
 }

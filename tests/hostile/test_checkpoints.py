@@ -3,20 +3,32 @@
 `checkpoints.py` is the table. Each is given to the readers and to the commands that open it.
 """
 
+import ast
+import json
 import re
 import resource
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from calibrate.samples.tokens import load_tokenizer
+from octet.artifacts.calibration import Calibration
 from octet.errors import OctetError
 from octet.model.checkpoint import Checkpoint
+from octet.proof.reference import load_proofs
 from tests.command import octet
-from tests.hostile.checkpoints import CHECKPOINTS, write_checkpoint
+from tests.hostile.checkpoints import (
+    ARTIFACTS,
+    CHECKPOINTS,
+    config,
+    write_calibration,
+    write_checkpoint,
+)
+from tests.layout import FILES, ROOT
 from verify.reader.checkpoint import Written
 
 READING, COMMAND = 2.0, 6.0  # seconds of CPU time
@@ -85,3 +97,87 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(
             assert ended.stderr.count("\n") == 1 and ended.stderr.startswith("error: ")
             require_line(ended.stderr[:-1], path)
     assert not (tmp_path / "out").exists() and {*tmp_path.iterdir()} == {path}
+
+
+@pytest.fixture(scope="module")
+def calibration(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "calibration"
+    write_calibration(path, good)
+    assert octet("export", "checkpoint", path, "--out", path.parent / "out").returncode == 0
+    octet("verify", path)
+    return path
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_a_hostile_artifact_is_refused_in_one_line(
+    name: str, calibration: Path, tmp_path: Path
+) -> None:
+    change, found = ARTIFACTS[name]
+    path = Path(shutil.copytree(calibration, tmp_path / "calibration"))
+    change(path)
+    lines = []
+    for read in (read_calibration, load_proofs):  # the second is the gateway's
+        with bounded(READING):
+            try:
+                read(path)
+            except OctetError as error:
+                require_line(str(error), path)
+                lines.append(str(error))
+    for command in (
+        ("verify", path, "--no-tokens"),
+        ("export", "checkpoint", path, "--out", tmp_path / "out"),
+    ):
+        with bounded(COMMAND):
+            ended = octet(*command)
+        assert "Traceback" not in ended.stderr + ended.stdout
+        assert all(character.isprintable() for character in ended.stderr.replace("\n", ""))
+        lines += [ended.stderr, ended.stdout]
+        if ended.returncode:
+            assert ended.stderr.count("\n") <= 1, ended  # `octet verify` may print its table only
+            assert {*tmp_path.iterdir()} == {path}
+    assert any(re.search(found, line) for line in lines), lines
+
+
+def read_calibration(path: Path) -> None:
+    opened = Calibration.load(path)
+    opened.golden  # noqa: B018
+    len(opened.histograms)
+
+
+def test_every_load_by_transformers_refuses_remote_code() -> None:
+    loads = []
+    for path in (*FILES.values(), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")):
+        for call in (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)):
+            name = ast.unparse(call.func)
+            if re.search(r"(Auto|PreTrained)\w+\.from_(pretrained|config)$", name):
+                given = {x.arg: ast.unparse(x.value) for x in call.keywords}
+                assert given.get("trust_remote_code") == "False", f"{path}: {name}"
+                loads.append(name)
+    assert len(loads) >= 10
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OtherForCausalLM"])
+def test_code_in_a_checkpoint_does_not_run_nor_does_anything_ask(
+    architecture: str,
+    good: Path,
+    tmp_path: Path,
+    tiny_samples: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = Path(shutil.copytree(good, tmp_path / "model"))
+    (path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    config(
+        architectures=[architecture],
+        model_type="llama" if architecture == "LlamaForCausalLM" else "other",
+        auto_map=classes,
+    )(path)
+    tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    octet("calibrate", path, "--samples", tiny_samples, "--out", tmp_path / "out")
+    with suppress(OctetError):
+        load_tokenizer(Checkpoint.open(path))
+    assert not asked and not (tmp_path / "ran").exists()

@@ -15,8 +15,9 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -58,9 +59,9 @@ def is_lfs_pointer(beginning: bytes) -> bool:
     return beginning.startswith(b"version https://git-lfs.github.com/spec/")
 
 
-def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Opens a regular file for reading; OSError for a FIFO or a device, which could block."""
-    return open(path, "rb", buffering, opener=_open_regular)
+    return open(path, "rb", opener=_open_regular)
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -163,10 +163,6 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
     ),
     "no heads": (config(num_attention_heads=0), "heads: Input should be greater than 0"),
     "negative heads": (config(num_key_value_heads=-1), "kv_heads: Input should be greater"),
-    "heads that do not divide": (
-        config(num_attention_heads=3, num_key_value_heads=2),
-        "3 heads are no multiple of 2 KV heads",
-    ),
     "sizes of another kind": (config(hidden_size=[16]), "hidden_size: Input should be a valid"),
     "hidden size as text, of Gemma": (
         config(architectures=["GemmaForCausalLM"], hidden_size="x"),

@@ -528,3 +528,56 @@ ARTIFACTS: dict[str, tuple[Change, str]] = {
         "a is no tensor of",
     ),
 }
+
+
+def quantization(**section: Any) -> Change:
+    return config(quantization_config=section)
+
+
+def _group(**weights: Any) -> dict[str, Any]:
+    return {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"} | weights}}
+
+
+# Name -> the change, and what the reader of `octet verify` says of the quantization.
+QUANTIZED: dict[str, tuple[Change, str]] = {
+    "blocks of nothing": (
+        quantization(quant_method="fp8", weight_block_size=[0, 0]),
+        "blocks of 0 x 0",
+    ),
+    "blocks of infinity": (
+        quantization(quant_method="fp8", weight_block_size=[float("inf"), 1]),
+        "cannot convert float infinity",
+    ),
+    "one block size": (quantization(quant_method="fp8", weight_block_size=[128]), "unpack"),
+    "negative blocks": (
+        quantization(
+            quant_method="compressed-tensors",
+            config_groups=_group(strategy="block", block_structure=[-1, 1]),
+        ),
+        "blocks of -1 x 1",
+    ),
+    "ignored numbers": (
+        quantization(quant_method="fp8", ignored_layers=[5]),
+        "5 is no name of a module",
+    ),
+    "a pattern that is none": (
+        quantization(
+            quant_method="compressed-tensors",
+            config_groups=_group(strategy="tensor"),
+            ignore=["re:("],
+        ),
+        "missing .*unterminated",
+    ),
+    "groups as a list": (
+        quantization(quant_method="compressed-tensors", config_groups=[1]),
+        "cannot be read",
+    ),
+    "layers as numbers": (
+        quantization(
+            quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": 1}
+        ),
+        "cannot be read",
+    ),
+    "a method with escapes": (quantization(quant_method="\x1b[2J"), r"\\x1b\[2j"),
+    "ModelOpt's file as nested lists": (written("hf_quant_config.json", DEEP), "nested too deeply"),
+}

@@ -5,9 +5,12 @@
 
 import ast
 import json
+import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,13 +23,21 @@ from octet.artifacts.calibration import Calibration
 from octet.errors import OctetError
 from octet.model.checkpoint import Checkpoint
 from octet.proof.reference import load_proofs
+from serve.engine.tokenizer import Tokenizer
 from tests.command import octet
 from tests.hostile.checkpoints import (
     ARTIFACTS,
     CHECKPOINTS,
+    DEEP,
+    QUANTIZED,
+    Change,
     config,
+    link,
+    replaced,
+    sparse,
     write_calibration,
     write_checkpoint,
+    written,
 )
 from tests.layout import FILES, ROOT
 from verify.reader.checkpoint import Written
@@ -181,3 +192,62 @@ def test_code_in_a_checkpoint_does_not_run_nor_does_anything_ask(
     with suppress(OctetError):
         load_tokenizer(Checkpoint.open(path))
     assert not asked and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_hostile_quantization_is_refused_in_one_line(
+    name: str, good: Path, tmp_path: Path
+) -> None:
+    change, found = QUANTIZED[name]
+    path = Path(shutil.copytree(good, tmp_path / "model"))
+    change(path)
+    with bounded(READING), pytest.raises(OctetError) as caught:
+        Written.open(path)
+    require_line(str(caught.value), path)
+    assert re.search(found, str(caught.value)), caught.value
+    with bounded(COMMAND):
+        ended = octet("verify", path, "--no-tokens")
+    assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr + ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (replaced("tokenizer.json", os.mkfifo), "tokenizer.json: a FIFO or a device"),
+        (link("tokenizer.json", "/dev/zero"), "tokenizer.json: a FIFO or a device"),
+        (sparse("tokenizer.json"), "tokenizer.json: larger than the 256 MiB"),
+        (written("tokenizer.json", DEEP), "tokenizer.json: not a usable tokenizer"),
+        (written("tokenizer_config.json", DEEP), "tokenizer_config.json: .*nested too deeply"),
+        (written("tokenizer_config.json", "[1]"), "tokenizer_config.json: expected a JSON object"),
+        (written("tokenizer_config.json", '{"chat_template": 5}'), "chat_template is no text"),
+        (replaced("chat_template.jinja", os.mkfifo), "chat_template.jinja: a FIFO or a device"),
+        (sparse("chat_template.jinja"), "chat_template.jinja: larger than the 1 MiB"),
+    ],
+)
+def test_the_gateway_refuses_a_hostile_tokenizer_in_one_line(
+    change: Change, found: str, good: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(good, tmp_path / "model"))
+    change(path)
+    with bounded(READING), pytest.raises(OctetError) as caught:
+        Tokenizer.load(path)
+    require_line(str(caught.value), path)
+    assert re.search(found, str(caught.value)), caught.value
+
+
+def test_a_command_of_its_own_ends_in_little_time_and_memory(good: Path, tmp_path: Path) -> None:
+    """Holds a process that starts to what it may take, imports included."""
+    path = Path(shutil.copytree(good, tmp_path / "model"))
+    for name in ("10^8 experts", "weights as a FIFO", "config of a terabyte"):
+        shutil.rmtree(path)
+        CHECKPOINTS[name][0](Path(shutil.copytree(good, path)))
+        ended = subprocess.run(
+            [sys.executable, "-m", "octet", "verify", path, "--no-tokens"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)),
+        )
+        assert ended.returncode in (1, 2) and str(path) in ended.stderr + ended.stdout, ended
+        assert ended.stderr.count("\n") <= 1 and "Traceback" not in ended.stdout, ended

@@ -119,7 +119,7 @@ def load(model: Path) -> Any:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16, device_map=device
+        model, dtype=torch.bfloat16, device_map=device, trust_remote_code=False
     )
 
 

@@ -93,7 +93,7 @@ def validate_rescale(
     inputs = [calibration, *([model] if model else [])]
     check_destination(out, force=force, inputs=inputs, kind="calibration")
     manifest = Manifest.load(calibration, "calibration", verify=False)
-    where = model or Path(manifest.details.get("source", "(not recorded)"))
+    where = model or Path(str(manifest.details.get("source", "(not recorded)")))
     if model is None and not where.is_dir():
         raise ArtifactError(
             f"{calibration}: its checkpoint {where} is not there; say where with --model"

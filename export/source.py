@@ -59,7 +59,7 @@ class Source:
         """
         stamps = _stamps(calibration, (WEIGHTS_FILE, GOLDEN_FILE, EXPECTED_FILE, SCENARIOS_FILE))
         opened = Calibration.load(calibration)
-        where = model or Path(opened.manifest.details.get("source", "(not recorded)"))
+        where = model or Path(str(opened.manifest.details.get("source", "(not recorded)")))
         if model is None and not where.is_dir():
             raise ArtifactError(
                 f"{calibration}: its checkpoint {where} is not there; say where with --model"
@@ -72,6 +72,7 @@ class Source:
             checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
         source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache, stamps)
         source._check_scales()
+        _ = opened.golden  # copied to every export, and refused here if it is not one
         return source
 
     def require_unaltered(self) -> None:

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ from typing import IO, Any, Self
 from urllib.request import ProxyHandler, Request, build_opener
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
-from octet.errors import BackendError, ConfigError
+from octet.errors import ArtifactError, BackendError, ConfigError
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 
 __all__ = [
@@ -40,6 +39,7 @@ _STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _READY_SECONDS = 1200.0  # a first start compiles kernels for up to five minutes
 _POLL_SECONDS = 0.2
 _ERROR = re.compile(r"(^|\s|\.)[A-Z]\w+Error: |\berror: ")  # of Python, and of argparse
+_SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -216,7 +216,13 @@ def _flags(checkpoint: Path) -> list[str]:
     if not (checkpoint / MANIFEST_FILE).exists():
         return []
     manifest = Manifest.load(checkpoint, "checkpoint", verify=False)
-    flags = shlex.split(manifest.details.get("serve_with", ""))
+    recorded = manifest.details.get("serve_with") or ""
+    if not _SERVE_WITH.fullmatch(recorded) or manifest.model.name.startswith("-"):
+        raise ArtifactError(  # `vllm serve` has options that run code, such as --trust-remote-code
+            f"{checkpoint / MANIFEST_FILE}: {recorded!r} with model {manifest.model.name!r} is not"
+            f" what an export records for vllm serve; {manifest.remedy}"
+        )
+    flags = recorded.split()
     if (ways := manifest.details.get("tensor_parallel", 1)) > 1:
         flags += ["--tensor-parallel-size", str(ways)]
     return [*flags, "--served-model-name", manifest.model.name]

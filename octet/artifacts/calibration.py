@@ -108,6 +108,11 @@ class Calibration:
             scale = self.scales.get(f"{attention}.{which}_scale")
         if scale is None and which != "q" and kv_cache == "float16":
             return 1.0
+        if scale is not None and scale.ndim:
+            raise ArtifactError(
+                f"{self.path}: {attention}.{which}_scale has shape {list(scale.shape)}, not [];"
+                " calibrate again"
+            )
         return None if scale is None else float(scale)
 
     @cached_property

@@ -5,9 +5,9 @@ distribution from the reference's, over the few top log-probabilities that an AP
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.storage.files import read_document
 
@@ -17,13 +17,22 @@ GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
 
 
+Token: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
 class Top(BaseModel):
     """The most likely next tokens at one position, most likely first."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Token, ...]
     logprobs: tuple[float, ...]  # natural logarithm, of the full softmax
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError("as many token ids as logprobs are needed")
+        return self
 
     @property
     def mapping(self) -> dict[int, float]:
@@ -41,9 +50,9 @@ class GoldenRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str  # decodes from, and encodes to, prompt_token_ids
-    prompt_token_ids: tuple[int, ...]
-    continuation_token_ids: tuple[int, ...]  # greedy
-    tops: tuple[Top, ...]
+    prompt_token_ids: Annotated[tuple[Token, ...], Field(min_length=1)]
+    continuation_token_ids: tuple[Token, ...]  # greedy
+    tops: Annotated[tuple[Top, ...], Field(min_length=1)]
     # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it.
     prompt_nll: float | None = None
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from octet.artifacts.provenance import ModelIdentity, SampleSet
 from octet.errors import ArtifactError, OctetError
@@ -44,6 +44,17 @@ _COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
     "engine": "octet build-engine",
     "triton": "octet export triton",
 }
+# What readers rely on of the values in `details`.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "algorithm": (str, dict),
+    "gate": list,
+    "kv_cache": (str, dict),
+    "serve_with": str,
+    "source": str,
+    "targets": list,
+    "tensor_parallel": int,
+    "warnings": list,
+}
 _WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
 _AGAIN = "copy it again from where it was made, or make it again"
 
@@ -63,6 +74,15 @@ class Manifest(BaseModel):
     details: dict[str, Any] = Field(default_factory=dict)
     software: dict[str, str]
     files: dict[str, str] = Field(default_factory=dict)  # relative path -> SHA-256
+
+    @field_validator("details")
+    @classmethod
+    def _of_kinds(cls, details: dict[str, Any]) -> dict[str, Any]:
+        for name, kind in _KINDS.items():
+            if not isinstance(details.get(name), (kind, type(None))):
+                raise ValueError(f"{name} is of another kind")
+        return details
+
     # The hash of the file as read: it may have fewer fields than this release's Manifest.
     recorded_identity: str | None = Field(default=None, exclude=True)
 
@@ -135,7 +155,11 @@ class Manifest(BaseModel):
             path = directory / name
             if not path.is_file():
                 raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {self.remedy}")
-            if sha256_file(path) != digest:
+            try:
+                altered = sha256_file(path) != digest
+            except OSError as error:
+                raise ArtifactError(f"{path}: {error.strerror}") from None
+            if altered:
                 raise ArtifactError(
                     f"{path}: altered since it was written (SHA-256 differs); {self.remedy}"
                 )

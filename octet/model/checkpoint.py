@@ -1,5 +1,6 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -222,16 +223,16 @@ def _shard_paths(path: Path) -> list[Path]:
     if index.exists():
         weight_map = read_object(index, CheckpointError).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+            isinstance(name, str) and os.path.basename(name) == name for name in weight_map.values()
         ):
             raise CheckpointError(f"{index}: weight_map does not name files beside it")
-        paths = [path / name for name in sorted(set(weight_map.values()))]
-        for shard in paths:
-            if not shard.exists():
-                raise CheckpointError(
-                    f"{path}: shard {shard.name} named by {index.name} is missing; download it, too"
-                )
-        return paths
+        names = sorted(set(weight_map.values()))
+        missing = next((name for name in names if not (path / name).exists()), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{path}: shard {missing} named by {index.name} is missing; download it, too"
+            )
+        return [path / name for name in names]
     if single.exists():
         return [single]
     raise explain_without_weights(path)

@@ -106,8 +106,6 @@ class ModelSpec(BaseModel):
     def _plausible(self) -> Self:
         if self.layers * max(1, self.experts) > _MOST_EXPERTS:
             raise ValueError(f"{self.layers} layers of {self.experts} experts are too many")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} KV heads")
         return self
 
     @classmethod

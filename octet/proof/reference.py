@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
@@ -49,7 +49,11 @@ def load_proofs(directory: Path) -> Proofs:
     recipe = manifest.recipe
     kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
     if isinstance(kv_cache, dict):  # an engine's manifest holds the cache's dtype and shape
-        kv_cache = kv_cache["dtype"]
+        kv_cache = kv_cache.get("dtype")
+    if kv_cache not in get_args(KvCacheDtype):
+        raise ArtifactError(
+            f"{directory / MANIFEST_FILE}: kv_cache {kv_cache!r} is no cache; {manifest.remedy}"
+        )
     return Proofs(golden, scenarios, manifest, recipe, kv_cache, manifest.identity)
 
 
@@ -79,7 +83,11 @@ def _listed(directory: Path, name: str, manifest: Manifest) -> bool:
         return False
     if not path.is_file():
         raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {manifest.remedy}")
-    if sha256_file(path) != digest:
+    try:
+        altered = sha256_file(path) != digest
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}") from None
+    if altered:
         raise ArtifactError(
             f"{path}: truncated or altered since it was written (SHA-256 differs);"
             f" {manifest.remedy}"

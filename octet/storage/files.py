@@ -15,8 +15,9 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,10 +43,10 @@ __all__ = [
 ]
 
 XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
-# The most that a JSON file or a safetensors header may have: 200,000 tensors. Arrays, objects and
-# keys take far more memory and time than their bytes, so there may be one in 22 bytes of the limit.
+# The most that a JSON file or a safetensors header may have: 150,000 tensors. Arrays, objects and
+# keys take far more memory and time than their bytes, so there may be one in 30 bytes of the limit.
 MAX_JSON_BYTES = 32 << 20
-_BYTES_PER_ITEM = 22
+_BYTES_PER_ITEM = 30
 MAX_TOKENIZER_BYTES = 256 << 20  # of one of its files; the largest known has 34 MB
 _PART = 1 << 20  # bytes read at a time
 
@@ -58,9 +59,9 @@ def is_lfs_pointer(beginning: bytes) -> bool:
     return beginning.startswith(b"version https://git-lfs.github.com/spec/")
 
 
-def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Opens a regular file for reading; OSError for a FIFO or a device, which could block."""
-    return open(path, "rb", buffering, opener=_open_regular)
+    return open(path, "rb", opener=_open_regular)
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -75,12 +76,16 @@ def _open_regular(path: str, flags: int) -> int:
 def read_file(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Returns the bytes of a regular file; raises OSError if there are more than `limit`."""
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
-    if max(size, len(content)) > limit:
+        _require_size(path, os.fstat(file.fileno()).st_size, limit)
+        content = file.read(limit + 1)
+    _require_size(path, len(content), limit)
+    return content
+
+
+def _require_size(path: Path, size: int, limit: int) -> None:
+    if size > limit:
         reason = f"larger than the {limit >> 20} MiB that such a file may have; copy it again"
         raise OSError(errno.EFBIG, reason, str(path))
-    return content
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
@@ -183,8 +188,10 @@ def file_digests(
 
 
 def sha256_file(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
+    """Returns the SHA-256 of a file's bytes, in hex; OSError for JSON that nothing would read."""
     with open_file(path) as file:
+        if path.suffix == ".json":  # read whole later: hashing more would only take time
+            _require_size(path, os.fstat(file.fileno()).st_size, MAX_TOKENIZER_BYTES)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -174,7 +174,7 @@ class TensorFile:
         """
         entry = self._entries[name]
         done = 0
-        with open_file(self.path, buffering=0) as file:
+        with open_file(self.path) as file:
             file.seek(entry.start)
             while done < len(buffer) and (count := file.readinto(buffer[done:])):
                 done += count

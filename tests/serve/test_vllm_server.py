@@ -11,7 +11,7 @@ import pytest
 
 from octet.artifacts.manifest import Manifest, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
-from octet.errors import BackendError, ConfigError
+from octet.errors import ArtifactError, BackendError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from serve.vllm_server import VllmServer, last_line
@@ -69,19 +69,38 @@ def test_it_runs_as_long_as_the_block(checkpoint: Path, command: str, tmp_path: 
     assert not alive(call["pid"])
 
 
-def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path: Path) -> None:
-    with write_artifact(tmp_path / "export") as writer:
+def write_export(path: Path, model: Path, name: str, serve_with: str) -> None:
+    with write_artifact(path) as writer:
         (writer.path / "config.json").write_text("{}")
-        details = {"serve_with": "--kv-cache-dtype fp8_e5m2", "tensor_parallel": 2}
         writer.finish(
             Manifest(
                 kind="checkpoint",
-                model=ModelIdentity.of(Checkpoint.open(tiny_model), "mine"),
+                model=ModelIdentity.of(Checkpoint.open(model), name),
                 recipe=Recipe.load("fp8"),
-                details=details,
+                details={"serve_with": serve_with, "tensor_parallel": 2},
                 software=software(),
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "serve_with"),
+    [
+        ("mine", "--trust-remote-code"),
+        ("mine", "--kv-cache-dtype fp8_e5m2 --load-format pt"),
+        ("--trust-remote-code", "--kv-cache-dtype fp8_e5m2"),
+    ],
+)
+def test_an_export_brings_no_flag_that_runs_its_code(
+    name: str, serve_with: str, tiny_model: Path, command: str, tmp_path: Path
+) -> None:
+    write_export(tmp_path / "export", tiny_model, name, serve_with)
+    with pytest.raises(ArtifactError, match="not what an export records for vllm serve"):
+        VllmServer(tmp_path / "export", log=tmp_path / "log", command=command)
+
+
+def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path: Path) -> None:
+    write_export(tmp_path / "export", tiny_model, "mine", "--kv-cache-dtype fp8_e5m2")
     with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
         words = " ".join(json.loads((tmp_path / "calls").read_text())["words"])
     assert words.endswith(

@@ -96,9 +96,10 @@ class Written:
             config = config | {"quantization_config": {"quant_method": "modelopt", **other}}
         listed: dict[str, str] = {}
         if (path / _INDEX).is_file():
-            listed = read_object(path / _INDEX, CheckpointError).get("weight_map")
-            if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
+            named = read_object(path / _INDEX, CheckpointError).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
                 raise CheckpointError(f"{path / _INDEX}: weight_map does not name files beside it")
+            listed = named
             shards = sorted(set(listed.values()))
         elif (path / "model.safetensors").exists():
             shards = ["model.safetensors"]

@@ -11,6 +11,7 @@ import pytest
 from octet.artifacts.manifest import ArtifactWriter, Manifest
 from octet.proof.reference import load_proofs
 from octet.storage.tensors import Tensor, write_tensors
+from serve.proof import served_files
 from serve.proof.engine_report import EngineReport, structural_findings
 from tests.serve.proof.test_engine_report import declared
 
@@ -152,14 +153,14 @@ def test_what_may_not_be_read_here_is_not_known(
     right = checkpoint(tmp_path / "right", proofs)
     assert findings(Path("/" + 300 * "x"), right) == []  # too long for a name here
     served = checkpoint(tmp_path / "served", proofs, drop_key)
-    opened = Path.open
+    opened = served_files.open_file
 
-    def denied(path: Path, *arguments: Any, **options: Any) -> Any:
+    def denied(path: Path) -> Any:
         if path.parent == served and path.suffix == ".safetensors":
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments, **options)
+        return opened(path)
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(served_files, "open_file", denied)
     assert findings(served, right) == []
 
 

@@ -21,7 +21,7 @@ COPY . /wheels
 ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels
 """
 PROMETHEUS = f"""FROM {DEBIAN}
-RUN ln -s busybox /bin/wget
+RUN ln -s busybox /bin/wget && mkdir /prometheus && chown 65534:65534 /prometheus
 USER 65534:65534
 ENTRYPOINT ["/usr/bin/prometheus"]
 """

@@ -30,7 +30,8 @@ integration: servers
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -rP --durations=20 tests/integration
 
 # Starts docker-compose.yml on a Docker engine of its own, and breaks it; as root.
-compose-test: servers
+compose-test: setup
+	$(BIN)/python tests/integration/servers/setup.py vllm triton
 	$(BIN)/python tests/compose/prepare.py
 	unshare --net $(BIN)/python -m pytest -p no:xdist -rP --durations=10 tests/compose
 

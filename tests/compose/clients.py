@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import aiohttp
 
@@ -36,7 +37,7 @@ class Request:
     @property
     def longest_silence_s(self) -> float:
         times = [self.started, *self.tokens]
-        return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
 async def stream(
@@ -45,8 +46,12 @@ async def stream(
     """Streams one completion into `request`; no failure raises."""
     request = request or Request()
     body = {
-        **{"model": "python-lm", "prompt": PROMPT, "stream": True, "temperature": 1.0},
-        **{"max_tokens": max_tokens, "ignore_eos": True},
+        "model": "python-lm",
+        "prompt": PROMPT,
+        "stream": True,
+        "temperature": 1.0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
     }
     try:
         async with session.post(f"{URL}/v1/completions", json=body) as response:

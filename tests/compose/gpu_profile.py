@@ -20,7 +20,7 @@ __all__ = ["KEY", "VARIABLES", "breakable", "small_disks", "without_gpu"]
 KEY = "octet-of-the-compose-tests"
 VARIABLES = {"OCTET_KEY_SHA256": hashlib.sha256(KEY.encode()).hexdigest()}
 ONLY_ON_GPUS = ("--attention-backend=", "--gpu-memory-utilization=")
-CLOCK = "/tmp/clock"  # noqa: S108  in the gateway's container; absent: its clock is right
+CLOCK = "/tmp/clock"  # in the gateway's container; absent: its clock is right
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 DISK_MB = 32
 
@@ -59,8 +59,10 @@ def breakable(directory: Path) -> Change:
     def change(content: dict[str, Any]) -> None:
         gateway = content["services"]["gateway-gpu"]
         gateway["environment"] |= {
-            **{"LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": CLOCK},
-            **{"FAKETIME_CACHE_DURATION": "1", "DONT_FAKE_MONOTONIC": "1"},
+            "LD_PRELOAD": FAKETIME,
+            "FAKETIME_TIMESTAMP_FILE": CLOCK,
+            "FAKETIME_CACHE_DURATION": "1",
+            "DONT_FAKE_MONOTONIC": "1",
         }
         others = [v for v in gateway["volumes"] if v["target"] != "/etc/octet/gateway.yaml"]
         gateway["volumes"] = [

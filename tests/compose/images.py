@@ -34,7 +34,7 @@ RUN cd /opt/tritonserver \\
 ENV PATH=/opt/tritonserver/bin:$PATH LD_LIBRARY_PATH=/opt/tritonserver/lib
 """
 VLLM = f"""FROM {DEBIAN}
-ENV PATH={layout.VLLM}/bin:$PATH
+ENV PATH={layout.VLLM.resolve()}/bin:$PATH
 """
 
 

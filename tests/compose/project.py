@@ -1,4 +1,4 @@
-"""docker-compose.yml on an engine of our own: what is started of it, watched, broken and stopped."""
+"""docker-compose.yml on an engine of our own: started, watched, broken and stopped."""
 
 import copy
 import time
@@ -57,7 +57,10 @@ class Project:
     def up(self, **variables: str) -> None:
         """Starts all services; `variables` fill in what the file leaves open."""
         self._variables |= variables
-        self.compose("up", "--detach", "--no-build")
+        try:
+            self.compose("up", "--detach", "--no-build")
+        except EngineError as error:
+            raise EngineError(f"{error}\n{self.compose('logs', '--tail', '30')}") from None
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--timeout", "20")

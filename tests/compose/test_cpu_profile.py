@@ -28,8 +28,8 @@ def query(expression: str) -> list[float]:
 def project(engine: Engine) -> Iterator[Project]:
     project = Project(engine, ["cpu", "monitoring"])
     started = time.monotonic()
-    project.up()
     try:
+        project.up()
         project.wait_healthy()
         print(f"\nhealthy after {time.monotonic() - started:.1f} s")
         yield project

@@ -90,8 +90,8 @@ def project(engine: Engine) -> Iterator[Project]:
     images.build_ours(engine, COMPOSE["services"]["triton"])
     project = Project(engine, ["gpu"], without_gpu, breakable(engine.directory), small_disks)
     started = time.monotonic()
-    project.up(**VARIABLES)
     try:
+        project.up(**VARIABLES)
         project.wait_healthy()
         print(f"\nall of the GPU profile healthy after {time.monotonic() - started:.0f} s")
         yield project

@@ -14,6 +14,7 @@ __all__ = ["URL", "Clients", "Request", "stream"]
 
 URL = "http://127.0.0.1:8000"
 PROMPT = "def fibonacci(n):\n"
+NEWCOMER_TOKENS = 16
 PATIENCE_S = 300  # of a client; longer than any deadline of the gateway that these tests meet
 
 
@@ -84,7 +85,10 @@ def receive(request: Request, line: bytes) -> None:
 
 
 class Clients:
-    """A few clients, each of which sends its next request when its last has ended."""
+    """Clients that each send their next request when the last has ended, and newcomers.
+
+    A client in the middle of a stream that a fault holds up sends nothing; newcomers do, each second.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, count: int, max_tokens: int) -> None:
         self.requests: list[Request] = []
@@ -93,13 +97,20 @@ class Clients:
         self._max_tokens = max_tokens
         self._stopping = False
 
+    async def _send(self, max_tokens: int) -> Request:
+        request = Request()
+        self.requests.append(request)
+        return await stream(self._session, max_tokens, request)
+
     async def _client(self) -> None:
         while not self._stopping:
-            request = Request()
-            self.requests.append(request)
-            await stream(self._session, self._max_tokens, request)
-            if request.error is not None:
+            if (await self._send(self._max_tokens)).error is not None:
                 await asyncio.sleep(0.2)
+
+    async def _newcomers(self, group: asyncio.TaskGroup) -> None:
+        while not self._stopping:
+            await asyncio.sleep(1)
+            group.create_task(self._send(NEWCOMER_TOKENS))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -108,6 +119,8 @@ class Clients:
             for _ in range(self._count):
                 group.create_task(self._client())
             try:
+                await self.all_streaming()
+                group.create_task(self._newcomers(group))
                 yield
             finally:
                 self._stopping = True

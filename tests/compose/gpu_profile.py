@@ -53,6 +53,7 @@ def breakable(directory: Path) -> Change:
     """Adds what a fault needs: a clock that can be set, and quotas on a disk that can be filled."""
     config = yaml.safe_load((ROOT / "deploy" / "gateway-gpu.yaml").read_text())
     config["access"]["usage_file"] = "/state/usage.json"
+    config["access"]["keys"][0]["tokens_per_day"] = 10**9  # counted, and never reached
     file = directory / "gateway.yaml"
     file.write_text(yaml.safe_dump(config))
 

@@ -87,7 +87,7 @@ def receive(request: Request, line: bytes) -> None:
 class Clients:
     """Clients that each send their next request when the last has ended, and newcomers.
 
-    A client in the middle of a stream that a fault holds up sends nothing; newcomers do, each second.
+    A client whose stream a fault holds up sends nothing; newcomers do, one each second.
     """
 
     def __init__(self, session: aiohttp.ClientSession, count: int, max_tokens: int) -> None:

@@ -33,7 +33,7 @@ integration: servers
 compose-test: setup
 	$(BIN)/python tests/integration/servers/setup.py vllm triton
 	$(BIN)/python tests/compose/prepare.py
-	unshare --net $(BIN)/python -m pytest -p no:xdist -rP --durations=10 tests/compose
+	unshare --net --mount $(BIN)/python -m pytest -p no:xdist -rP --durations=10 tests/compose
 
 lint: setup
 	$(BIN)/ruff format --check .

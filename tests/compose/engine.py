@@ -1,7 +1,8 @@
 """A Docker engine of our own: its socket, its images and its network touch no other's.
 
-It runs in a network namespace that holds nothing but the loopback interface (`unshare --net`), so
-its bridges and firewall rules end with it, and no container reaches anything outside.
+It runs in namespaces of network and mounts (`unshare --net --mount`) that hold nothing but the
+loopback interface, so its bridges, firewall rules and mounts end with it, and no container reaches
+anything outside.
 """
 
 import json
@@ -46,12 +47,19 @@ class Engine:
             stdout=self._log,
             stderr=self._log,
         )
+        try:
+            self._wait_until_it_answers()
+        except EngineError:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + 60
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise EngineError(f"dockerd does not start: {self._last_lines()}")
             time.sleep(0.2)
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -59,8 +67,6 @@ class Engine:
             self._process.wait(timeout=60)
         self._process.kill()
         self._log.close()
-        for mount in reversed(self._mounts()):
-            subprocess.run(["umount", "--lazy", mount], check=False)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
@@ -99,8 +105,3 @@ class Engine:
 
     def _last_lines(self) -> str:
         return "".join((self.directory / "log").read_text().splitlines(keepends=True)[-3:])
-
-    def _mounts(self) -> list[str]:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-        points = [line.split()[1] for line in lines]
-        return [point for point in points if point.startswith(str(self.directory))]

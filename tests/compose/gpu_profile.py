@@ -5,6 +5,7 @@ for two that only a GPU has. The gateway, Triton and Prometheus run as the file 
 """
 
 import hashlib
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ KEY = "octet-of-the-compose-tests"
 VARIABLES = {"OCTET_KEY_SHA256": hashlib.sha256(KEY.encode()).hexdigest()}
 ONLY_ON_GPUS = ("--attention-backend=", "--gpu-memory-utilization=")
 CLOCK = "/tmp/clock"  # in the gateway's container; absent: its clock is right
-FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+FAKETIME = f"/usr/lib/{platform.machine()}-linux-gnu/faketime/libfaketime.so.1"
 DISK_MB = 32
 
 

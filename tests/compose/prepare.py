@@ -1,12 +1,13 @@
 """Gathers in `.compose/` all that `make compose-test` needs from a network; standard library only.
 
     base.tar   a minimal Debian with Python, Prometheus and libfaketime: the base of every image
-    wheels/    the packages of our images, as the configured index has them
+    wheels-*/  the packages of our images, as the configured index has them
 
 The example's artifacts are written to `out/demo`, as docker-compose.yml expects. What is there
 already is kept; `rm -r .compose` starts anew.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PREPARED = ROOT / ".compose"
 BASE = PREPARED / "base.tar"
-WHEELS = PREPARED / "wheels"
+REQUIREMENTS = b"".join(
+    (ROOT / name).read_bytes() for name in ("constraints.txt", "pyproject.toml")
+)
+WHEELS = PREPARED / f"wheels-{hashlib.sha256(REQUIREMENTS).hexdigest()[:12]}"
 DEMO = ROOT / "out" / "demo"
 TRITON_ENTRY = DEMO / "triton_models" / "python-lm"
 COMMANDS = ("debootstrap", "docker", "docker-compose", "dockerd", "ip", "iptables", "unshare")
@@ -65,7 +69,7 @@ def make_base() -> None:
 
 def download_wheels() -> None:
     """Resolves once for each image, because Triton's stub wants numpy 1."""
-    partial = PREPARED / "wheels.partial"
+    partial = PREPARED / "partial-wheels"
     shutil.rmtree(partial, ignore_errors=True)
     unpinned = PREPARED / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
@@ -82,6 +86,8 @@ def download_wheels() -> None:
         )
     for ours in partial.glob("octet*"):
         ours.unlink()
+    for outdated in PREPARED.glob("wheels-*"):
+        shutil.rmtree(outdated)
     partial.rename(WHEELS)
 
 

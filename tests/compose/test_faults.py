@@ -9,12 +9,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 import pytest
 
 from tests.compose import clients, images
+from tests.compose.costs import HEAD, Cost
 from tests.compose.engine import Engine
 from tests.compose.gpu_profile import CLOCK, KEY, VARIABLES, breakable, small_disks, without_gpu
 from tests.compose.project import COMPOSE, Project
@@ -27,49 +28,6 @@ CLIENTS = 4
 TOKENS = 300  # of an answer, which takes seconds: faults come in the middle
 HOLD_S = 20.0  # longer than the 10 s after which an unreachable backend counts as lost
 OTHERS_S = 12.0  # of other faults; the gateway and Prometheus write to disks every 10 s
-
-
-@dataclass
-class Cost:
-    """What a fault did to the requests that were sent from before it until after it."""
-
-    fault: str
-    requests: list[clients.Request]
-    next_answer_s: float  # from the end of the fault until the backend has answered a request
-
-    @property
-    def complete(self) -> int:
-        return sum(request.complete for request in self.requests)
-
-    @property
-    def broken(self) -> int:
-        """Streams that ended in an error after tokens, which no gateway can repeat."""
-        return sum(bool(r.tokens) and r.error is not None for r in self.requests)
-
-    @property
-    def lost(self) -> list[str]:
-        """Errors of the requests that got no token: another backend should have answered."""
-        return [r.error or "" for r in self.requests if not r.tokens and not r.complete]
-
-    @property
-    def unexplained(self) -> list[str]:
-        """Streams that ended neither in [DONE] nor in an error event."""
-        return [request.error or "" for request in self.requests if not request.ended]
-
-    def row(self) -> str:
-        waits = [request.first_token_s for request in self.requests if request.tokens]
-        silence = max(request.longest_silence_s for request in self.requests)
-        return (
-            f"{self.fault:<44} {len(self.requests):>8} {self.complete:>8} {self.broken:>6} "
-            f"{len(self.unexplained):>4} {len(self.lost):>4} {max(waits, default=0):>8.1f} s "
-            f"{silence:>8.1f} s {self.next_answer_s:>9.1f} s"
-        )
-
-
-HEAD = (
-    f"{'fault':<44} {'requests':>8} {'complete':>8} {'broken':>6} {'cut':>4} {'lost':>4} "
-    f"{'1st token':>10} {'silence':>10} {'next answer':>11}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +160,8 @@ async def test_a_disk_is_full(
         await asyncio.sleep(OTHERS_S)
         await asyncio.to_thread(project.execute, service, f"rm {directory}/full")
 
-    check(await suffer(f"{service}: {directory} full for {OTHERS_S:.0f} s", watch, fault), costs)
+    name = f"{service.removesuffix('-gpu')}: {directory} full for {OTHERS_S:.0f} s"
+    check(await suffer(name, watch, fault), costs)
     assert FULL[service, directory] in project.logs(service)
     await asyncio.to_thread(project.wait_healthy, service)
 
@@ -210,7 +169,7 @@ async def test_a_disk_is_full(
 async def test_the_clock_of_the_gateway_jumps(
     project: Project, watch: Watch, costs: list[Cost]
 ) -> None:
-    """Two days ahead and back, as when a host's clock is set."""
+    """Two days ahead and back, as when a host's clock is set; usage is of the right day again."""
 
     async def fault() -> None:
         await asyncio.to_thread(project.execute, "gateway-gpu", f"echo +2d > {CLOCK}")
@@ -221,6 +180,11 @@ async def test_the_clock_of_the_gateway_jumps(
         await asyncio.to_thread(project.execute, "gateway-gpu", f"echo +0 > {CLOCK}")
 
     check(await suffer("gateway: clock two days ahead, and back", watch, fault), costs)
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    async with asyncio.timeout(60), clients.session(KEY) as session:
+        while f'"day":"{today}"' not in project.execute("gateway-gpu", "cat /state/usage.json"):
+            await clients.stream(session, 1)
+            await asyncio.sleep(1)
 
 
 async def clock(session: clients.aiohttp.ClientSession) -> float:

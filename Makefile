@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := examples/python-lm/model
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test servers integration lint bench docs clean
+.PHONY: setup demo test servers integration compose-test lint bench docs clean
 
 setup: $(STAMP)
 
@@ -21,13 +21,19 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --ignore=tests/integration
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --ignore=tests/integration --ignore=tests/compose
 
 servers: setup
 	$(BIN)/python tests/integration/servers/setup.py
 
 integration: servers
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -rP --durations=20 tests/integration
+
+# Starts docker-compose.yml on a Docker engine of its own, and breaks it; as root.
+compose-test: setup
+	$(BIN)/python tests/integration/servers/setup.py vllm triton
+	$(BIN)/python tests/compose/prepare.py
+	unshare --net --mount $(BIN)/python -m pytest -p no:xdist -rP --durations=10 tests/compose
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """docker-compose.yml: valid by the Compose specification, and what no schema can say.
 
-No image is pulled and nothing is started here: there is no Docker engine.
+No image is pulled and nothing is started here: `make compose-test` does that (tests/compose).
 """
 
 import itertools
@@ -218,10 +218,20 @@ def test_vllm_is_told_of_the_cache(services: Services) -> None:
 def test_the_gateway_cannot_write(services: Services) -> None:
     for name in ("gateway-cpu", "gateway-gpu"):
         assert services[name]["read_only"] is True
-        assert services[name]["cap_drop"] == ["ALL"]
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    user = re.findall(r"^USER (\d+):", dockerfile, re.M)
-    assert user and user[-1] != "0"
+        assert services[name]["tmpfs"] == ["/tmp:size=16m"]  # it would count as memory
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "triton.Dockerfile"])
+def test_our_images_do_not_run_as_root(name: str) -> None:
+    users = re.findall(r"^USER (\S+)$", (DEPLOY / name).read_text(), re.M)
+    assert users and all(int(user.split(":")[0]) > 0 for user in users)
+
+
+def test_no_service_keeps_a_capability(services: Services) -> None:
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "cap_add" not in service and not service.get("privileged"), name
 
 
 def test_no_secret_is_in_the_file(services: Services) -> None:

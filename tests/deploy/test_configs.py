@@ -162,4 +162,4 @@ def test_images_are_built_of_what_the_context_holds(name: str) -> None:
     assert "-c constraints.txt" in text  # what the tests ran with
     assert not re.search(r":latest\b", text)
     for image in re.findall(r"^FROM (\S+)", text, re.M):
-        assert ":" in image, image
+        assert re.search(r":\d+\.\d+\.\d+-|:\d\d\.\d\d-", image), f"{image}: no exact version"

@@ -140,12 +140,16 @@ def fake_logits(tokens: list[int]) -> NDArray[np.float32]:
 
 
 def fake_backend(
-    runner: Runner | None = None, *, model: str = "fake", **options: int
+    runner: Runner | None = None,
+    *,
+    model: str = "fake",
+    template: str | None = None,
+    **options: int,
 ) -> EmbeddedBackend:
     """An embedded backend over a FakeRunner and the byte tokenizer; not yet started."""
     runner = runner or FakeRunner()
     return EmbeddedBackend(
-        Path(model), model=model, load=lambda: (runner, byte_tokenizer()), **options
+        Path(model), model=model, load=lambda: (runner, byte_tokenizer(template)), **options
     )
 
 

@@ -160,8 +160,8 @@ class Chats(TextOperation):
 
     async def prompts(self, body: ChatRequest, backend: Backend) -> Prompts:
         messages = plain_messages(body.messages, backend.name)
-        size = sum(len(message["content"]) for message in messages)
-        return [await beside(backend.chat_prompt, messages, size=size)]
+        # A template is a program: how long it takes does not depend on the messages alone.
+        return [await beside(backend.chat_prompt, messages, size=None)]
 
     def choice(
         self, index: int, text: str, positions: Sequence[PositionLogprobs] | None, end: Finished

@@ -76,7 +76,10 @@ class Tokenize(_TokenOperation):
     schema: type[BaseModel] = TokenizeRequest
 
     async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
-        ids = await beside(_encode, tokenizer, body, backend.name, size=_characters(body))
+        size: int | None = _characters(body)
+        if body.prompt is None:  # messages, of which a chat template makes the text
+            size = None
+        ids = await beside(_encode, tokenizer, body, backend.name, size=size)
         names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
         return {
             "count": len(ids),

@@ -218,9 +218,9 @@ class Tokenizer:
         return bool(decoder.get("type") == "ByteLevel")
 
 
-async def beside(function: Callable[..., T], *arguments: Any, size: int) -> T:
-    """Calls `function`; on a thread beside the event loop if it takes long."""
-    if size < LONG:
+async def beside(function: Callable[..., T], *arguments: Any, size: int | None) -> T:
+    """Calls `function`; on a thread beside the event loop if its input is large, or None: unknown."""
+    if size is not None and size < LONG:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,9 +19,12 @@ class Steps:
     longest_s = 0.0
 
 
-@contextmanager
-def longest_step() -> Iterator[Steps]:
-    """Measures every callback of asyncio's own loop; other programs on the machine do not count."""
+@asynccontextmanager
+async def longest_step() -> AsyncIterator[Steps]:
+    """Measures every callback of asyncio's own loop; other programs on the machine do not count.
+
+    The step in which a block begins or ends is one of its own.
+    """
     steps, run = Steps(), asyncio.Handle._run  # type: ignore[attr-defined]
 
     def timed(handle: Any) -> None:
@@ -31,4 +34,6 @@ def longest_step() -> Iterator[Steps]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", timed)
+        await asyncio.sleep(0)
         yield steps
+        await asyncio.sleep(0)

@@ -67,8 +67,9 @@ STREAMS = {
 async def test_no_stream_takes_long_in_one_step(stream: bytes, options: dict, alias: str) -> None:
     pieces = in_pieces(stream)
     gc.collect()
-    with longest_step() as steps, contextlib.suppress(BackendError, RequestError):
-        await relayed(Upstream([*pieces, BackendError("it ended")]), alias, **options)
+    async with longest_step() as steps:
+        with contextlib.suppress(BackendError, RequestError):
+            await relayed(Upstream([*pieces, BackendError("it ended")]), alias, **options)
     assert steps.longest_s < MOST_S
 
 
@@ -86,12 +87,25 @@ WHOLE = {
 @pytest.mark.parametrize("body", WHOLE.values(), ids=WHOLE)
 async def test_no_whole_answer_takes_long_in_one_step(body: bytes, alias: str) -> None:
     upstream = Upstream(in_pieces(body), kind="application/json")
-    with longest_step() as steps:
+    async with longest_step() as steps:
         try:
             await opened(upstream, alias)
         except BackendError as error:
             assert "more than 1024 fields" in str(error)
     assert steps.longest_s < 2 * MOST_S  # of which 10 ms join 32 MB
+
+
+SLOW_TEMPLATE = "{% for _ in range(500) %}{% for _ in range(500) %}{% endfor %}{% endfor %}hi"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+async def test_no_chat_template_takes_long_in_one_step(path: str) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+    async with in_process(("fake", [fake_backend(template=SLOW_TEMPLATE)])) as served:
+        async with longest_step() as steps:
+            reply = await served.request(path, body)
+    assert reply.status == 200
+    assert steps.longest_s < MOST_S
 
 
 async def test_a_large_answer_is_counted_and_renamed_without_parsing_it() -> None:
@@ -163,13 +177,13 @@ async def test_a_failed_request_is_freed_at_once(
     limits = {"max_answer_bytes": 4096}
     async with in_process(("fake", [backend()]), limits=limits) as served:
         gc.collect()
-        before = [found for found in gc.get_objects() if isinstance(found, Call)]
+        before = [found for found in gc.get_objects() if type(found) is Call]
         gc.disable()
         try:
             for _ in range(3):
                 reply = await served.request("/v1/completions", BODY | {"stream": stream})
                 assert b'"error"' in reply.body or json.loads(reply.body)
-            calls = [found for found in gc.get_objects() if isinstance(found, Call)]
+            calls = [found for found in gc.get_objects() if type(found) is Call]
             assert len(calls) <= len(before)
         finally:
             gc.enable()

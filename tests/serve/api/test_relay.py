@@ -1,5 +1,6 @@
 """Relayed streams, cut into pieces anyhow: whole events go out, and the same bytes in the end."""
 
+import asyncio
 import itertools
 import json
 import time
@@ -14,6 +15,7 @@ from octet.errors import BackendError, RequestError, UnsupportedField
 from serve.api.operation import Answer, Call
 from serve.api.relay import AnsweredFailure, open_relay
 from serve.backends.base import Relay
+from serve.backends.bounds import PIECE
 
 USAGE = b'{"prompt_tokens":3,"completion_tokens":2}'
 FIRST = (
@@ -58,6 +60,8 @@ class Upstream:
             for piece in self.pieces:
                 if isinstance(piece, Exception):
                     raise piece
+                if len(piece) == PIECE:  # as openai_http.py does
+                    await asyncio.sleep(0)
                 yield piece
         finally:
             self.closed = True

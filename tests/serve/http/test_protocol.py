@@ -190,7 +190,7 @@ async def test_many_pipelined_requests_are_all_answered(request_: bytes, count: 
 
 async def test_pipelined_requests_take_no_long_step() -> None:
     async with site() as served:
-        with longest_step() as steps:
+        async with longest_step() as steps:
             client = await served.connect(b"GET / HTTP/1.1\r\n\r\n" * 20_000)
             for _ in range(20_000):
                 await client.answer()

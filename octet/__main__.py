@@ -4,8 +4,8 @@ import sys
 
 try:
     from octet_cli.main import main
-except KeyboardInterrupt:  # the imports take some tenths of a second
+
+    main()
+except KeyboardInterrupt:  # outside a command: the imports take some tenths of a second
     print("interrupted", file=sys.stderr)
     sys.exit(130)
-
-main()

@@ -6,6 +6,7 @@ import gc
 import io
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -27,6 +28,9 @@ from octet_cli.serve import serve
 from octet_cli.verify import verify
 
 __all__ = ["app", "build_engine_main", "calibrate_main", "main"]
+
+# The first rank that ends makes torchrun end all others: it has to be the one that prints.
+_PRINTING_S = 10.0
 
 app = typer.Typer(
     help="From a Hugging Face checkpoint to an FP8 service that can prove what it serves.",
@@ -69,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     ):
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup sets it
             signal.signal(ending, _terminate)
-    command: Any = typer.main.get_command(app)
     try:
+        command: Any = typer.main.get_command(app)
         _require_text(arguments)
         code = command.main(arguments, prog_name="octet", standalone_mode=False) or 0
         if code == 130:  # typer has turned KeyboardInterrupt into this code
@@ -78,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(code)
     except OctetError as error:
         if error.printed_elsewhere:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_PRINTING_S)
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except BrokenPipeError:

@@ -80,7 +80,7 @@ def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration
     expected = [
         ("models.a.pool.0: ", "nowhere: no such directory"),
         ("models.a.pool.1: ", "not an Octet artifact"),
-        ("models.b.pool.backends.0: ", "tokenizer.json: not a usable tokenizer"),
+        ("models.b.pool.backends.0: ", "tokenizer.json: No such file or directory"),
         ("models.c.pool.0: ", "nowhere: no such directory"),
         ("models.d.pool.discover.0.file: ", "0.ulr: unknown key"),
         ("models.d.pool.discover.1.file: ", "nowhere: no such directory"),

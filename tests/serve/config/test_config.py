@@ -66,7 +66,7 @@ def test_every_kind_of_backend(tmp_path: Path) -> None:
 
 def test_the_documented_example_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KEY", "a secret")
-    example = EXAMPLE.read_text().split("```yaml\n")[1].split("```")[0]
+    example = EXAMPLE.read_text().split('```yaml title="all-settings.yaml"\n')[1].split("```")[0]
     config = load(tmp_path, example)
     pools = config.all_pools.values()
     assert {b.type for pool in pools for b in pool.backends} == {"embedded", "vllm", "triton"}

@@ -223,6 +223,7 @@ class EventReader:
             error = error_of(_object(line))
             if error is not None:
                 self.tally.failed = from_event(self._name, error)
+                return
 
     def _counted(self, events: bytes) -> bytes:
         """Reads the usage, and returns the events that remain for the client.
@@ -310,7 +311,7 @@ async def occurrences(name: str, body: bytes, field: bytes) -> list[int]:
 
 async def aborts(name: str, body: bytes) -> bool:
     """Does the same as `aborted_at` for a large answer, but only decides whether there is one."""
-    if b'"abort"' not in body:
+    if not await occurrences(name, body, b'"abort"'):
         return False
     found = await occurrences(name, body, b'"finish_reason"')
     return any(_ABORTED.match(body, at, at + _FIELD) for at in found)

@@ -6,6 +6,7 @@ stays as the client wrote it. If the bytes are ambiguous, the body is serialized
 form. The answer is JSON, or a stream of events (events.py).
 """
 
+import asyncio
 import functools
 import json
 import re
@@ -28,7 +29,7 @@ from serve.api.events import (
     read_usage,
     rewritten,
 )
-from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally, too_long
+from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally, joined, too_long
 from serve.backends.base import Relay, RelayingBackend
 from serve.backends.bounds import MAX_REFUSAL, PARSED
 from serve.backends.openai_errors import failure, from_event, retry_after
@@ -98,7 +99,11 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
     data, name = call.data, backend.name
     options = data.get("stream_options")
     hides_usage = call.streamed and not (options and options.get("include_usage"))
-    raw = outgoing(call.raw, data, backend.served_name, counted=hides_usage)
+    raw = call.raw
+    if len(raw) <= PARSED:
+        raw = outgoing(raw, data, backend.served_name, counted=hides_usage)
+    else:
+        raw = await asyncio.to_thread(outgoing, raw, data, backend.served_name, counted=hides_usage)
     relay = await backend.relay(call.path, raw, call.headers)
     same = backend.served_name == call.model
     rewrite = None if same else _renamer(backend.served_name, call.model)
@@ -196,7 +201,7 @@ async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:
             if size > limit:
                 raise too_long(name, limit)
             pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return await joined(pieces)
     finally:
         pieces.clear()  # the traceback of an error would keep them
         await close(body)

@@ -219,7 +219,10 @@ class Tokenizer:
 
 
 async def beside(function: Callable[..., T], *arguments: Any, size: int | None) -> T:
-    """Calls `function`; on a thread beside the event loop if its input is large, or None: unknown."""
+    """Calls `function`; on a thread beside the event loop if its input is large.
+
+    `size` is that of the input in characters or tokens, or None if it says nothing of the time.
+    """
     if size is not None and size < LONG:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -32,6 +32,7 @@ from serve.api.operation import (
     ended_in,
     events_in,
     is_comment,
+    joined,
 )
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
@@ -48,6 +49,7 @@ from serve.telemetry.observation import Observation
 __all__ = ["Exchange", "provenance", "read_body", "requested_tier"]
 
 MAX_LOGGED = 16 * 1024  # characters of a prompt
+SENT = 256 * 1024  # bytes of a whole answer that are written before other requests get a turn
 _TIER = b"x-octet-tier"
 _DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
 _log = logging.getLogger(__name__)
@@ -298,7 +300,12 @@ class Exchange:
 
     async def _send_whole(self, answer: Answer) -> None:
         await self._send_start(answer)
-        await self.send({"type": "http.response.body", "body": answer.first})
+        body = answer.first
+        last = max(len(body) - 1, 0) // SENT * SENT
+        for at in range(0, last, SENT):
+            part = body[at : at + SENT]
+            await self.send({"type": "http.response.body", "body": part, "more_body": True})
+        await self.send({"type": "http.response.body", "body": body[last:]})
 
 
 async def _watch(receive: Receive, deadlines: Deadlines) -> None:
@@ -345,7 +352,7 @@ async def read_body(
             raise _too_large(limit)
         count(len(piece))
         if not message.get("more_body"):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return await joined(pieces)
 
 
 def _too_large(limit: int) -> RequestError:

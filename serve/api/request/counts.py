@@ -1,7 +1,5 @@
 """Decides which counts of tokens an answer can have: keys are charged for what backends report."""
 
-from typing import Any
-
 from serve.api.operation import Call, Tally
 from serve.backends.bounds import MAX_TOKENS
 
@@ -35,9 +33,9 @@ def _longest_prompt(call: Call, choices: int) -> int:
 
 def longest_answer(call: Call, choices: int) -> int:
     """Returns the tokens that all choices together can have; some servers count the end, too."""
-    body: Any = call.body
-    limits = (getattr(body, name, None) for name in ("max_completion_tokens", "max_tokens"))
-    limit = next((limit for limit in limits if limit is not None), None)
+    limit = getattr(call.body, "max_completion_tokens", None)
+    if limit is None:
+        limit = getattr(call.body, "max_tokens", None)
     return choices * ((_context(call) if limit is None else limit) + 1)
 
 

@@ -151,7 +151,8 @@ class EventReader:
             self._aborted = True
             begins = [end for end in _ends(events) if end <= aborted]
             events = events[: begins[-1] if begins else 0]
-        if b"[DONE]" in events and (done := _DONE.search(events)):
+        at = events.find(b"[DONE]")  # the expression, tried at every line, is slow
+        if at >= 0 and (done := _DONE.search(events, events.rfind(b"\n", 0, at) + 1)):
             self.tally.ended = True
             blank = _BLANK_LINE.search(events, done.end())
             events = events[: len(events) if blank is None else blank.end()]

@@ -1,10 +1,10 @@
 """Decode speed of attention backends and caches in vLLM, with the kernels of one decode step.
 
 For each variant an engine of its own, all on one GPU, which are measured one after the other: the
-time of a token by batch and context length, the kernels of a step from torch's profiler, and how
-far the log-probabilities of a prompt are from those of the first variant. `CUSTOM` is the trial in
-vllm_e5m2.py, `SPLIT` the same with the kernel in e5m2_kernel.py. Their writer and kernels are also
-compared with float32, and the kernels timed alone.
+time of a token by batch and context length, that of a prompt, the kernels of a step from torch's
+profiler, and how far the log-probabilities of a prompt are from those of the first variant.
+`CUSTOM` is `serve.vllm_attention`, which vLLM finds if Octet is installed beside it. Its writer and
+kernel are also compared with float32, and the kernel timed alone.
 
     python benchmarks/e5m2_decode.py --model DIR [--output FILE] [--only FLASH_ATTN:auto,...]
 """
@@ -32,8 +32,7 @@ VARIANTS = (
     "FLASHINFER:auto",
     "FLASH_ATTN:fp8_e4m3",
     "FLASHINFER:fp8_e5m2",
-    "CUSTOM:fp8_e5m2",  # vLLM's Triton kernel
-    "SPLIT:fp8_e5m2",  # ours
+    "CUSTOM:fp8_e5m2",
 )
 CELLS = ((1, 512), (1, 7900), (16, 2048))  # batch, tokens of context
 KERNEL_CELLS = ((1, 512), (1, 8192), (16, 2048), (64, 1024))
@@ -105,6 +104,7 @@ def write(found: dict[str, Any], checked: Any, options: argparse.Namespace) -> N
             row[f"{batch}x{context} ms a step"] = statistics.median(times)
             row[f"{batch}x{context} low"] = min(times)
             row[f"{batch}x{context} high"] = max(times)
+            row[f"{batch}x{context} prompt ms"] = result["prompt ms"][f"{batch}x{context}"]
         own = result["prompt logprobs"]
         row["mean |difference| of log-probability"] = (
             sum(abs(x - y) for x, y in zip(own, base, strict=True)) / len(own) if base else None
@@ -130,12 +130,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     backend, cache = options.variant.split(":")
-    ours = {"CUSTOM": "E5m2Backend", "SPLIT": "SplitBackend"}
-    if backend in ours:  # the engine's process is forked, and inherits it
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        register_backend(AttentionBackendEnum.CUSTOM, f"vllm_e5m2.{ours[backend]}")
-        backend = "CUSTOM"
     with tempfile.TemporaryDirectory() as traces:
         llm = LLM(
             str(options.model),
@@ -169,14 +163,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 llm.generate(prompts, sampling, use_tqdm=False)
                 return time.perf_counter() - started
 
-            times = {}
+            times, prompts = {}, {}
             for batch, context in CELLS:
                 generate(batch, context, 4)
-                found = []
+                found, shorts = [], []
                 for _ in range(REPEATS):
-                    short = generate(batch, context, 1)
-                    found.append((generate(batch, context, TOKENS + 1) - short) / TOKENS * 1e3)
+                    shorts.append(generate(batch, context, 1))
+                    whole = generate(batch, context, TOKENS + 1)
+                    found.append((whole - shorts[-1]) / TOKENS * 1e3)
                 times[f"{batch}x{context}"] = found
+                prompts[f"{batch}x{context}"] = statistics.median(shorts) * 1e3
             profile = {}
             for batch, context in CELLS[:2]:
                 before = set(Path(traces).rglob("*.json.gz"))
@@ -190,7 +186,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
             )[0]
             logprobs = [next(iter(x.values())).logprob for x in answer.prompt_logprobs[1:]]
-    return {"times": times, "profile": profile, "prompt logprobs": logprobs}
+    return {
+        "times": times,
+        "prompt ms": prompts,
+        "profile": profile,
+        "prompt logprobs": logprobs,
+    }
 
 
 def kernels(trace: Path) -> dict[str, Any]:
@@ -218,10 +219,12 @@ def kernels(trace: Path) -> dict[str, Any]:
 def check() -> dict[str, Any]:
     """Compares the backend's writer and decode kernel with torch: heads 32/8, size 128."""
     import torch
-    from e5m2_kernel import Buffers, attend
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
-    from vllm_e5m2 import E5m2Impl
+
+    from serve.vllm_attention.backend import E5m2Impl
+    from serve.vllm_attention.decode_kernel import Buffers, attend
 
     torch.manual_seed(0)
     device, tokens, heads, queries, size, block = "cuda", 3000, 8, 32, 128, 16
@@ -234,7 +237,8 @@ def check() -> dict[str, Any]:
     slots = order.long()[torch.arange(tokens, device=device) // block] * block
     slots += torch.arange(tokens, device=device) % block
     k_scale, v_scale = (torch.tensor(x, device=device) for x in (0.75, 1.5))
-    impl = E5m2Impl(queries, size, size**-0.5, heads, None, None, "fp8_e5m2")
+    with set_current_vllm_config(VllmConfig()):
+        impl = E5m2Impl(queries, size, size**-0.5, heads, None, None, "fp8_e5m2")
 
     class Layer:
         _k_scale, _v_scale = k_scale, v_scale
@@ -287,16 +291,17 @@ def check() -> dict[str, Any]:
     errors = [float((x[0].float() - exact).norm() / exact.norm()) for x in (out, own)]
     return {
         "bytes that differ": wrong,
-        "relative error of the output": errors[0],
-        "relative error of the output, split kernel": errors[1],
-        "split kernel, us": {f"{b}x{n}": timed(b, n) for b, n in KERNEL_CELLS},
+        "relative error of the output, vLLM's kernel": errors[0],
+        "relative error of the output": errors[1],
+        "kernel, us": {f"{b}x{n}": timed(b, n) for b, n in KERNEL_CELLS},
     }
 
 
 def timed(batch: int, tokens: int) -> dict[str, float]:
-    """Times the split kernel alone by the number of splits: microseconds, median of 50."""
+    """Times the kernel alone by the number of splits: microseconds, median of 50."""
     import torch
-    from e5m2_kernel import Buffers, attend, splits_of
+
+    from serve.vllm_attention.decode_kernel import Buffers, attend, splits_of
 
     heads, queries, size, block, device = 8, 32, 128, 16, "cuda"
     pages = -(-tokens // block)

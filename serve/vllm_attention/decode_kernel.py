@@ -1,16 +1,17 @@
-"""A decode kernel of attention over a paged E5M2 cache, in Triton: a trial.
+"""A decode kernel of attention over a paged E5M2 cache, in Triton.
 
 E5M2 is the upper byte of FP16, so a shift by eight bits decodes it exactly. Each program attends
 one split of a request's tokens for one KV head, with all its queries; a second kernel merges the
-splits by their maxima and sums. The scales are applied in FP32: the keys' to the scores, which a
-tiny one would underflow in FP16 before, and the values' to the output.
+splits by their maxima and sums (FlashDecoding, Dao et al. 2023). The scales are applied in FP32:
+the keys' to the scores, which a tiny one would underflow in FP16 before, and the values' to the
+output. Queries are divided by a power of two, because FP16 ends at 65,504 and BF16 does not.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Buffers", "attend", "splits_of"]
+__all__ = ["Buffers", "attend", "is_supported", "splits_of"]
 
 BLOCK = 64  # tokens that a program reads at a time
 _PROGRAMS = 1024  # in all, about: several for each multiprocessor of a large GPU
@@ -20,7 +21,7 @@ _ROWS = 16  # least rows of tl.dot; the queries of a KV head are padded to it
 
 @triton.jit
 def _split_kernel(
-    query,  # [B, H, D] BF16
+    query,  # [B, H, D] BF16 or FP16
     key,  # [pages, page, K, D] uint8, E5M2
     value,
     table,  # [B, pages of a request] int32
@@ -59,8 +60,12 @@ def _split_kernel(
         tl.store(maxima + out, tl.full([ROWS], float("-inf"), tl.float32), mask=valid)
         return
     at = query + request * query_stride + mine[:, None] * SIZE + dims[None, :]
-    q = tl.load(at, mask=valid[:, None], other=0.0).to(tl.float16)
-    unit = scale * tl.load(k_scale) * 1.4426950408889634  # log2(e)
+    q = tl.load(at, mask=valid[:, None], other=0.0).to(tl.float32)
+    # The power of two of the largest magnitude of a row; bits of a float32 without its mantissa.
+    peak = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    peak = tl.maximum(peak.to(tl.float32, bitcast=True), 7.9e-31)  # 2^-100
+    q = (q / peak[:, None]).to(tl.float16)
+    unit = (peak * (scale * tl.load(k_scale) * 1.4426950408889634))[:, None]  # log2(e)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SIZE], tl.float32)
@@ -116,6 +121,11 @@ def _merge_kernel(
     tl.store(where, mixed.to(output.dtype.element_ty))
 
 
+def is_supported(head_size: int) -> bool:
+    """Returns whether the kernel has the size: powers of two from 32 to 256."""
+    return head_size in (32, 64, 128, 256)
+
+
 def splits_of(batch: int, groups: int) -> int:
     """Returns how many programs share a request and KV head: a power of two."""
     wanted = triton.next_power_of_2(max(1, _PROGRAMS // (batch * groups)))
@@ -123,11 +133,15 @@ def splits_of(batch: int, groups: int) -> int:
 
 
 class Buffers:
-    """Partial results of batches of up to `most`; allocated once, so CUDA graphs can use them."""
+    """Partial results of batches of up to `most`; allocated once, so CUDA graphs can use them.
+
+    `heads` are those of the queries, `groups` those of keys and values, of `size` values each.
+    """
 
     def __init__(
         self, most: int, heads: int, groups: int, size: int, device: torch.device | str
     ) -> None:
+        self.most = most
         rows = max(2 * _PROGRAMS, most * groups) * (heads // groups)
         self.part = torch.empty(rows, size, dtype=torch.float32, device=device)
         self.maxima = torch.empty(rows, dtype=torch.float32, device=device)

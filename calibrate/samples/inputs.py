@@ -116,10 +116,10 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     )
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
     sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
-    prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    chosen = choose_prompts(sequences, tokenizer, spec.max_positions, spec.vocab_size)
     distinct, count = split.distinct, len(split.calibration)
     repeated = [f"{count} samples are only {distinct}, repeated"] if 2 * distinct < count else []
-    short = too_short(prompts, spec.max_positions)
+    short = too_short(chosen.prompts, spec.max_positions)
     warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *([short] if short else [])]
     if max_length < sampling.max_length:
         warnings.append(
@@ -129,7 +129,7 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     return Inputs(
         split=split,
         plan=plan,
-        prompts=prompts,
+        prompts=chosen.prompts,
         evaluation=evaluation.batches,
         sample_set=SampleSet(
             sha256=split.sha256,

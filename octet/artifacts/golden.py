@@ -11,10 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.storage.files import read_document
 
-__all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top"]
+__all__ = ["FIRST", "GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "spread"]
 
 GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
+FIRST = 24  # records that an admission sends first, and on which faults are simulated
 
 
 Token: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -88,3 +89,9 @@ class GoldenSet(BaseModel):
     def longest(self) -> int:
         """Tokens of the longest prompt: the fullest cache that decoding reads."""
         return max((len(record.prompt_token_ids) for record in self.records), default=0)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns up to `most` of the numbers below `count`, evenly spaced, with the first and last."""
+    most = min(count, most)
+    return [round(n * (count - 1) / max(most - 1, 1)) for n in range(most)]

@@ -1,0 +1,60 @@
+"""Lists token ids that no prompt has yet, as prompts of their own.
+
+A wrong embedding shows only in a prompt that holds its token, and text repeats few tokens. A list
+holds each of its ids once, so it covers as many ids as it has tokens. Ids that are frequent in the
+samples come first into a list and last within it, where they move the answer most. The others are
+in a random order, because a fault may lie in one range of ids.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Unlisted", "counted"]
+
+_TRIES = 16  # ids that are tried after another before the first of them is left out
+_SPARE = 4  # one more id than wanted for every so many, because not all fit
+_READ, _COMPARED = 12, 6  # last ids that are encoded again, and that have to be the same
+
+
+class Unlisted:
+    """The token ids that no prompt has yet; special and added tokens are not among them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, counts: Mapping[int, int]) -> None:
+        self._tokenizer = tokenizer
+        self._lead = list(tokenizer("")["input_ids"])
+        added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ids = sorted({i for i in tokenizer.get_vocab().values() if i < vocab_size} - added)
+        mixed = np.random.Generator(np.random.PCG64(0)).permutation(np.array(ids, int)).tolist()
+        self._ids = sorted(mixed, key=lambda i: -counts.get(i, 0))
+
+    def take(self, ids: Collection[int]) -> None:
+        """Removes `ids`, which a prompt has."""
+        had = set(ids)
+        self._ids = [i for i in self._ids if i not in had]
+
+    def listed(self, length: int) -> list[int]:
+        """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
+        found = list(self._lead)
+        left = self._ids[: length + length // _SPARE + _TRIES][::-1]
+        while left and len(found) < length:
+            fitting = next((i for i in left[:_TRIES] if self._fits([*found, i])), None)
+            if fitting is not None:
+                found.append(fitting)
+            left.remove(left[0] if fitting is None else fitting)
+        return found
+
+    def _fits(self, ids: Sequence[int]) -> bool:
+        """Returns whether the text of `ids` encodes to them, as far as the last one matters."""
+        tail = list(ids[-_READ:])
+        text = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+        again = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        compared = len(tail) if len(ids) <= _READ else _COMPARED
+        return again[-compared:] == tail[-compared:]
+
+
+def counted(sequences: Sequence[Sequence[int]]) -> Counter[int]:
+    """Counts each token id in `sequences`."""
+    return Counter(token for ids in sequences for token in ids)

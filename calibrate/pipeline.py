@@ -14,7 +14,7 @@ from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import golden_set, joined, share
+from calibrate.golden import described, golden_set, joined, share
 from calibrate.job import Job
 from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
@@ -216,6 +216,7 @@ def _solve(
         golden = joined(group.gather(golden))
         text = golden.model_dump_json()
         group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
+    golden = described(golden, job.inputs.scope, job.inputs.lists)
     group.on_first(partial(_require_gate, job, golden, solved))
     return golden, solved
 

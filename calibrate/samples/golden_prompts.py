@@ -1,4 +1,4 @@
-"""Cuts golden prompts from held-out samples: pieces of mixed lengths, sent to a server as text.
+"""Chooses golden prompts: pieces of held-out samples, and lists of the token ids they lack.
 
 Lengths are spread evenly on a logarithmic scale, so that some prompts are prefilled at once and
 some fill the cache well, from which decoding then reads. A piece never joins two samples: a model
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from calibrate.samples.vocabulary import Unlisted, counted
+from calibrate.samples.vocabulary import Unlisted
 from octet.artifacts.golden import FIRST, spread
 from octet.errors import SampleError
 
-__all__ = ["CONTINUATION", "LONGEST", "READ", "choose_prompts", "too_short"]
+__all__ = ["CONTINUATION", "LONGEST", "READ", "Chosen", "choose_prompts", "too_short"]
 
 PROMPTS = 64
 SHORTEST, LONGEST = 4, 500  # tokens
@@ -25,16 +24,15 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
-_SHIFTS = 8  # tokens that a piece from inside a sample may be shorter, to where text can be cut
 _EVERY = 3  # one prompt of so many is a list of token ids
-_STEP = 32  # tokens between the starts of pieces, at least
+_SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 
 
 @dataclass(frozen=True)
 class Chosen:
     """64 prompts, shortest first, as (text, token ids); each text encodes to its ids.
 
-    Those whose numbers are in `lists` are lists of token ids; the others are pieces of samples.
+    Those whose numbers are in `lists` are lists of token ids (`calibrate.samples.vocabulary`).
     """
 
     prompts: list[tuple[str, list[int]]]
@@ -44,33 +42,30 @@ class Chosen:
 def choose_prompts(
     sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int, vocab_size: int
 ) -> Chosen:
-    """Chooses golden prompts that hold as many token ids as possible.
+    """Chooses pieces of held-out sequences and, as every third prompt, a list of other ids.
 
-    Each piece of a held-out sequence is the one with most ids that no prompt has yet; among those,
-    the one of the sequence that fewest prompts are cut from. Every third prompt is a list of ids
-    that the pieces lack, while there are any. The prompts that an admission sends first are chosen
-    first.
+    Each piece is the beginning of a sequence; sequences take turns, longest prompts first. If a
+    sequence is shorter than its turn's prompt, tokens of another one that no prompt has taken yet
+    are used, if there are enough. Where ids are too few for a list, a piece takes its place.
 
     A prompt is shortened until its end neither cuts through a character nor separates what the
     tokenizer would join. Raises SampleError if nothing can be cut from `sequences`.
     """
     lengths = _lengths(max_positions)
-    first = spread(len(lengths), FIRST)
-    turns = [*first[::-1], *sorted(set(range(len(lengths))) - set(first), reverse=True)]
     pieces = _Pieces(sequences, tokenizer)
-    unlisted = Unlisted(tokenizer, vocab_size, counted(sequences))
-    found: dict[int, tuple[str, list[int]]] = {}
+    unlisted = Unlisted(tokenizer, vocab_size, sequences)
+    turns = range(len(lengths))[::-1]
+    found = {turn: pieces.cut(lengths[turn]) for turn in turns if turn % _EVERY != 1}
     lists = set[int]()
-    for part in (turns[: len(first)], turns[len(first) :]):
-        for turn in (turn for turn in part if turn % _EVERY != 1):
-            found[turn] = pieces.cut(lengths[turn])
-            unlisted.take(found[turn][1])
-        for turn in (turn for turn in part if turn % _EVERY == 1):
+    first = spread(len(lengths), FIRST)  # sent first by an admission, whose lists are made first
+    for part in (first[::-1], [turn for turn in turns if turn not in first]):
+        unlisted.take(token for turn in part if turn in found for token in found[turn][1])
+        for turn in (turn for turn in part if turn not in found):
             listed = _cut(unlisted.listed(lengths[turn]), tokenizer, lengths[turn] // 2)
+            if listed is not None:
+                lists.add(turn)
+                unlisted.take(listed[1])
             found[turn] = listed or pieces.cut(lengths[turn])
-            lists |= {turn} if listed else set()
-            unlisted.take(found[turn][1])
-            pieces.take(found[turn][1])
     order = sorted(found, key=lambda turn: len(found[turn][1]))
     return Chosen(
         [found[turn] for turn in order], frozenset(n for n, x in enumerate(order) if x in lists)
@@ -103,56 +98,42 @@ def _lengths(max_positions: int) -> list[int]:
 
 
 class _Pieces:
-    """Cuts pieces of samples; each has as many token ids as possible that no prompt has yet."""
+    """Cuts pieces of sequences, which take turns; call it for the longest pieces first."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._lead = list(tokenizer("")["input_ids"])  # such as a BOS
-        self._sequences = [np.array(ids, int) for ids in sequences]
-        self._cuts = [np.zeros(len(ids), int) for ids in sequences]  # pieces that hold a token
-        self._since = [_since(ids) for ids in self._sequences]
-        self._had: NDArray[np.bool_] = np.zeros(1 + max(map(max, sequences)), bool)
-
-    def take(self, ids: Sequence[int]) -> None:
-        """Counts `ids` as held by a prompt."""
-        self._had[[i for i in ids if i < len(self._had)]] = True
+        self._sequences, self._tokenizer = sequences, tokenizer
+        self._lead = list(tokenizer("")["input_ids"])  # added to any text, such as a BOS
+        self._order = sorted(
+            range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST)
+        )
+        self._taken = [0] * len(sequences)  # tokens from the beginning
 
     def cut(self, length: int) -> tuple[str, list[int]]:
-        """Cuts up to `length` tokens; raises SampleError if no sample begins with whole text."""
-        for index, start in self._best_first(length):
-            piece = _piece(self._sequences[index].tolist(), start, length, self._lead)
-            found = _cut(piece, self._tokenizer, length // 2 if start else 0)
+        """Cuts up to `length` tokens; raises SampleError if no sequence begins with whole text."""
+        order = list(self._order)
+        self._order.append(self._order.pop(0))
+        if len(self._sequences[order[0]]) < length and (untaken := self._untaken(length)):
+            return untaken
+        for index in order:
+            found = _cut(list(self._sequences[index][:length]), self._tokenizer)
             if found is not None:
-                self._cuts[index][start : start + length] += 1
-                self.take(found[1])
+                self._taken[index] = max(self._taken[index], len(found[1]))
                 return found
         raise SampleError("no held-out sample starts with text that encodes back to its tokens")
 
-    def _best_first(self, length: int) -> Iterator[tuple[int, int]]:
-        """Yields sequences and starts: whole pieces first, then by new ids, then by fewest cuts."""
-        found = []
-        for index, ids in enumerate(self._sequences):
-            starts = np.arange(0, max(1, len(ids) - length + 1), max(length // 2, _STEP))
-            ends = np.minimum(starts + length, len(ids))
-            new = ~self._had[ids] & (self._since[index] >= length)
-            gains, cuts = (
-                np.concatenate([[0], x.cumsum()])[[ends, starts]] for x in (new, self._cuts[index])
-            )
-            short = 4 * (length - (ends - starts)) // length
-            gain, cut = gains[0] - gains[1], cuts[0] - cuts[1]
-            found.append(np.stack([np.full_like(starts, index), starts, short, -gain, cut]))
-        rows = np.concatenate(found, 1)
-        for number in np.lexsort(rows[[1, 4, 3, 2]]):
-            yield int(rows[0, number]), int(rows[1, number])
-
-
-def _since(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns how many tokens before each the same id was; the largest int where it was not."""
-    order = np.argsort(ids, kind="stable")
-    found = np.full(len(ids), np.iinfo(np.int64).max)
-    same = ids[order[1:]] == ids[order[:-1]]
-    found[order[1:][same]] = (order[1:] - order[:-1])[same]
-    return found
+    def _untaken(self, length: int) -> tuple[str, list[int]] | None:
+        """Cuts after the tokens taken from the sequence with the most tokens left."""
+        left = [len(ids) - n for ids, n in zip(self._sequences, self._taken, strict=True)]
+        index = left.index(max(left))
+        for start in range(self._taken[index], self._taken[index] + _SHIFTS):
+            if start + length > len(self._sequences[index]):
+                return None
+            piece = _piece(self._sequences[index], start, length, self._lead)
+            found = _cut(piece, self._tokenizer, length // 2)
+            if found is not None:
+                self._taken[index] = start + length
+                return found
+        return None
 
 
 def _piece(ids: Sequence[int], start: int, length: int, lead: list[int]) -> list[int]:

@@ -7,12 +7,12 @@ in a random order, because a fault may lie in one range of ids.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Unlisted", "counted"]
+__all__ = ["Unlisted"]
 
 _TRIES = 16  # ids that are tried after another before the first of them is left out
 _SPARE = 4  # one more id than wanted for every so many, because not all fit
@@ -22,15 +22,18 @@ _READ, _COMPARED = 12, 6  # last ids that are encoded again, and that have to be
 class Unlisted:
     """The token ids that no prompt has yet; special and added tokens are not among them."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, counts: Mapping[int, int]) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, sequences: Sequence[Sequence[int]]
+    ) -> None:
         self._tokenizer = tokenizer
         self._lead = list(tokenizer("")["input_ids"])
         added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ids = sorted({i for i in tokenizer.get_vocab().values() if i < vocab_size} - added)
         mixed = np.random.Generator(np.random.PCG64(0)).permutation(np.array(ids, int)).tolist()
-        self._ids = sorted(mixed, key=lambda i: -counts.get(i, 0))
+        counts = Counter(token for sequence in sequences for token in sequence)
+        self._ids = sorted(mixed, key=lambda i: -counts[i])
 
-    def take(self, ids: Collection[int]) -> None:
+    def take(self, ids: Iterable[int]) -> None:
         """Removes `ids`, which a prompt has."""
         had = set(ids)
         self._ids = [i for i in self._ids if i not in had]
@@ -53,8 +56,3 @@ class Unlisted:
         again = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         compared = len(tail) if len(ids) <= _READ else _COMPARED
         return again[-compared:] == tail[-compared:]
-
-
-def counted(sequences: Sequence[Sequence[int]]) -> Counter[int]:
-    """Counts each token id in `sequences`."""
-    return Counter(token for ids in sequences for token in ids)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.storage.files import read_document
 
-__all__ = ["FIRST", "GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top", "spread"]
+__all__ = ["FIRST", "GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Scope", "Top", "spread"]
 
 GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
@@ -54,13 +54,28 @@ class GoldenRecord(BaseModel):
     prompt_token_ids: Annotated[tuple[Token, ...], Field(min_length=1)]
     continuation_token_ids: tuple[Token, ...]  # greedy
     tops: Annotated[tuple[Top, ...], Field(min_length=1)]
-    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it.
+    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it. None
+    # for a list of token ids, which is no text.
     prompt_nll: float | None = None
+    # Experts that the prompt's tokens were routed to, a bit each: the number in hexadecimal.
+    experts: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
 
     @property
     def top(self) -> dict[int, float]:
         """The distribution after the prompt."""
         return self.tops[0].mapping
+
+
+class Scope(BaseModel):
+    """All that golden prompts could examine, and how frequent their token ids are in text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocabulary: Annotated[int, Field(ge=1)]
+    context: Annotated[int, Field(ge=1)]  # positions of the model
+    experts: Annotated[int, Field(ge=0)]  # in all layers; 0: no mixture of experts
+    held_out: Annotated[int, Field(ge=1)]  # tokens of the samples that prompts are chosen from
+    counts: dict[Token, int]  # of the prompts' ids among those tokens
 
 
 class GoldenSet(BaseModel):
@@ -73,6 +88,7 @@ class GoldenSet(BaseModel):
     compute_dtype: str  # arithmetic of the reference forward pass, such as float32
     software: dict[str, str]
     records: tuple[GoldenRecord, ...]
+    scope: Scope | None = None  # None: an earlier release made it
 
     def save(self, directory: Path) -> None:
         (directory / GOLDEN_FILE).write_text(self.model_dump_json(), "utf-8")
@@ -84,6 +100,11 @@ class GoldenSet(BaseModel):
         Schema 1, which had no `tops`, is not read.
         """
         return read_document(directory / GOLDEN_FILE, cls, "a golden set of this release")
+
+    @property
+    def texts(self) -> list[GoldenRecord]:
+        """The records whose prompts are text, and not lists of token ids."""
+        return [x for x in self.records if x.prompt_nll is not None] or list(self.records)
 
     @property
     def longest(self) -> int:

@@ -151,7 +151,9 @@ class _Group:
 
     def reach(self, rows: torch.Tensor, index: int, chosen: torch.Tensor) -> None:
         """Records the experts of layer `index` chosen for tokens, with padding, of prompts."""
-        for row, experts in zip(rows.tolist(), chosen.cpu().view(len(rows), -1, chosen.shape[-1]), strict=True):
+        for row, experts in zip(
+            rows.tolist(), chosen.cpu().view(len(rows), -1, chosen.shape[-1]), strict=True
+        ):
             self.reached[row, index, experts[: self.lengths[row]].flatten().numpy()] = True
 
     def batches(self, most: int) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from calibrate.samples.inputs import Inputs, read_inputs
 from calibrate.scales.derive import check_finite
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
-from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
+from calibrate.write_report import PAGE, examined, keep_evidence, report_files, report_on
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
@@ -74,7 +74,8 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         if solved is None:
             return None
         solution, report = solved
-        report = replace(report, expected=prediction.expected if prediction else None)
+        expected = prediction.expected if prediction else None
+        report = replace(report, expected=expected, examined=examined(golden))
         calibration = _write(job, changed, observed, golden, solution, report, prediction)
     if console is not None:
         print_report(

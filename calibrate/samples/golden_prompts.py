@@ -103,9 +103,7 @@ class _Pieces:
     def __init__(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> None:
         self._sequences, self._tokenizer = sequences, tokenizer
         self._lead = list(tokenizer("")["input_ids"])  # added to any text, such as a BOS
-        self._order = sorted(
-            range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST)
-        )
+        self._order = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
         self._taken = [0] * len(sequences)  # tokens from the beginning
 
     def cut(self, length: int) -> tuple[str, list[int]]:

@@ -16,15 +16,12 @@ __all__ = ["Unlisted"]
 
 _TRIES = 16  # ids that are tried after another before the first of them is left out
 _SPARE = 4  # one more id than wanted for every so many, because not all fit
-_READ, _COMPARED = 12, 6  # last ids that are encoded again, and that have to be the same
 
 
 class Unlisted:
     """The token ids that no prompt has yet; special and added tokens are not among them."""
 
-    def __init__(
-        self, tokenizer: Any, vocab_size: int, sequences: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, sequences: Sequence[Sequence[int]]) -> None:
         self._tokenizer = tokenizer
         self._lead = list(tokenizer("")["input_ids"])
         added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -42,17 +39,20 @@ class Unlisted:
         """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
         found = list(self._lead)
         left = self._ids[: length + length // _SPARE + _TRIES][::-1]
+        unfit = set[int]()
         while left and len(found) < length:
             fitting = next((i for i in left[:_TRIES] if self._fits([*found, i])), None)
-            if fitting is not None:
+            if fitting is None:
+                unfit.add(left[0])
+            else:
                 found.append(fitting)
             left.remove(left[0] if fitting is None else fitting)
+        self._ids.sort(key=unfit.__contains__)  # later lists try them last
         return found
 
-    def _fits(self, ids: Sequence[int]) -> bool:
-        """Returns whether the text of `ids` encodes to them, as far as the last one matters."""
-        tail = list(ids[-_READ:])
-        text = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
-        again = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        compared = len(tail) if len(ids) <= _READ else _COMPARED
-        return again[-compared:] == tail[-compared:]
+    def _fits(self, ids: list[int]) -> bool:
+        """Returns whether the text of `ids` encodes to them."""
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return bool(self._tokenizer(text)["input_ids"] == ids)

@@ -11,7 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.storage.files import read_document
 
-__all__ = ["FIRST", "GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Scope", "Top", "spread"]
+__all__ = [
+    "FIRST",
+    "GOLDEN_FILE",
+    "POSITIONS",
+    "GoldenRecord",
+    "GoldenSet",
+    "Scope",
+    "Top",
+    "spread",
+]
 
 GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.artifacts.coverage import Coverage, coverage
 from octet.artifacts.golden import GoldenSet
-from octet.proof.coverage import Coverage, coverage
 from octet.proof.responses import Response, agreement, comparable
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.statistics import Interval, interval

@@ -106,8 +106,10 @@ class Power(BaseModel):
 
 def power_text(power: Sequence[Power]) -> str:
     """Says for people how small a fault passes."""
-    limits = " and ".join(f"{100 * x.middle:.2g} % after {x.prompts} prompts" for x in power)
-    return f"faults that were not simulated pass if they change perplexity by less than {limits}"
+    limits = [f"{100 * x.middle:.2g} % after {x.prompts}" for x in power]
+    limits[0] += " prompts"
+    least = f"less than about {' and '.join(limits)}"
+    return f"faults that were not simulated pass if they change perplexity by {least}"
 
 
 class ExpectedSet(BaseModel):

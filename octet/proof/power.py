@@ -21,9 +21,7 @@ import numpy as np
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import Power, ServingPath
-from octet.proof.hellinger import Points
 from octet.proof.likelihood_ratio import Comparison
-from octet.proof.noise import distance
 
 __all__ = ["power"]
 
@@ -50,17 +48,12 @@ def _passing(whole: Comparison, fault: Scenario, prompts: int) -> Iterator[float
     among = ~np.isnan(answered).any((1, 2))
     repeats = whole.candidates[path].points
     shift = np.where(among[:, None, None], answered - repeats.mean(0), 0.0)
-    positions = whole.answers.compared.sum(1)
-
-    def effect(served: Points) -> float:
-        return float(np.mean((distance(served, whole.answers.reference) / 2 / positions)[among]))
-
+    squared = np.square(shift).sum((1, 2)) / whole.answers.compared.sum(1)
+    unscaled = float(np.mean(squared[among])) / 2
     for number, served in enumerate(repeats):
-        largest = None
+        sizes = [0.0]
         for size in _SIZES:
-            scaled = served + size * shift
-            if not whole.passes(path, scaled, number, among, prompts):
+            if not whole.passes(path, served + size * shift, number, among, prompts):
                 break
-            largest = effect(scaled) - effect(served)
-        if largest is not None:
-            yield max(largest, 0.0)
+            sizes.append(size)
+        yield unscaled * sizes[-1] ** 2

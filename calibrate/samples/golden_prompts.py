@@ -24,7 +24,7 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
-_EVERY, _LISTED = 3, 64  # one prompt of so many, with so many tokens or more, is a list of ids
+_LISTED = 64  # tokens of the shortest list of ids
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 
 
@@ -42,7 +42,7 @@ class Chosen:
 def choose_prompts(
     sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int, vocab_size: int
 ) -> Chosen:
-    """Chooses pieces of held-out sequences and, as every third long prompt, a list of other ids.
+    """Chooses pieces of held-out sequences and, as some of the long prompts, lists of other ids.
 
     Each piece is the beginning of a sequence; sequences take turns, longest prompts first. If a
     sequence is shorter than its turn's prompt, tokens of another one that no prompt has taken yet
@@ -55,13 +55,14 @@ def choose_prompts(
     pieces = _Pieces(sequences, tokenizer)
     unlisted = Unlisted(tokenizer, vocab_size, sequences)
     turns = range(len(lengths))[::-1]
-    found = {
-        turn: pieces.cut(length)
-        for turn, length in reversed([*enumerate(lengths)])
-        if turn % _EVERY != 1 or length < _LISTED
-    }
-    lists = set[int]()
     first = spread(len(lengths), FIRST)  # sent first by an admission, whose lists are made first
+    listing = {
+        turn
+        for turn, length in enumerate(lengths)
+        if length >= _LISTED and (turn % 3 == 1 if turn in first else turn % 2 == 0)
+    }
+    found = {turn: pieces.cut(lengths[turn]) for turn in turns if turn not in listing}
+    lists = set[int]()
     for part in (first[::-1], [turn for turn in turns if turn not in first]):
         unlisted.take(token for turn in part if turn in found for token in found[turn][1])
         for turn in (turn for turn in part if turn not in found):

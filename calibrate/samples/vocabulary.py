@@ -38,7 +38,8 @@ class Unlisted:
     def listed(self, length: int) -> list[int]:
         """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
         found = list(self._lead)
-        left = self._ids[: length + length // _SPARE + _TRIES][::-1]
+        more = length + length // _SPARE + _TRIES
+        left = self._ids[:length][::-1] + self._ids[length:more]
         unfit = set[int]()
         while left and len(found) < length:
             fitting = next((i for i in left[:_TRIES] if self._fits([*found, i])), None)

@@ -54,4 +54,4 @@ def coverage(golden: GoldenSet, records: Collection[int]) -> Coverage | None:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"  # not 1e+02 %

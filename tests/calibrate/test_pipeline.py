@@ -267,7 +267,7 @@ def test_a_recipe_that_takes_nothing_from_samples_needs_few_and_calls_none_enoug
     assert f"warning: {count} samples are only 1, repeated" in shown
     page = (out / "report.html").read_text()
     for text in (shown, page):
-        assert "enough:" not in text and "not simulated" not in text
+        assert "enough:" not in text and "was not simulated" not in text
     assert "Expected KL from the original, over 64 prompts: " in page
 
 

@@ -99,10 +99,10 @@ def test_a_long_sample_fills_the_cache_more_than_once(tokenizer: Any) -> None:
     assert all(joined)  # none reaches from one sample into the next
 
 
-def test_every_third_long_prompt_lists_ids_that_no_piece_has(tokenizer: Any) -> None:
+def test_some_long_prompts_list_ids_that_no_piece_has(tokenizer: Any) -> None:
     sequences = [source(tokenizer, i, 600) for i in range(10)]
     found = choose_prompts(sequences, tokenizer, 1024, len(tokenizer))
-    assert len(found.lists) == 9
+    assert len(found.lists) == 12
     listed = [token for n in found.lists for token in found.prompts[n][1]]
     assert len(listed) == len(set(listed))
     first = {*spread(64, FIRST)}
@@ -118,7 +118,7 @@ def test_a_short_admission_has_the_frequent_ids(tokenizer: Any, example_samples:
     lines = (example_samples / "heldout.jsonl").read_text().splitlines()
     sequences = [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines]
     prompts = chosen(sequences, tokenizer, 1024)
-    assert outside(sequences, prompts) < 0.03
+    assert outside(sequences, prompts) < 0.01
     assert outside(sequences, [prompts[n] for n in spread(64, FIRST)]) < 0.15
 
 

@@ -69,7 +69,7 @@ def fake_golden(count: int = 64) -> GoldenSet:
         compute_dtype="float32",
         software={},
         records=tuple(map(_record, prompts)),
-        scope=Scope(vocabulary=256, context=512, experts=0, held_out=10**6, counts=counts),
+        scope=Scope(vocabulary=256, context=512, experts=0, held_out=counts.total(), counts=counts),
     )
 
 

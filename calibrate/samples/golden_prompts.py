@@ -56,14 +56,14 @@ def choose_prompts(
     unlisted = Unlisted(tokenizer, vocab_size, sequences)
     turns = range(len(lengths))[::-1]
     first = spread(len(lengths), FIRST)  # sent first by an admission, whose lists are made first
-    listing = {
-        turn
-        for turn, length in enumerate(lengths)
-        if length >= _LISTED and (turn % 3 == 1 if turn in first else turn % 2 == 0)
+    rest = [turn for turn in turns if turn not in first]
+    found = {
+        turn: pieces.cut(lengths[turn])
+        for turn in turns
+        if lengths[turn] < _LISTED or (turn % 3 != 1 if turn in first else turn % 2)
     }
-    found = {turn: pieces.cut(lengths[turn]) for turn in turns if turn not in listing}
     lists = set[int]()
-    for part in (first[::-1], [turn for turn in turns if turn not in first]):
+    for part in (first[::-1], rest):
         unlisted.take(token for turn in part if turn in found for token in found[turn][1])
         for turn in (turn for turn in part if turn not in found):
             listed = _cut(unlisted.listed(lengths[turn]), tokenizer, lengths[turn] // 2)
@@ -71,7 +71,7 @@ def choose_prompts(
                 lists.add(turn)
                 unlisted.take(listed[1])
             found[turn] = listed or pieces.cut(lengths[turn])
-    order = sorted(found, key=lambda turn: len(found[turn][1]))
+    order = sorted(found, key=lambda turn: (len(found[turn][1]), turn))
     return Chosen(
         [found[turn] for turn in order], frozenset(n for n, x in enumerate(order) if x in lists)
     )
@@ -98,8 +98,8 @@ def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> s
 def _lengths(max_positions: int) -> list[int]:
     """Returns the lengths of the prompts, ascending."""
     longest = max(1, min(LONGEST, max_positions - CONTINUATION))
-    spread = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
-    return [int(length) for length in spread.round()]
+    lengths = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
+    return [int(length) for length in lengths.round()]
 
 
 class _Pieces:

@@ -74,8 +74,10 @@ def golden_set(
     for groups in rounds:
         answers = weights.run(partial(_answers, model, groups, progress))
         for group, answer in zip(groups, answers, strict=True):
-            for row, (ids, *found) in enumerate(zip(group.prompts, *answer, strict=True)):
-                record = _record(prompts[len(records)][0], ids, *found, spec.eos_token_ids)
+            answered = zip(group.prompts, *answer, strict=True)
+            for row, (ids, nll, tops, continuation) in enumerate(answered):
+                text = prompts[len(records)][0]
+                record = _record(text, ids, nll, tops, continuation, spec.eos_token_ids)
                 records.append(record.model_copy(update={"experts": group.experts(row)}))
     progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)

@@ -26,7 +26,7 @@ def limit(world: World, seed: int, prompts: int = 24) -> float:
     return found.middle
 
 
-@pytest.mark.parametrize(("times", "passing"), [(0.25, True), (4.0, False)])
+@pytest.mark.parametrize(("times", "passing"), [(0.5, True), (3.0, False)])
 def test_faults_that_were_not_simulated_pass_below_the_limit(times: float, passing: bool) -> None:
     passed = 0
     for seed in SEEDS:
@@ -39,7 +39,7 @@ def test_faults_that_were_not_simulated_pass_below_the_limit(times: float, passi
             server.server(HONEST, seed, records=range(24)),
         )
         passed += found.outcome == "as_expected"
-    assert passed >= 9 if passing else passed <= 2, passed
+    assert passed >= 11 if passing else passed <= 1, passed
 
 
 def test_more_prompts_find_smaller_faults() -> None:

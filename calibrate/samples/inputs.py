@@ -1,5 +1,7 @@
 """Reads what a calibration starts from: the model's samples as batches, and golden prompts."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +11,10 @@ from calibrate.samples.plan import SamplePlan, plan_batches
 from calibrate.samples.source import MINIMUM, Sample, SampleFile, Sampling, require_enough
 from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import load_tokenizer, tokenize
+from octet.artifacts.golden import Scope
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 
 __all__ = ["CALIBRATION", "Inputs", "Split", "read_inputs", "split_samples"]
 
@@ -83,6 +87,8 @@ class Inputs:
     split: Split
     plan: SamplePlan
     prompts: list[tuple[str, list[int]]]
+    lists: frozenset[int]  # numbers of the prompts that are lists of token ids
+    scope: Scope
     evaluation: tuple[Batch, ...]
     sample_set: SampleSet
     warnings: tuple[str, ...]
@@ -116,10 +122,10 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     )
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
     sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
-    prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    chosen = choose_prompts(sequences, tokenizer, spec.max_positions, spec.vocab_size)
     distinct, count = split.distinct, len(split.calibration)
     repeated = [f"{count} samples are only {distinct}, repeated"] if 2 * distinct < count else []
-    short = too_short(prompts, spec.max_positions)
+    short = too_short(chosen.prompts, spec.max_positions)
     warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *([short] if short else [])]
     if max_length < sampling.max_length:
         warnings.append(
@@ -129,7 +135,9 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     return Inputs(
         split=split,
         plan=plan,
-        prompts=prompts,
+        prompts=chosen.prompts,
+        lists=chosen.lists,
+        scope=_scope(spec, sequences, chosen.prompts),
         evaluation=evaluation.batches,
         sample_set=SampleSet(
             sha256=split.sha256,
@@ -140,4 +148,19 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
             facts={"source": split.kind, **plan.facts},
         ),
         warnings=tuple(warnings),
+    )
+
+
+def _scope(
+    spec: ModelSpec, sequences: Sequence[Sequence[int]], prompts: Sequence[tuple[str, list[int]]]
+) -> Scope:
+    """Returns what the golden prompts could cover; `sequences` are the held-out samples."""
+    found = Counter(token for ids in sequences for token in ids)
+    held = sorted({token for _, ids in prompts for token in ids})
+    return Scope(
+        vocabulary=spec.vocab_size,
+        context=spec.max_positions,
+        experts=spec.experts * len(spec.sparse_layers),
+        held_out=found.total(),
+        counts={token: found[token] for token in held if found[token]},
     )

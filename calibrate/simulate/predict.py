@@ -24,12 +24,13 @@ from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales, digest_of_scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from calibrate.simulate.schedule import shares
-from octet.artifacts.golden import POSITIONS, GoldenSet
+from octet.artifacts.golden import FIRST, POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread, progress_bar
 from octet.proof.expected_range import expectations
+from octet.proof.power import power
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
 
@@ -164,7 +165,10 @@ def expected_divergence(
     for rank, made in enumerate(group.gather(group.attempt(work))):
         for step in made if rank != group.rank else ():
             found.restore(*step)
-    return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
+    paths, simulated_set = serving_paths(recipe), found.scenarios(chosen)
+    limits = (power(golden, simulated_set, paths[0], x) for x in (FIRST, len(golden.records)))
+    known = tuple(x for x in limits if x is not None)
+    return Prediction(found.expected(paths).model_copy(update={"power": known}), simulated_set)
 
 
 class _Found:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from octet.artifacts.serving_path import bound_of
+from octet.artifacts.serving_path import bound_of, power_text
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
 from octet.proof.reference import Proofs, load_proofs
@@ -44,10 +44,19 @@ class GoldenExam:
                 f"; no simulation of it: only the mean is judged, against {bound:g} nats, and no"
                 " cause is named"
             )
+        elif self.power:
+            self.label += f"; {self.power}"
         self.key = (proofs.identity, declared, bound)
         self._bound = bound
         self._directory = directory
         self._tokenizer = _tokenizer(directory)
+
+    @property
+    def power(self) -> str:
+        """Says how small a fault passes; empty if it is not known of the declared configuration."""
+        proofs = self.proofs
+        own = (proofs.kv_cache, "quantized") == (self.declared.kv_cache, self.declared.weights)
+        return power_text(proofs.power) if own and proofs.power else ""
 
     @classmethod
     def load(cls, directory: Path, config: Proof, *, embedded: bool = False) -> Self:

@@ -37,6 +37,8 @@ async def with_prompts(
 
     async def one(response: Response) -> Response:
         record = golden.records[response.record]
+        if record.prompt_nll is None:  # a list of token ids: no text, whose perplexity matters
+            return response
         request = GenerateRequest(
             request_id=f"proof-{response.record}",
             model=backend.models[0],

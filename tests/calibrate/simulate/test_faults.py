@@ -47,6 +47,9 @@ def served(
         Fault(kind="weight_scales_dropped"),
         Fault(kind="weight_scales_scaled", layer=1, factor=0.5),
         Fault(kind="fused_scales_merged"),
+        Fault(kind="fused_scales_smallest"),
+        Fault(kind="fused_scales_in_one_slot"),
+        Fault(kind="nibbles_swapped"),
         Fault(kind="global_scales_inverted"),
     ],
     ids=lambda fault: fault.kind,
@@ -56,8 +59,9 @@ def test_weights_are_their_codes_times_what_is_read(
 ) -> None:
     recipe, spec = recipe_with(preset), bench.checkpoint.spec
     scales = bench.scales(recipe)
-    if preset == "fp8-static":  # as another tool leaves them, each with its own
-        for n, name in enumerate(sorted(x for x in scales if x.endswith("weight_scale"))):
+    outer = "weight_global_scale" if preset == "nvfp4" else "weight_scale"
+    if preset in ("fp8-static", "nvfp4"):  # as another tool leaves them, each with its own
+        for n, name in enumerate(sorted(x for x in scales if x.endswith(outer))):
             scales[name] = np.float32(scales[name] * 1.25**n)
     scenario = Scenario(path=PATH, fault=fault)
     assert changes_weights(scenario, 1)
@@ -77,7 +81,34 @@ def test_weights_are_their_codes_times_what_is_read(
         scheme = schemes[linear.name][0]
         own, shared = (scales.get(f"{linear.name}.weight{x}_scale") for x in ("", "_global"))
         read, times = own, np.float32(1) if shared is None else shared
+        fused = [x.name for x in spec.linears() if x.input == linear.input]
+        every = [scales[f"{name}.{outer}"] for name in fused]
+        weight = original[linear.name]
         match fault.kind:
+            case "weight_scales_scaled" if preset == "fp8-static":  # first as engines fuse it
+                weight = served(weight, scheme, own, None, own, np.float32(1))
+                own = read = max(every)
+                times = np.float32(0.5)
+            case "nibbles_swapped" if scheme.format == "e2m1":
+                granularity = Granularity.of(scheme.granularity, scheme.group_size)
+                fmt = FORMATS[scheme.format]
+                codes = scaling.quantize(weight, combined(own, shared), fmt, granularity)
+                codes = codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
+                theirs = scaling.dequantize(codes, own, fmt, granularity) * times
+                np.testing.assert_allclose(found[linear.name].numpy(), theirs, rtol=1e-6, atol=0)
+                continue
+            case "nibbles_swapped":
+                pass
+            case "fused_scales_smallest" | "fused_scales_merged" if preset == "nvfp4":
+                times = (min if "smallest" in fault.kind else max)(every)
+            case "fused_scales_in_one_slot" if preset in ("fp8-static", "nvfp4"):
+                first = linear.name == fused[0]
+                if preset == "nvfp4":
+                    times = times if first else np.float32(1)
+                else:
+                    read = read if first else np.float32(1)
+            case "fused_scales_in_one_slot":
+                pass
             case "weight_scales_dropped":
                 read = np.float32(1)
             case "weight_scales_scaled":
@@ -85,9 +116,8 @@ def test_weights_are_their_codes_times_what_is_read(
             case "global_scales_inverted":
                 times = 1 / times
             case _ if scheme.granularity in ("tensor", "channel"):
-                fused = [x.name for x in spec.linears() if x.input == linear.input]
-                read = max(scales[f"{name}.weight_scale"].max() for name in fused)
-        theirs = served(original[linear.name], scheme, own, shared, read, times)
+                read = (min if "smallest" in fault.kind else max)(x.max() for x in every)
+        theirs = served(weight, scheme, own, shared, read, times)
         np.testing.assert_allclose(found[linear.name].numpy(), theirs, rtol=1e-6, atol=0)
         assert torch.equal(decoded[linear.name], before[linear.name])
 
@@ -136,6 +166,9 @@ def test_faults_are_those_that_can_happen(preset: str, bench: Bench) -> None:
     assert not own & {"v_scale_dropped", "kv_scales_dropped"}  # V's is 1 as it is
     assert ("input_scales_dropped" in own) == (preset == "fp8-static")
     assert ("global_scales_inverted" in own) == (preset == "nvfp4")
+    assert ("nibbles_swapped" in own) == ("fp4" in preset)
+    assert ("fused_scales_in_one_slot" in own) == (preset in ("fp8-static", "nvfp4"))
+    assert "kv_scales_exchanged" in own
     # Per-tensor scales are shared by what is fused: nothing to merge.
     assert ("fused_scales_merged" in own) == (preset == "fp8")
     assert e5m2["nothing, e5m2 (nearest), bfloat16"] == {"k_scale_dropped"}

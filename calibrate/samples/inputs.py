@@ -1,18 +1,34 @@
 """Reads what a calibration starts from: the model's samples as batches, and golden prompts."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from calibrate.samples.batches import Batch
 from calibrate.samples.golden_prompts import READ, choose_prompts, too_short
 from calibrate.samples.plan import SamplePlan, plan_batches
-from calibrate.samples.source import MINIMUM, Sample, SampleFile, Sampling, require_enough
+from calibrate.samples.source import (
+    MINIMUM,
+    Sample,
+    SampleFile,
+    Sampling,
+    load_samples,
+    require_enough,
+)
 from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import load_tokenizer, tokenize
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
 
-__all__ = ["CALIBRATION", "Inputs", "Split", "read_inputs", "split_samples"]
+__all__ = [
+    "CALIBRATION",
+    "Inputs",
+    "Prompts",
+    "Split",
+    "read_inputs",
+    "read_prompts",
+    "split_samples",
+]
 
 CALIBRATION = "calibration samples"  # the source of golden prompts if nothing was held out
 
@@ -141,3 +157,30 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
         ),
         warnings=tuple(warnings),
     )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Golden prompts, (text, token ids), of a model that is not calibrated.
+
+    `facts` about the samples that they are cut from go into the manifest.
+    """
+
+    prompts: list[tuple[str, list[int]]]
+    facts: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def read_prompts(
+    checkpoint: Checkpoint, path: Path, text_field: str, messages_field: str
+) -> Prompts:
+    """Cuts golden prompts from the samples at `path`; raises SampleError if that cannot be done."""
+    file = load_samples(path, text_field, messages_field)
+    samples, _ = file.first(_HELD_OUT)
+    tokenizer, warnings = tokenizer_as_served(load_tokenizer(checkpoint), checkpoint, samples)
+    spec = checkpoint.spec
+    sequences = tokenize(samples, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
+    prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    short = too_short(prompts, spec.max_positions)
+    facts = {"source": file.kind, "sha256": file.sha256, "count": len(samples)}
+    return Prompts(prompts, facts, (*warnings, *([short] if short else [])))

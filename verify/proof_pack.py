@@ -113,9 +113,7 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
     checkpoint, written = pair.original, pair.written
     warnings = _require_sound(pair, console)
     stored = stored_recipe(written, checkpoint.spec, options.kv_cache or pair.kv_cache)
-    prompts = read_prompts(
-        checkpoint, options.samples, options.text_field, options.messages_field
-    )
+    prompts = read_prompts(checkpoint, options.samples, options.text_field, options.messages_field)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -209,7 +207,9 @@ def _require_sound(pair: Pair, console: Console | None) -> list[str]:
     """
     written, original = pair.written, Original(pair.original)
     found = Verification(written.path, "checkpoint", "", made_by="others")
-    total = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in original.shapes.values())
+    total = sum(
+        shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in original.shapes.values()
+    )
     with progress_bar(console, "Comparing", total, "weights", transient=True) as advance:
         verify_checkpoint(written.path, None, original, found, advance)
     # A right engine keeps the scales of fused linears apart: what others do is simulated.

@@ -1,4 +1,4 @@
-"""Describes a checkpoint of any tool as a recipe and its scales, as a calibration of Octet has them.
+"""Describes a checkpoint of any tool as a recipe and scales, such as a calibration of Octet has.
 
 With these and the decoded weights, `calibrate.simulate` computes what a server of the checkpoint
 answers, as it does for Octet's own exports.

@@ -48,6 +48,7 @@ _COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
 # What readers rely on of the values in `details`.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "algorithm": (str, dict),
+    "checkpoint": dict,
     "gate": list,
     "kv_cache": (str, dict),
     "serve_with": str,

@@ -11,9 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from calibrate.simulate.predict import scenarios
 from export.checkpoint.write import export_checkpoint
+from octet.artifacts.calibration import Calibration
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, CheckpointError, UnsupportedError
+from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import declared_paths
 from octet.proof.judge import judge
 from octet.proof.reference import Proofs, load_proofs
@@ -332,3 +335,30 @@ def test_a_pack_knows_the_checkpoint_it_is_of(
     )
     (line,) = differences(revised, pack, proofs, trusted=False)
     assert f"made for: {WEIGHTS} (SHA-256)" in line
+
+
+def test_a_pack_of_our_export_has_the_same_scenarios(
+    packs: Callable[[str], Path], checkpoints: dict[str, Path], model: Path
+) -> None:
+    """What the export's own records admit and refuse, the pack does, too: the numbers are equal."""
+    proofs = load_proofs(packs("fp8"))
+    calibration = Calibration.load(checkpoints["fp8"].with_name("fp8.from"))
+    recipe = calibration.manifest.recipe.model_copy(update={"kv_cache": "float16"})
+    one = np.ones((), np.float32)
+    cache = {
+        f"model.layers.{n}.self_attn.{x}_scale{form}": one
+        for n in range(2)
+        for x in "kv"
+        for form in ("", "_e4m3", "_e5m2")
+    }
+    assert proofs.scenarios is not None
+    main = [x for x in proofs.scenarios.logprobs if x.path.kv_cache == "float16"]
+    main = [x for x in main if x.fault is None or x.fault.layer is None]
+    ours = scenarios(
+        Checkpoint.open(model), recipe, calibration.scales | cache, proofs.golden, main
+    )
+    assert any(x.fault is not None for x in main)
+    assert set(ours.logprobs) == set(main)
+    for scenario in main:
+        mine, theirs = ours.logprobs[scenario], proofs.scenarios.logprobs[scenario]
+        np.testing.assert_array_equal(mine, theirs, err_msg=scenario.label)

@@ -20,6 +20,7 @@ from octet.numerics.microscaling import combined
 from octet.numerics.scaling import Granularity
 from octet.recipe import PRESETS, TensorScheme
 from tests.calibrate.bench import Bench, make_bench, recipe_with
+from tests.models import write_model
 
 PATH = ServingPath(kv_cache="e5m2")
 
@@ -193,3 +194,30 @@ def test_scales_of_one_are_not_missed(bench: Bench) -> None:
     none = kinds_of(bench, "fp8", "float16")
     faulty = set().union(*none.values())
     assert faulty == {"weight_scales_dropped", "weight_scales_scaled", "fused_scales_merged"}
+
+
+def test_experts_and_caches_may_take_the_scales_of_others(tmp_path: Path) -> None:
+    made = make_bench(write_model(tmp_path / "moe", "qwen3_moe"), samples=2)
+    recipe, spec = recipe_with("fp8", kv_cache="e4m3"), made.checkpoint.spec
+    scales = made.scales(recipe)
+    kinds = {x.fault.kind for x in scenarios_of(spec, recipe, scales) if x.fault}
+    assert {"expert_scales_permuted", "kv_scales_exchanged"} <= kinds
+
+    def fault(kind: FaultKind) -> Scenario:
+        return Scenario(path=ServingPath(kv_cache="e4m3"), fault=Fault(kind=kind))
+
+    read = faulty_scales(scales, recipe, fault("kv_scales_exchanged"))
+    attention = f"{spec.layer(1)}.self_attn"
+    assert read[f"{attention}.k_scale"] == scales[f"{attention}.v_scale"]
+    assert read[f"{attention}.v_scale"] == scales[f"{attention}.k_scale"]
+
+    prefix = f"{spec.layer(1)}.mlp.experts."
+    schemes = {n: x for n, x in module_schemes(spec, recipe).items() if n.startswith(prefix)}
+    there = DeviceScales(scales, torch.device("cpu"))
+    tensors = {n: torch.from_numpy(made.checkpoint.read(f"{n}.weight").float32()) for n in schemes}
+    decoded = decoded_weights(tensors, schemes, there)
+    found = faulty_weights(decoded, schemes, there, spec, fault("expert_scales_permuted"))
+    for number in range(spec.experts):
+        name, other = (f"{prefix}{n}.up_proj" for n in (number, (number + 1) % spec.experts))
+        ratio = scales[f"{other}.weight_scale"] / scales[f"{name}.weight_scale"]
+        np.testing.assert_allclose(found[name].numpy(), decoded[name].numpy() * ratio, rtol=1e-5)

@@ -231,8 +231,8 @@ class _Read:
         """Reads each pair of codes in the wrong order; a format of 8 bits has no pairs."""
         if self._schemes[name][0].format != "e2m1":
             return weight
-        pairs = self._codes(name, weight).unflatten(-1, (-1, 2))
-        return pairs.flip(-1).flatten(-2) * self._whole(name, weight)
+        pairs = self._codes(name, weight).reshape(len(weight), -1, 2)
+        return pairs.flip(-1).reshape(weight.shape) * self._whole(name, weight)
 
     def _codes(self, name: str, weight: Tensor) -> Tensor:
         """Recovers the values of the codes, float32 [N, K]; 0 where the scale is 0."""

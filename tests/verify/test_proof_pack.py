@@ -4,39 +4,39 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from calibrate.simulate.predict import scenarios
 from export.checkpoint.write import export_checkpoint
 from octet.artifacts.calibration import Calibration
-from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint
-from octet.proof.declared import declared_paths
-from octet.proof.judge import judge
-from octet.proof.reference import Proofs, load_proofs
-from octet.proof.responses import Response
-from octet.proof.verdict import Verdict
+from octet.proof.reference import load_proofs
 from octet.recipe import Recipe
 from octet.storage.files import read_object
-from octet.storage.tensors import Tensor, TensorFile, write_tensors
+from octet.storage.tensors import Tensor
 from serve.proof.served_files import differences
 from tests.export.conftest import make_calibration
 from tests.models import write_model
 from tests.shared import Shared
+from tests.verify.packs import (
+    WEIGHTS,
+    Change,
+    Tensors,
+    changed,
+    drop_scales,
+    judged,
+    scaled,
+    served,
+    swap_nibbles,
+)
 from verify.artifact import verify
 from verify.proof_pack import PackOptions, open_pair, write_pack
-from verify.reader.checkpoint import Written
-from verify.reader.scheme import Inputs
 
-WEIGHTS = "model.safetensors"
-Tensors = dict[str, Tensor]
-Change = Callable[[Tensors], None]
 FORMATS = {  # a calibration's recipe -> how its export is written
     "fp8": "compressed-tensors",
     "fp8-static": "compressed-tensors",
@@ -44,24 +44,6 @@ FORMATS = {  # a calibration's recipe -> how its export is written
     "nvfp4": "modelopt",
     "mxfp4": "compressed-tensors",
 }
-
-
-def changed(source: Path, out: Path, change: Change) -> Path:
-    """A copy of a checkpoint without a manifest, as another tool leaves it."""
-    shutil.copytree(source, out)
-    (out / MANIFEST_FILE).unlink(missing_ok=True)
-    file = TensorFile.open(source / WEIGHTS)
-    tensors = {
-        name: Tensor(file.read(name).dtype, np.array(file.read(name).codes)) for name in file.names
-    }
-    change(tensors)
-    write_tensors(out / WEIGHTS, tensors, {"format": "pt"})
-    return out
-
-
-def scaled(tensors: Tensors, name: str, factor: float) -> None:
-    found = tensors[name]
-    tensors[name] = Tensor(found.dtype, np.asarray(found.codes * np.float32(factor), np.float32))
 
 
 def apart(tensors: Tensors) -> None:
@@ -125,68 +107,6 @@ def packs(
     return pack
 
 
-def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 of `x` divided by a scale, multiplied again."""
-    codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x.dtype)
-
-
-def rounds(inputs: Inputs, stored: torch.Tensor | None) -> Callable[..., Any]:
-    """A hook that rounds what a linear multiplies: with its stored scale, or one for each token."""
-
-    def hook(_module: object, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        x = args[0]
-        scale = x.float().abs().amax(-1, keepdim=True) / 448 if stored is None else stored
-        return (rounded(x, scale),)
-
-    assert inputs.granularity in ("token", "tensor")
-    return hook
-
-
-@torch.inference_mode()
-def served(original: Path, checkpoint: Path, proofs: Proofs) -> list[Response]:
-    """What a server in BF16 with a cache of 16 bits answers: W8A8 for FP8, weight-only for others.
-
-    In blocks of FP8 it is weight-only too, as on GPUs without such a GEMM.
-    """
-    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
-    written = Written.open(checkpoint)
-    assert written.quantization is not None
-    for name, weight in decoded(checkpoint).items():
-        module = model.get_submodule(name)
-        module.weight.data = torch.from_numpy(weight).bfloat16()
-        group = written.quantization.group_of(name)
-        inputs = None if group is None else group.stored.inputs
-        if inputs is not None and inputs.granularity != "group":
-            scale = f"{name}.input_scale"
-            stored = torch.from_numpy(written.values(scale)) if scale in written else None
-            module.register_forward_pre_hook(rounds(inputs, stored))
-    found = []
-    for number, record in enumerate(proofs.golden.records):
-        after = len(record.tops)
-        ids = [*record.prompt_token_ids, *record.continuation_token_ids[: after - 1]]
-        logits = model(torch.tensor([ids])).logits[0, len(ids) - after :].double()
-        top = logits.log_softmax(-1).topk(20)
-        tops = tuple(
-            dict(zip(i.tolist(), x.tolist(), strict=True))
-            for i, x in zip(top.indices, top.values, strict=True)
-        )
-        found.append(Response(number, tuple(top.indices[:, 0].tolist()), tops))
-    return found
-
-
-def decoded(checkpoint: Path) -> dict[str, np.ndarray]:
-    written = Written.open(checkpoint)
-    modules = {name.rpartition(".")[0] for name in written.names if "_proj." in name}
-    found = {module: written.dequantized(module) for module in modules}
-    return {module: weight for module, weight in found.items() if weight is not None}
-
-
-def judged(proofs: Proofs, responses: list[Response]) -> Verdict:
-    declared = declared_paths(proofs.scenarios, proofs.recipe, proofs.kv_cache)
-    return judge(proofs.golden, proofs.scenarios, declared, responses)
-
-
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_a_right_server_is_admitted(
     recipe: str, packs: Callable[[str], Path], checkpoints: dict[str, Path], model: Path
@@ -194,12 +114,6 @@ def test_a_right_server_is_admitted(
     proofs = load_proofs(packs(recipe))
     verdict = judged(proofs, served(model, checkpoints[recipe], proofs))
     assert verdict.outcome == "as_expected", verdict.reason
-
-
-def swap_nibbles(tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype == "U8" and name.endswith((".weight", ".weight_packed")):
-            tensors[name] = Tensor("U8", tensor.codes << 4 | tensor.codes >> 4)
 
 
 def share_global_scales(tensors: Tensors, choose: Callable[..., np.ndarray]) -> None:
@@ -218,12 +132,6 @@ def load_one_slot(tensors: Tensors) -> None:
         alone = leaf in ("weight_scale", "weight_scale_2") and tensors[name].codes.size == 1
         if alone and module.endswith(("k_proj", "v_proj", "up_proj")):
             tensors[name] = Tensor("F32", np.ones_like(tensors[name].codes))
-
-
-def drop_scales(tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        if name.endswith((".weight_scale", ".weight_scale_inv")):
-            tensors[name] = Tensor(tensor.dtype, np.ones_like(tensor.codes))
 
 
 @pytest.mark.parametrize(

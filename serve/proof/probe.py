@@ -210,7 +210,7 @@ class _Sender:
         record = self._golden.records[index]
         most = POSITIONS if context is None else context - len(record.prompt_token_ids)
         return GenerateRequest(
-            request_id=f"proof-{index}",
+            request_id=uuid.uuid4().hex,  # as the gateway names those of clients
             model=self._backend.models[0],
             prompt=record.prompt,
             max_tokens=min(POSITIONS, most),

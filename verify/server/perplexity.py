@@ -38,7 +38,7 @@ async def with_prompts(
     async def one(response: Response) -> Response:
         record = golden.records[response.record]
         request = GenerateRequest(
-            request_id=f"proof-{response.record}",
+            request_id=uuid.uuid4().hex,
             model=backend.models[0],
             prompt=record.prompt,
             max_tokens=1,

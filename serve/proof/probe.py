@@ -7,6 +7,7 @@ its kernels, and penalties that its model's own settings may add are off.
 
 import asyncio
 import re
+import secrets
 import statistics
 import time
 import uuid
@@ -210,7 +211,7 @@ class _Sender:
         record = self._golden.records[index]
         most = POSITIONS if context is None else context - len(record.prompt_token_ids)
         return GenerateRequest(
-            request_id=uuid.uuid4().hex,  # as the gateway names those of clients
+            request_id=secrets.token_hex(16),  # as the gateway names those of clients
             model=self._backend.models[0],
             prompt=record.prompt,
             max_tokens=min(POSITIONS, most),

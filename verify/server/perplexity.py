@@ -5,6 +5,7 @@ Only `octet verify URL` runs it: a gateway's probes leave a server's time to its
 """
 
 import asyncio
+import secrets
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -38,7 +39,7 @@ async def with_prompts(
     async def one(response: Response) -> Response:
         record = golden.records[response.record]
         request = GenerateRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=secrets.token_hex(16),
             model=backend.models[0],
             prompt=record.prompt,
             max_tokens=1,

@@ -66,6 +66,8 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
             found.findings += structural_findings(engine, exam.proofs, exam.declared, query.golden)
         found.notes += _of_scales(exam)
         await _ask(backend, exam, query, found, console)
+        if not found.stopped:
+            found.add_view(await exam.client_view(backend, timeout_s=query.timeout_s))
     finally:
         await backend.close()
     return found

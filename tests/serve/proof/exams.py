@@ -12,6 +12,7 @@ from octet.proof.verdict import Outcome, Range, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig
 from serve.config.proof import Proof
+from serve.proof.client_view import ClientView
 from serve.proof.exam import Exams
 from serve.proof.probe import Failure, Probed
 
@@ -73,6 +74,9 @@ class FakeExam:
         answers = [Response(n, (says,), ({1: 0.0},)) for n in records]
         tokens = RECORD_TOKENS * len(records)
         return Probed(answers, [], tokens, self.seconds, self.alternatives, True)
+
+    async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
+        return ClientView()
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         """By the outcome that is not as expected, if three or more answers are of it."""

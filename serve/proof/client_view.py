@@ -27,6 +27,7 @@ from octet.errors import BackendError, CheckpointError, OctetError, RequestError
 from octet.model.chat_template import template_of
 from octet.storage.files import read_object, sha256_file
 from serve.backends.base import Backend
+from serve.backends.bounds import MAX_TOKENS
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.sampling import Sampled, Sampling, other_sampling
@@ -44,6 +45,7 @@ _CHAT = (
     {"role": "assistant", "content": "8000."},
     {"role": "user", "content": "And the metrics?"},
 )
+_GARBLED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _REMEDY = "start vLLM with `--generation-config` and the artifact's directory"
 
 
@@ -115,7 +117,7 @@ async def client_view(
             view.unchecked.append(f"what clients get by default, {name}: no answer in time")
         except _Unknown as error:
             view.unchecked.append(f"what clients get by default, {name}: {error}")
-        except (BackendError, RequestError, LookupError, TypeError, ValueError) as error:
+        except (BackendError, RequestError, *_GARBLED) as error:
             line = str(error) if isinstance(error, OctetError) else "its answer has another form"
             view.unchecked.append(f"what clients get by default, {name}: {line}")
     return view
@@ -240,13 +242,19 @@ class _Examiner:
 
     async def _tokenized(self, **fields: Any) -> list[int]:
         answer = await self._backend.post("/tokenize", fields)
-        tokens: list[int] = answer["tokens"]
-        return tokens
+        return list(map(_count, answer["tokens"]))
 
     async def _post(self, path: str, **fields: Any) -> Any:
         answer = await self._backend.post(path, fields)
-        self._view.tokens += answer["usage"]["total_tokens"]
+        self._view.tokens += _count(answer["usage"]["total_tokens"])
         return answer
+
+
+def _count(value: Any) -> int:
+    """Checks a number of tokens, or a token id. Raises TypeError."""
+    if type(value) is not int or not 0 <= value < MAX_TOKENS:
+        raise TypeError("no number of tokens, nor the id of one")
+    return value
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:

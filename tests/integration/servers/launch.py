@@ -31,8 +31,7 @@ class VllmServer(Server):
     kv_cache_dtype: str = "fp8_e5m2"
     max_model_len: int = 1024
     threads: int = 1  # two wait for each other, and many times as long where a core is busy
-    # Where sampling defaults come from: vLLM's own; "auto": the checkpoint's generation_config.json.
-    generation_config: str = "vllm"
+    generation_config: str = "vllm"  # "auto": sampling defaults are the checkpoint's
     shutdown_s: int = 0  # that it finishes what it has when it is told to stop
     chat_template: Path | None = None  # for tokenizers that bring none
     port: int = field(default_factory=free_port)

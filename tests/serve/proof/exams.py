@@ -45,6 +45,7 @@ class FakeExam:
     errors: dict[str, BaseException] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     found: dict[str, list[str]] = field(default_factory=dict)
+    views: dict[str, ClientView] = field(default_factory=dict)
     alternatives: int = 20
     seconds: float = 0.5
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class FakeExam:
         return Probed(answers, [], tokens, self.seconds, self.alternatives, True)
 
     async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
-        return ClientView()
+        return self.views.get(backend.name, ClientView())
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         """By the outcome that is not as expected, if three or more answers are of it."""

@@ -17,6 +17,7 @@ from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, byte_tokenizer, fake_logits
 from tests.serve.openai_clients import started
 from tests.serve.proof.fake_proofs import write_proofs
+from tests.verify.server.verifying import run_verify, serving
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 END = 0
@@ -174,3 +175,24 @@ async def test_one_percent_of_a_tokenizers_ids(export: Path) -> None:
     view = await viewed(server(rotated=3), export)
     assert view.tokenizer is not None
     assert "it reads 'd' as token 101 instead of 100" in view.tokenizer
+
+
+@pytest.mark.parametrize("content", [{}, {"tokens": "x", "usage": {"total_tokens": -1}}, [], None])
+async def test_an_answer_of_another_form_proves_nothing(export: Path, content: Any) -> None:
+    class Garbled(FakeOpenAI):
+        async def _read(self, request: web.Request) -> Any:
+            raise web.HTTPOk(text=json.dumps(content), content_type="application/json")
+
+    view = await viewed(Garbled(), export)  # type: ignore[arg-type]
+    assert (view.tokenizer, view.differences, view.tokens) == (None, [], 0)
+    assert len(view.unchecked) == 5
+    assert all("its answer has another form" in line for line in view.unchecked)
+
+
+def test_verify_url_reports_it_with_its_remedy(
+    export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(server(defaults={"repetition_penalty": 1.3})) as found:
+        code, out, _ = run_verify(capsys, found.url, "--golden", export, "--weights", "original")
+    assert code == 1
+    assert "wrong: its default repetition_penalty is not the artifact's, which is 1: start" in out

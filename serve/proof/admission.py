@@ -16,9 +16,8 @@ from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.members.proof_state import ProofState
-from serve.proof.client_view import ClientView
 from serve.proof.exam import Exam
-from serve.proof.probe import Probed, Unprovable
+from serve.proof.probe import ClientView, Probed, Unprovable
 
 __all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
 

@@ -17,7 +17,7 @@ Not seen: a default `max_tokens`, and stop tokens that the server has in additio
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from serve.backends.base import Backend
 from serve.backends.bounds import MAX_TOKENS
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.tokenizer import Tokenizer
+from serve.proof.probe import ClientView
 from serve.proof.sampling import Sampled, Sampling, other_sampling
 
-__all__ = ["ClientView", "Defaults", "client_view"]
+__all__ = ["Defaults", "client_view"]
 
 _DRAWN = 64  # tokens: enough to tell common settings from neutral ones
 _GREEDY = 24  # tokens
@@ -47,16 +48,6 @@ _CHAT = (
 )
 _GARBLED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _REMEDY = "start vLLM with `--generation-config` and the artifact's directory"
-
-
-@dataclass
-class ClientView:
-    """What clients get otherwise than the artifact says."""
-
-    tokenizer: str | None = None  # how its tokenizer differs: prompts become other tokens
-    differences: list[str] = field(default_factory=list)  # cause and remedy, a line each
-    unchecked: list[str] = field(default_factory=list)
-    tokens: int = 0  # prompts and answers
 
 
 @dataclass(frozen=True)

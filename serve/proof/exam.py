@@ -12,8 +12,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig
 from serve.config.proof import Proof
-from serve.proof.client_view import ClientView
-from serve.proof.probe import Probed
+from serve.proof.probe import ClientView, Probed
 
 __all__ = ["Exam", "Exams", "directory_of"]
 

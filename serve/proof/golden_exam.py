@@ -16,10 +16,10 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
-from serve.proof.client_view import ClientView, Defaults, client_view
+from serve.proof.client_view import Defaults, client_view
 from serve.proof.engine_report import engine_report, structural_findings
 from serve.proof.plan import Slices, order, parts_of, simulated
-from serve.proof.probe import Probed, probe
+from serve.proof.probe import ClientView, Probed, probe
 
 __all__ = ["GoldenExam"]
 

@@ -24,7 +24,7 @@ from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogpr
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.tokens import UNKNOWN, TokenNames
 
-__all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
+__all__ = ["ALTERNATIVES", "ClientView", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
 
 ALTERNATIVES = 20  # log-probabilities requested per position: as many as the reference has
 
@@ -97,6 +97,16 @@ class Probed:
             if some:
                 found.append(f"{len(some)} of {sent} golden prompts {outcome}: {some[0].text}")
         return found
+
+
+@dataclass
+class ClientView:
+    """What clients get otherwise than the artifact says."""
+
+    tokenizer: str | None = None  # how its tokenizer differs: prompts become other tokens
+    differences: list[str] = field(default_factory=list)  # cause and remedy, a line each
+    unchecked: list[str] = field(default_factory=list)
+    tokens: int = 0  # prompts and answers
 
 
 _OUTCOMES: dict[FailureKind, str] = {

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from octet.proof.verdict import Verdict
 from octet.tables import fitted
-from serve.proof.client_view import ClientView
 from serve.proof.engine_report import EngineReport
-from serve.proof.probe import Probed
+from serve.proof.probe import ClientView, Probed
 
 __all__ = ["ServerReport", "in_words", "show"]
 

@@ -12,9 +12,8 @@ from octet.proof.verdict import Outcome, Range, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig
 from serve.config.proof import Proof
-from serve.proof.client_view import ClientView
 from serve.proof.exam import Exams
-from serve.proof.probe import Failure, Probed
+from serve.proof.probe import ClientView, Failure, Probed
 
 __all__ = ["RECORD_TOKENS", "FakeExam", "FakeExams", "verdict"]
 

@@ -11,8 +11,8 @@ from aiohttp import web
 from serve.backends.embedded import EmbeddedBackend
 from serve.config.proof import Proof
 from serve.engine.sampler import log_softmax
-from serve.proof.client_view import ClientView
 from serve.proof.golden_exam import GoldenExam
+from serve.proof.probe import ClientView
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, byte_tokenizer, fake_logits
 from tests.serve.openai_clients import started

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.proof.client_view import ClientView
-from serve.proof.probe import Unprovable
+from serve.proof.probe import ClientView, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam
 from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.routing.stand_ins import Server

@@ -16,8 +16,9 @@ Not seen: a default `max_tokens`, and stop tokens that the server has in additio
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from serve.proof.sampling import Sampled, Sampling, other_sampling
 __all__ = ["Defaults", "client_view"]
 
 _DRAWN = 64  # tokens: enough to tell common settings from neutral ones
+_ANSWERS = 4  # at once, in which these are drawn
 _GREEDY = 24  # tokens
 _SHORT = 24  # tokens of a prompt, if there is one so short
 _PIECE = 2000  # tokens whose texts are one request to /tokenize
@@ -89,29 +91,47 @@ async def client_view(
 
     Never raises a BackendError or RequestError: what cannot be examined is listed as such.
     """
-    view = ClientView()
     if not isinstance(backend, OpenAiHttpBackend):
-        return view
-    examiner = _Examiner(backend, golden, defaults, view)
-    end = asyncio.get_running_loop().time() + timeout_s
-    for name, examine in (
-        ("tokenizer", examiner.tokenizer),
-        ("chat template", examiner.chat),
-        ("stop tokens", examiner.stops),
-        ("penalties", examiner.penalties),
-        ("sampling", examiner.sampling),
-    ):
-        try:
-            async with asyncio.timeout_at(end):
-                await examine()
-        except TimeoutError:
-            view.unchecked.append(f"what clients get by default, {name}: no answer in time")
-        except _Unknown as error:
-            view.unchecked.append(f"what clients get by default, {name}: {error}")
-        except (BackendError, RequestError, *_GARBLED) as error:
-            line = str(error) if isinstance(error, OctetError) else "its answer has another form"
-            view.unchecked.append(f"what clients get by default, {name}: {line}")
+        return ClientView()
+    examiner = _Examiner(backend, golden, defaults)
+    examined = {
+        "tokenizer": examiner.tokenizer(),
+        "chat template": examiner.chat(),
+        "stop tokens": examiner.stops(),
+        "penalties": examiner.penalties(),
+        "sampling": examiner.sampling(),
+    }
+    view, lines = (
+        ClientView(),
+        await asyncio.gather(
+            *(_compared(name, examine, timeout_s) for name, examine in examined.items())
+        ),
+    )
+    for name, (difference, unchecked) in zip(examined, lines, strict=True):
+        if unchecked is not None:
+            view.unchecked.append(unchecked)
+        elif difference is not None and name == "tokenizer":
+            view.tokenizer = difference
+        elif difference is not None:
+            view.differences.append(difference)
+    view.tokens = examiner.tokens
     return view
+
+
+async def _compared(
+    name: str, examine: Awaitable[str | None], timeout_s: float
+) -> tuple[str | None, str | None]:
+    """Returns how a default differs, or why that is unknown."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await examine, None
+    except TimeoutError:
+        reason = "no answer in time"
+    except (_Unknown, BackendError, RequestError) as error:
+        reason = str(error)
+    except _GARBLED:
+        reason = "its answer has another form"
+    return None, f"what clients get by default, {name}: {reason}"
 
 
 class _Unknown(Exception):
@@ -119,40 +139,28 @@ class _Unknown(Exception):
 
 
 class _Examiner:
-    """Sends the requests, and adds to the view."""
+    """Sends the requests. Each method returns how a default differs, with a remedy, or None."""
 
-    def __init__(
-        self, backend: OpenAiHttpBackend, golden: GoldenSet, defaults: Defaults, view: ClientView
-    ) -> None:
+    def __init__(self, backend: OpenAiHttpBackend, golden: GoldenSet, defaults: Defaults) -> None:
         self._backend = backend
         self._golden = golden
         self._defaults = defaults
-        self._view = view
+        self.tokens = 0  # prompts and answers
 
-    async def tokenizer(self) -> None:
+    async def tokenizer(self) -> str | None:
         ours = self._defaults.tokenizer
         if ours is None:
             raise _Unknown("the artifact has none here")
-        texts = _texts(ours)
+        texts = await asyncio.to_thread(_texts, ours)
         for start in range(0, len(texts), _PIECE):
             text = "\n".join(texts[start : start + _PIECE])
             theirs = await self._tokenized(prompt=text, add_special_tokens=False)
-            wanted = ours.encode(text, add_special_tokens=False)
+            wanted = await asyncio.to_thread(ours.encode, text, add_special_tokens=False)
             if theirs != wanted:
-                at = next(
-                    (n for n, (a, b) in enumerate(zip(wanted, theirs, strict=False)) if a != b),
-                    min(len(wanted), len(theirs)),
-                )
-                token = wanted[at : at + 1]
-                named = f"{ours.token_bytes(token[0]).decode(errors='replace')!r}" if token else ""
-                self._view.tokenizer = (
-                    f"its tokenizer is not the artifact's: it reads {named or 'a text'} as token"
-                    f" {theirs[at] if at < len(theirs) else 'none'} instead of"
-                    f" {token[0] if token else 'none'}: serve the artifact's tokenizer.json"
-                )
-                return
+                return _other_token(ours, wanted, theirs)
+        return None
 
-    async def chat(self) -> None:
+    async def chat(self) -> str | None:
         ours, template = self._defaults.tokenizer, self._defaults.template
         if ours is None or template is None:
             raise _Unknown("the artifact has no template here")
@@ -164,61 +172,60 @@ class _Examiner:
         except RequestError:
             answer = await self._post("/v1/chat/completions", messages=list(_CHAT), max_tokens=1)
             same = answer["usage"]["prompt_tokens"] == len(wanted)
-        if not same:
-            self._view.differences.append(
-                "its chat template is not the artifact's, so conversations become other prompts:"
-                " start it without --chat-template, or with the artifact's"
-            )
-
-    async def stops(self) -> None:
-        config = self._defaults.generation
-        if config is None:
-            raise _Unknown("the artifact has no generation_config.json here")
-        ids = config.get("eos_token_id")
-        missing = []
-        for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])[:_STOPS]:
-            answer = await self._complete(
-                2, temperature=0.0, logprobs=None, logit_bias={str(token): 100.0}
-            )
-            if answer["choices"][0]["finish_reason"] != "stop":
-                missing.append(str(token))
-        if missing:
-            self._view.differences.append(
-                f"it does not stop at the artifact's stop token {', '.join(missing)}: {_REMEDY}"
-            )
-
-    async def penalties(self) -> None:
-        config = self._defaults.generation
-        if config is None:
-            raise _Unknown("the artifact has no generation_config.json here")
-        wanted = config.get("repetition_penalty") or 1.0
-        plain = _displaced(await self._complete(_GREEDY, temperature=0.0))
-        if wanted == 1.0 and not plain:
-            return
-        explicit = await self._complete(_GREEDY, temperature=0.0, repetition_penalty=wanted)
-        if _displaced(explicit) == plain:
-            if plain and wanted == 1.0:
-                self._view.differences.append(
-                    "its default presence_penalty or frequency_penalty is not the artifact's, which"
-                    f" has none: {_REMEDY}"
-                )
-            return
-        self._view.differences.append(
-            f"its default repetition_penalty is not the artifact's, which is {wanted:g}: {_REMEDY}"
+        if same:
+            return None
+        return (
+            "its chat template is not the artifact's, so conversations become other prompts:"
+            " start it without --chat-template, or with the artifact's"
         )
 
-    async def sampling(self) -> None:
-        config = self._defaults.generation
-        if config is None:
-            raise _Unknown("the artifact has no generation_config.json here")
-        declared = Sampling.of(config)
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        tokens = _sampled(await self._complete(_DRAWN, **neutral))
-        if (other := other_sampling(declared, tokens)) is not None:
-            self._view.differences.append(
-                f"its default sampling is not the artifact's ({declared}); of the settings tried,"
-                f" {other} explains its tokens best: {_REMEDY}"
+    async def stops(self) -> str | None:
+        ids = self._generation.get("eos_token_id")
+        missing = []
+        for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])[:_STOPS]:
+            bias = {str(token): 100.0}
+            answer = await self._complete(2, temperature=0.0, logprobs=None, logit_bias=bias)
+            if answer["choices"][0]["finish_reason"] != "stop":
+                missing.append(str(token))
+        if not missing:
+            return None
+        return f"it does not stop at the artifact's stop token {', '.join(missing)}: {_REMEDY}"
+
+    async def penalties(self) -> str | None:
+        wanted = self._generation.get("repetition_penalty") or 1.0
+        plain = _displaced(await self._complete(_GREEDY, temperature=0.0))
+        if wanted == 1.0 and not plain:
+            return None
+        explicit = await self._complete(_GREEDY, temperature=0.0, repetition_penalty=wanted)
+        if _displaced(explicit) != plain:
+            line = f"its default repetition_penalty is not the artifact's, which is {wanted:g}"
+        elif wanted == 1.0:
+            line = (
+                "its default presence_penalty or frequency_penalty is not the artifact's, which"
+                " has none"
             )
+        else:
+            return None
+        return f"{line}: {_REMEDY}"
+
+    async def sampling(self) -> str | None:
+        declared = Sampling.of(self._generation)
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        answer = await self._complete(_DRAWN // _ANSWERS, n=_ANSWERS, **neutral)
+        tokens = [token for choice in answer["choices"] for token in _sampled(choice)]
+        other = await asyncio.to_thread(other_sampling, declared, tokens)
+        if other is None:
+            return None
+        return (
+            f"its default sampling is not the artifact's ({declared}); of the settings tried,"
+            f" {other} explains its tokens best: {_REMEDY}"
+        )
+
+    @property
+    def _generation(self) -> dict[str, Any]:
+        if self._defaults.generation is None:
+            raise _Unknown("the artifact has no generation_config.json here")
+        return self._defaults.generation
 
     async def _complete(self, max_tokens: int, **fields: Any) -> Any:
         """Completes a short prompt, without any setting that is not in `fields`."""
@@ -237,7 +244,7 @@ class _Examiner:
 
     async def _post(self, path: str, **fields: Any) -> Any:
         answer = await self._backend.post(path, fields)
-        self._view.tokens += _count(answer["usage"]["total_tokens"])
+        self.tokens += _count(answer["usage"]["total_tokens"])
         return answer
 
 
@@ -246,6 +253,16 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MAX_TOKENS:
         raise TypeError("no number of tokens, nor the id of one")
     return value
+
+
+def _other_token(tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """Describes the first token that differs."""
+    wanted, given = next((a, b) for a, b in zip_longest(ours, theirs) if a != b)
+    text = "" if wanted is None else tokenizer.token_bytes(wanted).decode(errors="replace")
+    return (
+        f"its tokenizer is not the artifact's: it reads {text!r} as token {given} instead of"
+        f" {wanted}: serve the artifact's tokenizer.json"
+    )
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:
@@ -263,9 +280,9 @@ def _prompt(golden: GoldenSet) -> GoldenRecord:
     return min(short, key=lambda record: sum(max(top.logprobs) for top in record.tops))
 
 
-def _positions(answer: Any) -> list[tuple[float, list[float]]]:
+def _positions(choice: Any) -> list[tuple[float, list[float]]]:
     """Reads the log-probability of each chosen token, and the top ones, the likeliest first."""
-    found = answer["choices"][0].get("logprobs")
+    found = choice.get("logprobs")
     if not found or not found.get("top_logprobs"):
         raise _Unknown("it returns no log-probabilities")
     return [
@@ -276,13 +293,13 @@ def _positions(answer: Any) -> list[tuple[float, list[float]]]:
 
 def _displaced(answer: Any) -> bool:
     """Returns whether greedy decoding chose a token that is not the likeliest."""
-    return any(chosen < top[0] - _CLOSE for chosen, top in _positions(answer))
+    return any(chosen < top[0] - _CLOSE for chosen, top in _positions(answer["choices"][0]))
 
 
-def _sampled(answer: Any) -> Sequence[Sampled]:
+def _sampled(choice: Any) -> Sequence[Sampled]:
     """Reads sampled tokens; vLLM lists a chosen token outside of the top in addition."""
     found = []
-    for chosen, values in _positions(answer):
+    for chosen, values in _positions(choice):
         top = values[:20]
         rank = top.index(chosen) if chosen in top else None
         found.append(Sampled(rank, tuple(top)))

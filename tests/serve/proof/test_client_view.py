@@ -36,9 +36,16 @@ class Server(FakeOpenAI):
     async def _whole(self, wanted: Any, body: dict[str, Any]) -> Any:
         if "messages" in body:
             return await super()._whole(wanted, body)
+        random = np.random.default_rng(len(self.requests))
+        choices = [self._choice(body, random) for _ in range(body.get("n", 1))]
+        prompt = len(body["prompt"].encode())
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + sum(n for n, _ in choices)}
+        return {"choices": [choice for _, choice in choices], "usage": usage}
+
+    def _choice(self, body: dict[str, Any], random: np.random.Generator) -> tuple[int, Any]:
+        """The number of tokens, and the choice."""
         settings = self.defaults | body
         ids, chosen, tops = list(str(body["prompt"]).encode()), [], []
-        random = np.random.default_rng(len(self.requests))
         reason = "length"
         start = len(ids)
         for _ in range(body["max_tokens"]):
@@ -61,11 +68,8 @@ class Server(FakeOpenAI):
             if token in self.stops:
                 reason = "stop"
                 break
-        count = len(ids) - start
         found = {"token_logprobs": chosen, "top_logprobs": tops} if body.get("logprobs") else None
-        usage = {"prompt_tokens": start, "completion_tokens": count, "total_tokens": len(ids)}
-        choice = {"text": "", "finish_reason": reason, "logprobs": found}
-        return {"choices": [choice], "usage": usage}
+        return len(ids) - start, {"text": "", "finish_reason": reason, "logprobs": found}
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.tokenizes:

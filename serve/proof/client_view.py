@@ -101,12 +101,10 @@ async def client_view(
         "penalties": examiner.penalties(),
         "sampling": examiner.sampling(),
     }
-    view, lines = (
-        ClientView(),
-        await asyncio.gather(
-            *(_compared(name, examine, timeout_s) for name, examine in examined.items())
-        ),
+    lines = await asyncio.gather(
+        *(_compared(name, examine, timeout_s) for name, examine in examined.items())
     )
+    view = ClientView(tokens=examiner.tokens)
     for name, (difference, unchecked) in zip(examined, lines, strict=True):
         if unchecked is not None:
             view.unchecked.append(unchecked)
@@ -114,7 +112,6 @@ async def client_view(
             view.tokenizer = difference
         elif difference is not None:
             view.differences.append(difference)
-    view.tokens = examiner.tokens
     return view
 
 
@@ -266,8 +263,14 @@ def _other_token(tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:
-    """Returns the texts of all tokens that are text by themselves."""
-    found = (tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))
+    """Returns the texts of all tokens that are text by themselves.
+
+    Without special tokens: a server may not let a text spell them (mistral_common).
+    """
+    added = tokenizer.inner.get_added_tokens_decoder().items()
+    special = {token for token, about in added if about.special}
+    ids = (token for token in range(tokenizer.vocab_size) if token not in special)
+    found = map(tokenizer.token_bytes, ids)
     texts = (spelled.decode(errors="replace") for spelled in found)
     return [text for text in texts if text and "\ufffd" not in text]
 

@@ -16,9 +16,10 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
+from serve.proof.client_view import Defaults, client_view
 from serve.proof.engine_report import engine_report, structural_findings
 from serve.proof.plan import Slices, order, parts_of, simulated
-from serve.proof.probe import Probed, probe
+from serve.proof.probe import ClientView, Probed, probe
 
 __all__ = ["GoldenExam"]
 
@@ -50,6 +51,7 @@ class GoldenExam:
         self._bound = bound
         self._directory = directory
         self._tokenizer = _tokenizer(directory)
+        self._defaults: Defaults | None = None  # read when needed
 
     @property
     def power(self) -> str:
@@ -106,6 +108,13 @@ class GoldenExam:
             tokenizer=self._tokenizer,
             vocab_size=self.proofs.manifest.model.spec.vocab_size,
         )
+
+    async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
+        if self._defaults is None:
+            self._defaults = await asyncio.to_thread(
+                Defaults.load, self._directory, self.proofs.manifest
+            )
+        return await client_view(backend, self.proofs.golden, self._defaults, timeout_s=timeout_s)
 
     async def judge(self, responses: Sequence[Response], checks: int) -> Verdict:
         """Judges in a thread beside the event loop, one judgement at a time."""

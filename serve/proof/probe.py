@@ -7,6 +7,7 @@ its kernels, and penalties that its model's own settings may add are off.
 
 import asyncio
 import re
+import secrets
 import statistics
 import time
 import uuid
@@ -23,7 +24,7 @@ from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogpr
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.tokens import UNKNOWN, TokenNames
 
-__all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
+__all__ = ["ALTERNATIVES", "ClientView", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
 
 ALTERNATIVES = 20  # log-probabilities requested per position: as many as the reference has
 
@@ -96,6 +97,16 @@ class Probed:
             if some:
                 found.append(f"{len(some)} of {sent} golden prompts {outcome}: {some[0].text}")
         return found
+
+
+@dataclass
+class ClientView:
+    """What clients get otherwise than the artifact says."""
+
+    tokenizer: str | None = None  # how its tokenizer differs: prompts become other tokens
+    differences: list[str] = field(default_factory=list)  # cause and remedy, a line each
+    unchecked: list[str] = field(default_factory=list)
+    tokens: int = 0  # prompts and answers
 
 
 _OUTCOMES: dict[FailureKind, str] = {
@@ -210,7 +221,7 @@ class _Sender:
         record = self._golden.records[index]
         most = POSITIONS if context is None else context - len(record.prompt_token_ids)
         return GenerateRequest(
-            request_id=f"proof-{index}",
+            request_id=secrets.token_hex(16),  # as the gateway names those of clients
             model=self._backend.models[0],
             prompt=record.prompt,
             max_tokens=min(POSITIONS, most),

@@ -67,6 +67,8 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
         found.notes += _of_scales(exam)
         found.notes += [exam.power] if exam.power else []
         await _ask(backend, exam, query, found, console)
+        if not found.stopped:
+            found.add_view(await exam.client_view(backend, timeout_s=query.timeout_s))
     finally:
         await backend.close()
     return found

@@ -179,7 +179,7 @@ def _write(
         golden.save(writer.path)
         prediction.expected.save(writer.path)
         prediction.scenarios.save(writer.path)
-        for file in pair.original.tokenizer_files:
+        for file in pair.original.side_files:  # what clients get by default is compared with them
             shutil.copyfile(file, writer.path / file.name)
         return writer.finish(manifest)
 

@@ -26,12 +26,13 @@ from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.manifest import Manifest
 from octet.errors import BackendError, CheckpointError, OctetError, RequestError
 from octet.model.chat_template import template_of
+from octet.model.checkpoint import GENERATION_CONFIG
 from octet.storage.files import read_object, sha256_file
 from serve.backends.base import Backend
 from serve.backends.bounds import MAX_TOKENS
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.tokenizer import Tokenizer
-from serve.proof.probe import ClientView
+from serve.proof.probe import NO_PENALTIES, ClientView
 from serve.proof.sampling import Sampled, Sampling, other_sampling
 
 __all__ = ["Defaults", "client_view"]
@@ -68,7 +69,7 @@ class Defaults:
             if not _is_of(directory, manifest):
                 return cls()
         try:
-            path = directory / "generation_config.json"
+            path = directory / GENERATION_CONFIG
             generation = read_object(path, CheckpointError) if path.is_file() else {}
             return cls(generation, Tokenizer.load(directory), template_of(directory))
         except OctetError:
@@ -207,8 +208,7 @@ class _Examiner:
 
     async def sampling(self) -> str | None:
         declared = Sampling.of(self._generation)
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        answer = await self._complete(_DRAWN // _ANSWERS, n=_ANSWERS, **neutral)
+        answer = await self._complete(_DRAWN // _ANSWERS, n=_ANSWERS, **NO_PENALTIES)
         tokens = [token for choice in answer["choices"] for token in _sampled(choice)]
         other = await asyncio.to_thread(other_sampling, declared, tokens)
         if other is None:

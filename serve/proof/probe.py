@@ -24,8 +24,19 @@ from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogpr
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.tokens import UNKNOWN, TokenNames
 
-__all__ = ["ALTERNATIVES", "ClientView", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
+__all__ = [
+    "ALTERNATIVES",
+    "NO_PENALTIES",
+    "ClientView",
+    "Failure",
+    "FailureKind",
+    "Probed",
+    "Unprovable",
+    "probe",
+]
 
+# vLLM takes each of these that a request leaves out from its model's generation_config.json.
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ALTERNATIVES = 20  # log-probabilities requested per position: as many as the reference has
 
 # Why a record has no answer:
@@ -191,7 +202,7 @@ class _Sender:
         self._logprobs: int | None = ALTERNATIVES
         self.extra: dict[str, Any] = {}
         if backend.accepts_extra:
-            self.extra = {"cache_salt": uuid.uuid4().hex, "repetition_penalty": 1.0}
+            self.extra = {"cache_salt": uuid.uuid4().hex, **NO_PENALTIES}
         self.tokens = 0
         self.alternatives: list[int] = []
 

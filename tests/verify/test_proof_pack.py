@@ -1,7 +1,6 @@
 """Proof packs: checkpoints as other tools write them, right servers admitted, wrong ones named."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from octet.proof.reference import load_proofs
 from octet.recipe import Recipe
 from octet.storage.files import read_object
 from octet.storage.tensors import Tensor
+from serve.proof.client_view import Defaults
 from serve.proof.served_files import differences
 from tests.export.conftest import make_calibration
 from tests.models import write_model
@@ -232,6 +232,15 @@ def test_a_pack_is_an_artifact(packs: Callable[[str], Path], checkpoints: dict[s
     assert set(manifest.details["checkpoint"]["files"]) == {"config.json", WEIGHTS}
     found = verify(pack)
     assert (found.exit_code, found.problems) == (0, []) and "proof pack" in found.format
+
+
+def test_a_pack_knows_what_clients_get_by_default(
+    packs: Callable[[str], Path], model: Path
+) -> None:
+    pack = packs("fp8")
+    defaults = Defaults.load(pack, Manifest.load(pack, "pack"))
+    assert defaults.generation == read_object(model / "generation_config.json", CheckpointError)
+    assert defaults.generation and defaults.tokenizer is not None
 
 
 def test_a_pack_says_what_it_examines_and_how_small_a_fault_passes(

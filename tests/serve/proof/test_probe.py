@@ -73,6 +73,9 @@ async def test_vllm_names_tokens_by_id_and_gets_a_fresh_salt() -> None:
     assert len(set(salts[:4])) == len(set(salts[4:])) == 1 and len(set(salts)) == 2
     assert all(body["temperature"] == 0 for body in server.requests)
     assert not any(body.get("ignore_eos") for body in server.requests)
+    for name in ("presence_penalty", "frequency_penalty"):  # a model's own settings may have them
+        assert all(body[name] == 0 for body in server.requests)
+    assert all(body["repetition_penalty"] == 1 for body in server.requests)
 
 
 async def test_the_ids_of_a_probe_look_like_those_of_clients() -> None:

@@ -70,7 +70,10 @@ async def test_contract_on_vllm(
     async with of_vllm(vllm, kind) as backend:
         probed = await require_probed(backend, golden, range(0, 64, 5), tokenizer)
         scored, why_not = await with_prompts(backend, golden, probed.responses)
-    assert why_not is None and all(response.prompt_logprobs for response in scored)
+    assert why_not is None
+    for response in scored:  # lists of token ids are no text
+        text = golden.records[response.record].prompt_nll is not None
+        assert bool(response.prompt_logprobs) == text
     known = [top for response in probed.responses for top in response.tops if top]
     assert len(known) > 0.9 * sum(len(response.tops) for response in probed.responses)
 

@@ -10,7 +10,7 @@ last bits; that changes a greedy token only if two tokens are equally likely up 
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import DynamicCache
 
+from calibrate.decoder.experts import watch_experts
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.weights import LayerWeights, free_memory
 from calibrate.journal.distributed import Group
 from calibrate.samples.golden_prompts import CONTINUATION
-from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
+from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Scope, Top
 from octet.artifacts.manifest import software
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
 from octet.progress import Spread
 
-__all__ = ["golden_set", "joined", "share"]
+__all__ = ["described", "golden_set", "joined", "share"]
 
 TOP = 20
 
@@ -73,9 +74,11 @@ def golden_set(
     for groups in rounds:
         answers = weights.run(partial(_answers, model, groups, progress))
         for group, answer in zip(groups, answers, strict=True):
-            for ids, nll, tops, continuation in zip(group.prompts, *answer, strict=True):
+            answered = zip(group.prompts, *answer, strict=True)
+            for row, (ids, nll, tops, continuation) in enumerate(answered):
                 text = prompts[len(records)][0]
-                records.append(_record(text, ids, nll, tops, continuation, spec.eos_token_ids))
+                record = _record(text, ids, nll, tops, continuation, spec.eos_token_ids)
+                records.append(record.model_copy(update={"experts": group.experts(row)}))
     progress.finish()
     identity = json.dumps(checkpoint.weight_hashes, sort_keys=True)
     return GoldenSet(
@@ -108,6 +111,15 @@ def joined(parts: Sequence[GoldenSet]) -> GoldenSet:
     return parts[0].model_copy(update={"records": records})
 
 
+def described(golden: GoldenSet, scope: Scope, lists: Collection[int]) -> GoldenSet:
+    """Adds what prompts could cover; those in `lists`, which are no text, lose their likelihood."""
+    records = tuple(
+        record.model_copy(update={"prompt_nll": None}) if number in lists else record
+        for number, record in enumerate(golden.records)
+    )
+    return golden.model_copy(update={"records": records, "scope": scope})
+
+
 def _rank_of(number: int, world: int) -> int:
     """Returns the rank that computes the record of a prompt."""
     return 0 if world == 1 else 1 + number // _FEWEST % (world - 1)
@@ -128,11 +140,23 @@ class _Group:
         self.shape = (len(prompts), spec.kv_heads, self.room, spec.head_dim)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.reached = np.zeros((len(prompts), spec.layers, spec.experts), np.bool_)
 
     @property
     def nbytes(self) -> int:
         """Size of the keys and values of one layer."""
         return 2 * 4 * int(np.prod(self.shape))
+
+    def experts(self, row: int) -> str:
+        """Returns `GoldenRecord.experts` of the prompt `row`."""
+        return np.packbits(self.reached[row]).tobytes().hex()
+
+    def reach(self, rows: torch.Tensor, index: int, chosen: torch.Tensor) -> None:
+        """Records the experts of layer `index` chosen for tokens, with padding, of prompts."""
+        for row, experts in zip(
+            rows.tolist(), chosen.cpu().view(len(rows), -1, chosen.shape[-1]), strict=True
+        ):
+            self.reached[row, index, experts[: self.lengths[row]].flatten().numpy()] = True
 
     def batches(self, most: int) -> list[torch.Tensor]:
         """Divides the prompts into batches of up to `most` tokens with padding, or of one prompt.
@@ -269,10 +293,11 @@ def _prefill(
         group.allocate(model)
         together += [(group, rows) for rows in group.batches(_PREFILLED[model.device.type])]
     states = [model.embed(group.padded(rows)) for group, rows in together]
-    for _ in model.sweep():
+    for index, layer in model.sweep():
         for number, (group, rows) in enumerate(together):
             cache = _GroupCache(group, rows, torch.zeros_like(rows), prompt=True)
-            states[number] = model.forward(states[number], cache)
+            with watch_experts(layer, partial(group.reach, rows, index)):
+                states[number] = model.forward(states[number], cache)
         progress.step(_work(model, [int(group.lengths.sum()) for group in groups]))
     prompts = iter([x[None] for batch in states for x in batch])
     return [[next(prompts)[:, : len(ids)] for ids in group.prompts] for group in groups]

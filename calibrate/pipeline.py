@@ -14,7 +14,7 @@ from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import golden_set, joined, share
+from calibrate.golden import described, golden_set, joined, share
 from calibrate.job import Job
 from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
@@ -31,7 +31,7 @@ from calibrate.samples.inputs import Inputs, read_inputs
 from calibrate.scales.derive import check_finite
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
-from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
+from calibrate.write_report import PAGE, examined, keep_evidence, report_files, report_on
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
@@ -74,7 +74,8 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         if solved is None:
             return None
         solution, report = solved
-        report = replace(report, expected=prediction.expected if prediction else None)
+        expected = prediction.expected if prediction else None
+        report = replace(report, expected=expected, examined=examined(golden))
         calibration = _write(job, changed, observed, golden, solution, report, prediction)
     if console is not None:
         print_report(
@@ -216,6 +217,7 @@ def _solve(
         golden = joined(group.gather(golden))
         text = golden.model_dump_json()
         group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
+    golden = described(golden, job.inputs.scope, job.inputs.lists)
     group.on_first(partial(_require_gate, job, golden, solved))
     return golden, solved
 

@@ -29,7 +29,7 @@ from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import check_alive, derive_scales
 from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
 from calibrate.simulate.predict import expected_divergence
-from calibrate.write_report import keep_evidence, report_files
+from calibrate.write_report import examined, keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.manifest import Manifest, software
 from octet.errors import ArtifactError, ConfigError
@@ -110,8 +110,8 @@ def rescale(
         prediction = expected_divergence(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
-    if prediction is not None:
-        report = replace(report, expected=prediction.expected)
+    expected = prediction.expected if prediction else None
+    report = replace(report, expected=expected, examined=examined(origin.golden))
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE

@@ -27,7 +27,6 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]
 
-GENERATION_CONFIG = "generation_config.json"
 _SPARE_BYTES = 64 << 20  # reserve for the files beside the weights
 
 
@@ -167,7 +166,7 @@ class Source:
         and, if the export is `quantized`, the expected cost of the recipe.
         """
         shutil.copyfile(self.calibration.path / GOLDEN_FILE, directory / GOLDEN_FILE)
-        files = [*self.checkpoint.tokenizer_files, self.checkpoint.path / GENERATION_CONFIG]
+        files = [*self.checkpoint.side_files]
         files.append(self.calibration.path / SCENARIOS_FILE)
         files += [self.calibration.path / EXPECTED_FILE] if quantized else []
         files += [self.checkpoint.path / "config.json"] if config else []

@@ -21,6 +21,7 @@ SchemeKind = Literal["fp8", "mxfp8", "mxfp4", "nvfp4"]
 _SERVED = (
     ("channel", "token"),
     ("channel", "tensor"),
+    ("tensor", "token"),
     ("tensor", "tensor"),
     ("block", "group"),
     ("block", "tensor"),

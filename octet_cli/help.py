@@ -49,6 +49,10 @@ EXAMPLES = {
         "octet build-engine calibration --out engine",
         "octet build-engine calibration --builder tensorrt-rtx --target sm89,sm120 --out engine",
     ),
+    "golden": (
+        "octet golden Qwen3-8B --quantized Qwen3-8B-FP8 --samples samples.jsonl -o pack",
+        "octet verify http://127.0.0.1:8000 --golden pack",
+    ),
     "verify": (
         "octet verify checkpoint",
         "octet verify http://127.0.0.1:8000 --golden checkpoint",

@@ -20,6 +20,7 @@ from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
+from octet_cli.golden import golden
 from octet_cli.help import Command, Group, examples_of
 from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
@@ -39,7 +40,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (calibrate, rescale, build_engine, verify, evaluate, bench, prewarm, serve):
+for command in (
+    *(calibrate, rescale, build_engine, golden, verify),
+    *(evaluate, bench, prewarm, serve),
+):
     called = command.__name__.replace("_", "-")
     app.command(called, cls=Command, epilog=examples_of(called))(command)
 app.add_typer(export, name="export")

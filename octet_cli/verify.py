@@ -66,7 +66,7 @@ def verify(
     ] = False,
     golden: Annotated[
         Path | None,
-        _of_url("--golden", "The export or calibration whose golden records it must match."),
+        _of_url("--golden", "The export, calibration or proof pack that it must match."),
     ] = None,
     weights: Annotated[
         Literal["quantized", "original"] | None,

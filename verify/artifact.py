@@ -7,6 +7,7 @@
 | engine      | yes    | only the precision | a plan is not readable       | if the plan can run   |
 | triton      | yes    | of the held model  | of the held model            | of the held model     |
 | calibration | yes    | yes                | it has no weights            | it is their reference |
+| pack        | yes    | no                 | it has no weights            | it is their reference |
 
 `octet_cli/verify.py` adds the next tokens: running a model is the task of other stages.
 
@@ -24,6 +25,7 @@ from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import sha256_file
 from octet.progress import progress_bar
+from octet.proof.reference import load_proofs
 from verify.checks.calibration import verify_calibration
 from verify.checks.checkpoint import verify_checkpoint
 from verify.checks.engine import verify_engine
@@ -110,6 +112,25 @@ def _verify_kind(
             _verify_triton(path, manifest, original, found, console)
         case "calibration":
             verify_calibration(path, manifest, found)
+        case "pack":
+            _verify_pack(path, manifest, found)
+
+
+def _verify_pack(path: Path, manifest: Manifest, found: Verification) -> None:
+    """Checks that the files of a proof pack belong together."""
+    checkpoint = manifest.details.get("checkpoint") or {}
+    found.format = f"proof pack for {checkpoint.get('name')}, {manifest.details.get('format')}"
+    if found.problems:
+        return
+    try:
+        proofs = load_proofs(path)
+    except ArtifactError as error:
+        found.problem("files", path.name, str(error))
+        return
+    count = 0 if proofs.scenarios is None else len(proofs.scenarios.logprobs)
+    found.notes.append(
+        f"{len(proofs.golden.records)} golden records under {count} scenarios; it holds no weights"
+    )
 
 
 def _verify_onnx(

@@ -121,7 +121,7 @@ class ExportGate:
         cost = PromptCost(
             source.checkpoint,
             recipe,
-            written_scales(written, manifest),
+            written_scales(written, source.checkpoint.spec),
             golden,
             kv_cache=_cache(manifest),
             weights=lambda name: written_weight(written, name),

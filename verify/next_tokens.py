@@ -31,6 +31,7 @@ from octet.artifacts.serving_path import (
     bound_of,
 )
 from octet.errors import ExportError
+from octet.model.spec import ModelSpec
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
 from verify.checks.cache import cache_of
@@ -47,7 +48,7 @@ _BLOCKING = ("files", "names", "configuration")  # problems that leave nothing t
 
 def add_divergence(found: Verification, *, console: Console | None = None) -> None:
     """Adds the divergence of the next tokens from the original's, or the reason it is left out."""
-    if found.kind == "calibration" or not (found.path / MANIFEST_FILE).is_file():
+    if found.kind in ("calibration", "pack") or not (found.path / MANIFEST_FILE).is_file():
         return
     if blocking := {problem.check for problem in found.problems} & {*_BLOCKING}:
         found.notes.append(
@@ -101,7 +102,7 @@ def _of_checkpoint(
         predicted = predict(
             original.checkpoint,
             manifest.recipe,
-            written_scales(written, manifest),
+            written_scales(written, manifest.model.spec),
             golden,
             [wanted.path if isinstance(wanted, Expectation) else wanted],
             weights=lambda name: written_weight(written, name),
@@ -126,10 +127,9 @@ def written_weight(written: Written, module: str) -> NDArray[np.float32]:
     return weight
 
 
-def written_scales(written: Written, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+def written_scales(written: Written, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
     """Returns the stored scales of activations and of the cache, under a calibration's names."""
     found: dict[str, NDArray[np.float32]] = {}
-    spec = manifest.model.spec
     for linear in spec.linears():
         group = written.quantization.group_of(linear.name) if written.quantization else None
         if group is None or group.stored.input_scale is None:

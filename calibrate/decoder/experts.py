@@ -20,7 +20,7 @@ from torch import nn
 from octet.errors import UnsupportedError
 from octet.model.spec import ModelSpec
 
-__all__ = ["Tap", "assemble", "expert_weights", "tap_experts"]
+__all__ = ["Tap", "assemble", "expert_weights", "tap_experts", "watch_experts"]
 
 # tap(name, rows, token_index) -> rows
 #   name         the observation: `<expert's gate projection>.input` or `<...down projection>.input`
@@ -90,6 +90,23 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
             del experts.forward
         else:
             experts.forward = outer
+
+
+@contextmanager
+def watch_experts(layer: nn.Module, watch: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While active, calls `watch` with the experts chosen for each token, int64 [B*T, k].
+
+    Does nothing in a layer without experts, and changes no result.
+    """
+    experts = _experts_module(layer)
+    if experts is None:
+        yield
+        return
+    handle = experts.register_forward_pre_hook(lambda _, inputs: watch(inputs[1]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict[str, torch.Tensor]:

@@ -187,8 +187,8 @@ def _logits(
 
 
 def distinct_prompts(golden: GoldenSet) -> list[list[int]]:
-    """Returns the token ids of the prompts that are not a prefix of another."""
-    ordered = sorted({record.prompt_token_ids for record in golden.records})
+    """Returns the token ids of the prompts that are text, and not a prefix of another."""
+    ordered = sorted({record.prompt_token_ids for record in golden.texts})
     following = [*ordered[1:], ()]  # a prompt directly precedes those that extend it
     pairs = zip(ordered, following, strict=True)
     return [list(ids) for ids, after in pairs if after[: len(ids)] != ids]

@@ -35,7 +35,8 @@ def print_report(
             f" in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
         )
     summary = report.summary
-    for line in (summary.expected, summary.measured, summary.budget, summary.enough, summary.worst):
+    costs = (summary.expected, summary.examined, summary.measured, summary.budget)
+    for line in (*costs, summary.enough, summary.worst):
         if line:
             console.print(escape(line), highlight=False)
     console.print(fitted(_worst(report), console))

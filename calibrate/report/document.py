@@ -59,6 +59,7 @@ class Report:
     experts: Mapping[str, Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     expected: ExpectedSet | None = None  # divergence of each serving path, if it was predicted
+    examined: str = ""  # what the golden prompts examine
 
     @cached_property
     def summary(self) -> Summary:
@@ -73,6 +74,7 @@ class Report:
             tokens=self.samples["tokens"],
             distinct=self.samples["distinct"],
             expected=self.expected,
+            examined=self.examined,
             convergence=self.convergence,
             sensitivity=self.sensitivity,
             budget=self.budget,

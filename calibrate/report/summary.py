@@ -8,7 +8,7 @@ from typing import Any, Literal
 from calibrate.report.findings import Finding, cost_served
 from calibrate.report.tensors import TensorReport
 from calibrate.scales.convergence import Convergence
-from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, power_text
 from octet.recipe import Recipe
 
 __all__ = ["Summary", "summarise"]
@@ -29,6 +29,7 @@ class Summary:
     subject: str
     enough: str
     expected: str
+    examined: str
     worst: str
     worst_tensor: str | None
     measured: str
@@ -48,14 +49,15 @@ def summarise(
     tokens: int | None,
     distinct: int | None = None,
     expected: ExpectedSet | None = None,
+    examined: str = "",
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
 ) -> Summary:
     """Summarizes a report; its status is "ready" if there is nothing to read before export.
 
-    `weights_db` are SQNR by linear; `notes` are warnings found elsewhere; `distinct` of the
-    samples differ.
+    `examined` says what the golden prompts examine. `weights_db` are SQNR by linear; `notes` are
+    warnings found elsewhere; `distinct` of the samples differ.
     """
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
@@ -83,6 +85,7 @@ def summarise(
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
         enough=_enough(convergence, samples, tokens, distinct),
         expected=_expected(expected),
+        examined=" ".join(x for x in (examined, _power(expected)) if x),
         worst=_worst(tensors, weights_db),
         worst_tensor=_worst_tensor(tensors),
         measured=_measured(sensitivity, budget),
@@ -118,6 +121,14 @@ def _expected(expected: ExpectedSet | None) -> str:
         f" ({first.low:.2g} to {first.high:.2g}) with {first.path.label}; other ways to serve it"
         f" are in {EXPECTED_FILE}."
     )
+
+
+def _power(expected: ExpectedSet | None) -> str:
+    """Says how small a fault passes the proof."""
+    if expected is None or not expected.power:
+        return ""
+    text = power_text(expected.power)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _worst_tensor(tensors: Mapping[str, TensorReport]) -> str | None:

@@ -1,4 +1,4 @@
-"""Cuts golden prompts from held-out samples: pieces of mixed lengths, sent to a server as text.
+"""Chooses golden prompts: pieces of held-out samples, and lists of the token ids they lack.
 
 Lengths are spread evenly on a logarithmic scale, so that some prompts are prefilled at once and
 some fill the cache well, from which decoding then reads. A piece never joins two samples: a model
@@ -6,13 +6,16 @@ has not learnt to expect the text that follows a sample.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from calibrate.samples.vocabulary import Unlisted
+from octet.artifacts.golden import FIRST, spread
 from octet.errors import SampleError
 
-__all__ = ["CONTINUATION", "LONGEST", "READ", "choose_prompts", "too_short"]
+__all__ = ["CONTINUATION", "LONGEST", "READ", "Chosen", "choose_prompts", "too_short"]
 
 PROMPTS = 64
 SHORTEST, LONGEST = 4, 500  # tokens
@@ -21,40 +24,57 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
+_LISTED = 64  # tokens of the shortest list of ids
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 
 
-def choose_prompts(
-    sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int
-) -> list[tuple[str, list[int]]]:
-    """Returns 64 prompts, shortest first, as (text, token ids); each text encodes to its ids.
+@dataclass(frozen=True)
+class Chosen:
+    """64 prompts, shortest first, as (text, token ids); each text encodes to its ids.
 
-    Each prompt is the beginning of a held-out sequence; sequences take turns, longest prompts
-    first. If a sequence is shorter than its turn's prompt, tokens of another one that no prompt has
-    taken yet are used, if there are enough.
+    Those whose numbers are in `lists` are lists of token ids (`calibrate.samples.vocabulary`).
+    """
+
+    prompts: list[tuple[str, list[int]]]
+    lists: frozenset[int]
+
+
+def choose_prompts(
+    sequences: Sequence[Sequence[int]], tokenizer: Any, max_positions: int, vocab_size: int
+) -> Chosen:
+    """Chooses pieces of held-out sequences and, as some of the long prompts, lists of other ids.
+
+    Each piece is the beginning of a sequence; sequences take turns, longest prompts first. If a
+    sequence is shorter than its turn's prompt, tokens of another one that no prompt has taken yet
+    are used, if there are enough. Where ids are too few for a list, a piece takes its place.
 
     A prompt is shortened until its end neither cuts through a character nor separates what the
     tokenizer would join. Raises SampleError if nothing can be cut from `sequences`.
     """
-    lengths = _lengths(max_positions)[::-1]
-    lead = list(tokenizer("")["input_ids"])  # what the tokenizer adds to any text, such as a BOS
-    by_length = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
-    taken = [0] * len(sequences)  # tokens from the beginning
-    prompts = []
-    for turn, length in enumerate(lengths):
-        order = [by_length[(turn + offset) % len(by_length)] for offset in range(len(by_length))]
-        found = None
-        if len(sequences[order[0]]) < length:
-            found = _untaken(sequences, taken, length, tokenizer, lead)
-        for index in () if found else order:
-            found = _cut(list(sequences[index][:length]), tokenizer)
-            if found is not None:
-                taken[index] = max(taken[index], len(found[1]))
-                break
-        if found is None:
-            raise SampleError("no held-out sample starts with text that encodes back to its tokens")
-        prompts.append(found)
-    return prompts[::-1]
+    lengths = _lengths(max_positions)
+    pieces = _Pieces(sequences, tokenizer)
+    unlisted = Unlisted(tokenizer, vocab_size, sequences)
+    turns = range(len(lengths))[::-1]
+    first = spread(len(lengths), FIRST)  # sent first by an admission, whose lists are made first
+    rest = [turn for turn in turns if turn not in first]
+    found = {
+        turn: pieces.cut(lengths[turn])
+        for turn in turns
+        if lengths[turn] < _LISTED or (turn % 3 != 1 if turn in first else turn % 2)
+    }
+    lists = set[int]()
+    for part in (first[::-1], rest):
+        unlisted.take(token for turn in part if turn in found for token in found[turn][1])
+        for turn in (turn for turn in part if turn not in found):
+            listed = _cut(unlisted.listed(lengths[turn]), tokenizer, lengths[turn] // 2)
+            if listed is not None:
+                lists.add(turn)
+                unlisted.take(listed[1])
+            found[turn] = listed or pieces.cut(lengths[turn])
+    order = sorted(found, key=lambda turn: (len(found[turn][1]), turn))
+    return Chosen(
+        [found[turn] for turn in order], frozenset(n for n, x in enumerate(order) if x in lists)
+    )
 
 
 def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> str | None:
@@ -78,27 +98,45 @@ def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> s
 def _lengths(max_positions: int) -> list[int]:
     """Returns the lengths of the prompts, ascending."""
     longest = max(1, min(LONGEST, max_positions - CONTINUATION))
-    spread = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
-    return [int(length) for length in spread.round()]
+    lengths = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
+    return [int(length) for length in lengths.round()]
 
 
-def _untaken(
-    sequences: Sequence[Sequence[int]],
-    taken: list[int],
-    length: int,
-    tokenizer: Any,
-    lead: list[int],
-) -> tuple[str, list[int]] | None:
-    """Cuts a prompt after the tokens taken from the sequence with the most tokens left."""
-    index = max(range(len(sequences)), key=lambda n: len(sequences[n]) - taken[n])
-    for start in range(taken[index], taken[index] + _SHIFTS):
-        if start + length > len(sequences[index]):
-            return None
-        found = _cut(_piece(sequences[index], start, length, lead), tokenizer, length // 2)
-        if found is not None:
-            taken[index] = start + length
-            return found
-    return None
+class _Pieces:
+    """Cuts pieces of sequences, which take turns; call it for the longest pieces first."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> None:
+        self._sequences, self._tokenizer = sequences, tokenizer
+        self._lead = list(tokenizer("")["input_ids"])  # added to any text, such as a BOS
+        self._order = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
+        self._taken = [0] * len(sequences)  # tokens from the beginning
+
+    def cut(self, length: int) -> tuple[str, list[int]]:
+        """Cuts up to `length` tokens; raises SampleError if no sequence begins with whole text."""
+        order = list(self._order)
+        self._order.append(self._order.pop(0))
+        if len(self._sequences[order[0]]) < length and (untaken := self._untaken(length)):
+            return untaken
+        for index in order:
+            found = _cut(list(self._sequences[index][:length]), self._tokenizer)
+            if found is not None:
+                self._taken[index] = max(self._taken[index], len(found[1]))
+                return found
+        raise SampleError("no held-out sample starts with text that encodes back to its tokens")
+
+    def _untaken(self, length: int) -> tuple[str, list[int]] | None:
+        """Cuts after the tokens taken from the sequence with the most tokens left."""
+        left = [len(ids) - n for ids, n in zip(self._sequences, self._taken, strict=True)]
+        index = left.index(max(left))
+        for start in range(self._taken[index], self._taken[index] + _SHIFTS):
+            if start + length > len(self._sequences[index]):
+                return None
+            piece = _piece(self._sequences[index], start, length, self._lead)
+            found = _cut(piece, self._tokenizer, length // 2)
+            if found is not None:
+                self._taken[index] = start + length
+                return found
+        return None
 
 
 def _piece(ids: Sequence[int], start: int, length: int, lead: list[int]) -> list[int]:

@@ -1,18 +1,38 @@
 """Reads what a calibration starts from: the model's samples as batches, and golden prompts."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from calibrate.samples.batches import Batch
-from calibrate.samples.golden_prompts import READ, choose_prompts, too_short
+from calibrate.samples.golden_prompts import READ, Chosen, choose_prompts, too_short
 from calibrate.samples.plan import SamplePlan, plan_batches
-from calibrate.samples.source import MINIMUM, Sample, SampleFile, Sampling, require_enough
+from calibrate.samples.source import (
+    MINIMUM,
+    Sample,
+    SampleFile,
+    Sampling,
+    load_samples,
+    require_enough,
+)
 from calibrate.samples.tokenizer_check import tokenizer_as_served
 from calibrate.samples.tokens import load_tokenizer, tokenize
+from octet.artifacts.golden import Scope
 from octet.artifacts.provenance import SampleSet
 from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
 
-__all__ = ["CALIBRATION", "Inputs", "Split", "read_inputs", "split_samples"]
+__all__ = [
+    "CALIBRATION",
+    "Inputs",
+    "Prompts",
+    "Split",
+    "read_inputs",
+    "read_prompts",
+    "split_samples",
+]
 
 CALIBRATION = "calibration samples"  # the source of golden prompts if nothing was held out
 
@@ -83,6 +103,8 @@ class Inputs:
     split: Split
     plan: SamplePlan
     prompts: list[tuple[str, list[int]]]
+    lists: frozenset[int]  # numbers of the prompts that are lists of token ids
+    scope: Scope
     evaluation: tuple[Batch, ...]
     sample_set: SampleSet
     warnings: tuple[str, ...]
@@ -115,12 +137,10 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
         split.calibration, tokenizer, pack=sampling.pack, long=sampling.long, **sizes
     )
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
-    sequences = tokenize(split.held_out, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
-    prompts = choose_prompts(sequences, tokenizer, spec.max_positions)
+    chosen, scope, short = _chosen(spec, split.held_out, tokenizer)
     distinct, count = split.distinct, len(split.calibration)
     repeated = [f"{count} samples are only {distinct}, repeated"] if 2 * distinct < count else []
-    short = too_short(prompts, spec.max_positions)
-    warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *([short] if short else [])]
+    warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *short]
     if max_length < sampling.max_length:
         warnings.append(
             f"{sampling.max_length} tokens were asked for, the model's context is"
@@ -129,7 +149,9 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     return Inputs(
         split=split,
         plan=plan,
-        prompts=prompts,
+        prompts=chosen.prompts,
+        lists=chosen.lists,
+        scope=scope,
         evaluation=evaluation.batches,
         sample_set=SampleSet(
             sha256=split.sha256,
@@ -141,3 +163,47 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
         ),
         warnings=tuple(warnings),
     )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Golden prompts of a model that is not calibrated.
+
+    `facts` about the samples that they are cut from go into the manifest.
+    """
+
+    chosen: Chosen
+    scope: Scope
+    facts: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def read_prompts(
+    checkpoint: Checkpoint, path: Path, text_field: str, messages_field: str
+) -> Prompts:
+    """Cuts golden prompts from the samples at `path`; raises SampleError if that cannot be done."""
+    file = load_samples(path, text_field, messages_field)
+    samples, _ = file.first(_HELD_OUT)
+    tokenizer, warnings = tokenizer_as_served(load_tokenizer(checkpoint), checkpoint, samples)
+    chosen, scope, short = _chosen(checkpoint.spec, samples, tokenizer)
+    facts = {"source": file.kind, "sha256": file.sha256, "count": len(samples)}
+    return Prompts(chosen, scope, facts, (*warnings, *short))
+
+
+def _chosen(
+    spec: ModelSpec, samples: Sequence[Sample], tokenizer: Any
+) -> tuple[Chosen, Scope, list[str]]:
+    """Returns the golden prompts from held-out samples, what they could cover, and warnings."""
+    sequences = tokenize(samples, tokenizer, max_length=READ, vocab_size=spec.vocab_size)
+    chosen = choose_prompts(sequences, tokenizer, spec.max_positions, spec.vocab_size)
+    short = too_short(chosen.prompts, spec.max_positions)
+    found = Counter(token for ids in sequences for token in ids)
+    held = sorted({token for _, ids in chosen.prompts for token in ids})
+    scope = Scope(
+        vocabulary=spec.vocab_size,
+        context=spec.max_positions,
+        experts=spec.experts * len(spec.sparse_layers),
+        held_out=found.total(),
+        counts={token: found[token] for token in held if found[token]},
+    )
+    return chosen, scope, [short] if short else []

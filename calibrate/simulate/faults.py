@@ -4,7 +4,8 @@ Weights arrive dequantized, float32 [N, K], and their codes are recovered: divid
 value by its scale misses the code by at most an ulp, and rounding to the format corrects that.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 __all__ = [
     "OTHER_CACHE",
     "TakenScales",
+    "as_fused",
     "cache_rounding",
     "changes_weights",
     "faulty_scales",
@@ -29,18 +31,27 @@ __all__ = [
     "mergeable",
 ]
 
+_EXCHANGED = {"k_scale": "v_scale", "v_scale": "k_scale"}
 OTHER_CACHE: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}  # of 8 bits
 _OF_WEIGHTS = (
     "weight_scales_dropped",
     "weight_scales_scaled",
     "fused_scales_merged",
+    "fused_scales_smallest",
+    "fused_scales_in_one_slot",
+    "expert_scales_permuted",
+    "nibbles_swapped",
     "global_scales_inverted",
 )
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def mergeable(scheme: TensorScheme) -> bool:
-    """Returns True if fused linears may be given one scale, the largest of theirs."""
-    return scheme.granularity in ("tensor", "channel")
+    """Returns True if fused linears may be given one scale, the largest of theirs.
+
+    Of two levels, that is the global scale.
+    """
+    return scheme.two_level or scheme.granularity in ("tensor", "channel")
 
 
 def cache_rounding(scenario: Scenario, recipe: Recipe) -> CacheRounding:
@@ -78,6 +89,8 @@ def faulty_scales(scales: Scales, recipe: Recipe, scenario: Scenario) -> Scales:
             found[f"{name}{read}"] = one
         elif fault.kind == "kv_scales_swapped":
             found[f"{name}{read}"] = scales[f"{head}.{leaf}_{OTHER_CACHE[cache]}"]
+        elif fault.kind == "kv_scales_exchanged":
+            found[f"{name}{read}"] = scales[f"{head}.{_EXCHANGED[leaf]}"]
         elif fault.kind == "kv_bytes_reread":
             found[f"{name}{read}"] = scale
     return found
@@ -119,40 +132,124 @@ def faulty_weights(
     assert fault is not None
     if fault.kind == "weight_scales_scaled":
         factor = 1.0 if fault.factor is None else fault.factor
-        return {name: weight * factor for name, weight in weights.items()}
-    largest: dict[str, Tensor] = {}
-    inputs = {linear.name: linear.input for linear in spec.linears()}
-    if fault.kind == "fused_scales_merged":
-        for name in filter(lambda name: mergeable(schemes[name][0]), weights):
-            scale = scales.need(f"{name}.weight_scale").max()
-            before = largest.get(inputs[name], scale)
-            largest[inputs[name]] = torch.maximum(scale, before)
-    found = {}
-    for name, weight in weights.items():
-        scheme = schemes[name][0]
-        scale = scales.need(f"{name}.weight_scale")
-        shared = scales.get(f"{name}.weight_global_scale")
-        if fault.kind == "global_scales_inverted":
-            found[name] = weight if shared is None else weight / shared / shared
-        elif fault.kind == "weight_scales_dropped":
-            codes = _codes(weight, scheme, scale, shared)
-            found[name] = codes if shared is None else codes * shared
-        elif mergeable(scheme):
-            found[name] = _codes(weight, scheme, scale, shared) * largest[inputs[name]]
-        else:
-            found[name] = weight
+        fused = as_fused(weights, schemes, scales, spec)
+        return {name: weight * factor for name, weight in fused.items()}
+    read = _Read(schemes, scales)
+    if fault.kind == "nibbles_swapped":
+        return {name: read.with_swapped_nibbles(name, x) for name, x in weights.items()}
+    if fault.kind == "weight_scales_dropped":
+        return {name: read.without_scale(name, x) for name, x in weights.items()}
+    others = _other_scales(fault.kind, [*weights], read, spec)
+    return {
+        name: read.with_scale(name, weight, others[name]) if name in others else weight
+        for name, weight in weights.items()
+    }
+
+
+def as_fused(
+    weights: Mapping[str, Tensor], schemes: Schemes, scales: DeviceScales, spec: ModelSpec
+) -> dict[str, Tensor]:
+    """Returns `weights` as engines fuse them: those of one scale per tensor get the largest.
+
+    Engines dequantize with each one's own scale and round to the largest of q/k/v, or of gate and
+    up. With equal scales, as Octet writes them, nothing changes.
+    """
+    names = [name for name in weights if schemes[name][0].granularity == "tensor"]
+    read = _Read(schemes, scales)
+    found = dict(weights)
+    for name, largest in _other_scales("fused_scales_merged", names, read, spec).items():
+        if read.outer(name) != largest:
+            scaled = weights[name] / largest
+            found[name] = round_to(scaled, FORMATS[schemes[name][0].format]) * largest
     return found
 
 
-def _codes(
-    weight: Tensor, scheme: TensorScheme, scale: Tensor, global_scale: Tensor | None
-) -> Tensor:
-    """Recovers the values of the codes, float32 [N, K]; 0 where the scale is 0."""
-    if scheme.group_size is not None:
+def _other_scales(
+    kind: FaultKind, names: Sequence[str], read: "_Read", spec: ModelSpec
+) -> dict[str, Tensor]:
+    """Returns the outer scales that a fault puts in place of those of the linears `names`.
+
+    Linears that keep theirs are left out.
+    """
+    found: dict[str, Tensor] = {}
+    if kind == "global_scales_inverted":
+        return {name: 1 / read.outer(name) for name in names if read.two_level(name)}
+    if kind == "expert_scales_permuted":
+        count = spec.experts
+        for name in names:
+            if match := _EXPERT.search(name):
+                following = (int(match[1]) + 1) % count
+                found[name] = read.outer(_EXPERT.sub(f".experts.{following}.", name))
+        return found
+    inputs = {linear.name: linear.input for linear in spec.linears()}
+    fused: dict[str, list[str]] = {}
+    for name in filter(read.mergeable, names):
+        fused.setdefault(inputs[name], []).append(name)
+    for members in fused.values():
+        own = torch.stack([read.outer(name).max() for name in members])
+        for number, name in enumerate(members):
+            if kind == "fused_scales_merged":
+                found[name] = own.max()
+            elif kind == "fused_scales_smallest":
+                found[name] = own.min()
+            elif number and read.outer(name).numel() == 1:
+                found[name] = torch.ones_like(own[0])
+    return found
+
+
+class _Read:
+    """Reads the codes of dequantized weights with other scales than those they were written with.
+
+    The outer scale of a linear is its global scale, or else its only one.
+    """
+
+    def __init__(self, schemes: Schemes, scales: DeviceScales) -> None:
+        self._schemes, self._scales = schemes, scales
+
+    def two_level(self, name: str) -> bool:
+        return self._scales.get(f"{name}.weight_global_scale") is not None
+
+    def mergeable(self, name: str) -> bool:
+        return mergeable(self._schemes[name][0])
+
+    def outer(self, name: str) -> Tensor:
+        shared = self._scales.get(f"{name}.weight_global_scale")
+        return self._scales.need(f"{name}.weight_scale") if shared is None else shared
+
+    def with_scale(self, name: str, weight: Tensor, outer: Tensor) -> Tensor:
+        """Reads `weight` with another outer scale."""
+        if self.two_level(name):
+            return weight / self.outer(name) * outer
+        return self._codes(name, weight) * self._expanded(name, outer, weight)
+
+    def without_scale(self, name: str, weight: Tensor) -> Tensor:
+        """Reads `weight` with its scales taken as 1, but for a global one."""
+        codes = self._codes(name, weight)
+        return codes * self.outer(name) if self.two_level(name) else codes
+
+    def with_swapped_nibbles(self, name: str, weight: Tensor) -> Tensor:
+        """Reads each pair of codes in the wrong order; a format of 8 bits has no pairs."""
+        if self._schemes[name][0].format != "e2m1":
+            return weight
+        pairs = self._codes(name, weight).reshape(len(weight), -1, 2)
+        return pairs.flip(-1).reshape(weight.shape) * self._whole(name, weight)
+
+    def _codes(self, name: str, weight: Tensor) -> Tensor:
+        """Recovers the values of the codes, float32 [N, K]; 0 where the scale is 0."""
+        scale = self._whole(name, weight)
+        codes = torch.where(scale == 0, 0.0, weight / scale)
+        return round_to(codes, FORMATS[self._schemes[name][0].format])
+
+    def _whole(self, name: str, weight: Tensor) -> Tensor:
+        """Returns the product of both levels, which broadcasts to [N, K]."""
+        scale = self._expanded(name, self._scales.need(f"{name}.weight_scale"), weight)
+        return scale * self.outer(name) if self.two_level(name) else scale
+
+    def _expanded(self, name: str, scale: Tensor, weight: Tensor) -> Tensor:
+        """Repeats the scales of blocks and groups for each of their elements."""
+        scheme = self._schemes[name][0]
+        if scheme.group_size is None or scale.ndim == 0:
+            return scale
         if scheme.granularity == "block":  # one row of scales per row of blocks
             scale = scale.repeat_interleave(scheme.group_size, 0)[: weight.shape[0]]
-        scale = scale.repeat_interleave(scheme.group_size, 1)[:, : weight.shape[1]]
-    if global_scale is not None:
-        scale = scale * global_scale
-    codes = torch.where(scale == 0, 0.0, weight / scale)
-    return round_to(codes, FORMATS[scheme.format])
+        return scale.repeat_interleave(scheme.group_size, 1)[:, : weight.shape[1]]

@@ -24,12 +24,13 @@ from calibrate.simulate.run import Answers, Weights, simulated
 from calibrate.simulate.scales import Scales, digest_of_scales
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from calibrate.simulate.schedule import shares
-from octet.artifacts.golden import POSITIONS, GoldenSet
+from octet.artifacts.golden import FIRST, POSITIONS, GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread, progress_bar
 from octet.proof.expected_range import expectations
+from octet.proof.power import power
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
 
@@ -111,6 +112,8 @@ def expected_divergence(
     scales: Scales,
     golden: GoldenSet,
     *,
+    weights: Weights | None = None,
+    weight_only: bool = False,
     device: torch.device | str = "cpu",
     layers: LayerWeights | None = None,
     steps: Steps = NOT_KEPT,
@@ -119,6 +122,7 @@ def expected_divergence(
 ) -> Prediction | None:
     """Computes `predict` and `scenarios` from the same runs, with a progress bar.
 
+    `weights` are as for `predict`. With `weight_only`, no engine rounds activations of linears.
     Finished runs are kept in `steps`, and not computed again. The ranks of `group` share the
     scenarios, and each returns the result of all: that of one process, to the last bit. Returns
     None for an architecture that Octet does not know, because it cannot locate the attention.
@@ -127,7 +131,11 @@ def expected_divergence(
         return None
     group = group or Group()
     tokens = sum(len(record.prompt_token_ids) for record in golden.records)
-    chosen = scenarios_of(checkpoint.spec, recipe, scales)
+    paths, chosen = serving_paths(recipe), scenarios_of(checkpoint.spec, recipe, scales)
+    if weight_only:
+        paths = tuple(dict.fromkeys(map(_weight_only, paths)))
+        served = (x.model_copy(update={"path": _weight_only(x.path)}) for x in chosen)
+        chosen = tuple(dict.fromkeys(served))
     names = {scenario: f"prediction-{number}" for number, scenario in enumerate(chosen)}
     found = _Found(recipe, golden)
     inputs = (recipe.model_dump_json(), golden.model_dump_json(), digest_of_scales(scales))
@@ -152,6 +160,7 @@ def expected_divergence(
                 scales,
                 golden,
                 mine,
+                weights=weights,
                 device=device,
                 layers=layers,
                 advance=lambda more: progress.step(more * len(mine)),
@@ -164,7 +173,14 @@ def expected_divergence(
     for rank, made in enumerate(group.gather(group.attempt(work))):
         for step in made if rank != group.rank else ():
             found.restore(*step)
-    return Prediction(found.expected(serving_paths(recipe)), found.scenarios(chosen))
+    simulated_set = found.scenarios(chosen)
+    limits = (power(golden, simulated_set, paths[0], x) for x in (FIRST, len(golden.records)))
+    known = tuple(x for x in limits if x is not None)
+    return Prediction(found.expected(paths).model_copy(update={"power": known}), simulated_set)
+
+
+def _weight_only(path: ServingPath) -> ServingPath:
+    return path.model_copy(update={"activations": False})
 
 
 class _Found:

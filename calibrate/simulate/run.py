@@ -22,6 +22,7 @@ from calibrate.decoder.weights import LayerWeights, free_memory
 from calibrate.samples.batches import golden_batches
 from calibrate.simulate.faults import (
     TakenScales,
+    as_fused,
     cache_rounding,
     changes_weights,
     faulty_weights,
@@ -174,6 +175,7 @@ class _Bench:
         decoded: dict[str, Tensor] = {}
         if any(run.scenario.path.weights for run in runs):
             decoded = self._served.weights(next(iter(layers.values())), index, mine)
+        fused = as_fused(decoded, mine, self._served.scales, self._spec)
         # Runs that use the same weights, in the same dtype, run one after another.
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
@@ -182,7 +184,7 @@ class _Bench:
             key = (scenario.path.compute, scenario.path.weights, faulty)
             groups.setdefault(key, []).append(run)
         for (dtype, quantized, faulty), group in groups.items():
-            weights = decoded if quantized else {}
+            weights = fused if quantized else {}
             if faulty is not None:
                 scenario = group[0].scenario
                 weights = faulty_weights(decoded, mine, self._served.scales, self._spec, scenario)

@@ -12,7 +12,7 @@ on GPUs, and truncated, as in vLLM on a CPU. Their effects are far larger than t
 between bfloat16 and float32.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,8 +22,9 @@ from calibrate.simulate.faults import OTHER_CACHE, mergeable
 from calibrate.simulate.scales import Scales
 from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
+from octet.model.generic import Linear
 from octet.model.spec import ModelSpec
-from octet.recipe import KvCacheDtype, Recipe
+from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["FACTORS", "MOST_LAYERS", "scenarios_of", "serving_paths", "simulated_paths"]
 
@@ -130,6 +131,7 @@ def _cache_kinds(
         return
     if cache == recipe.kv_cache:
         yield from _dropped(spec, scales)
+        yield from _exchanged(spec, scales)
     pairs = [
         [scales.get(f"{name}_scale_{kv}") for kv in (cache, OTHER_CACHE[cache])]
         for name in _cache_names(spec, "kv")
@@ -155,6 +157,13 @@ def _dropped(spec: ModelSpec, scales: Scales) -> list[FaultKind]:
     return kinds
 
 
+def _exchanged(spec: ModelSpec, scales: Scales) -> Iterator[FaultKind]:
+    """Yields the exchange of scales of K and V where they differ."""
+    keys, values = ([scales[f"{n}_scale"] for n in _cache_names(spec, x)] for x in "kv")
+    if any(a != b for a, b in zip(keys, values, strict=True)):
+        yield "kv_scales_exchanged"
+
+
 def _weight_kinds(
     spec: ModelSpec, recipe: Recipe, scales: Scales, path: ServingPath
 ) -> Iterator[FaultKind]:
@@ -167,12 +176,40 @@ def _weight_kinds(
         yield "weight_scales_dropped"
     if any(weights.two_level for weights, _ in pairs):
         yield "global_scales_inverted"
+    if any(weights.format == "e2m1" for weights, _ in pairs):
+        yield "nibbles_swapped"
+    experts, fused = _outer_scales(schemes, scales)
+    if any(_differ(x) for x in experts):
+        yield "expert_scales_permuted"
+    if any(_differ(x) for x in fused):
+        yield "fused_scales_merged"
+        if any(weights.two_level for weights, _ in pairs):
+            yield "fused_scales_smallest"
+    if any(len(x) > 1 and all(scale.size == 1 for scale in x) for x in fused):
+        yield "fused_scales_in_one_slot"
+
+
+def _outer_scales(
+    schemes: Mapping[Linear, tuple[TensorScheme, TensorScheme] | None], scales: Scales
+) -> tuple[list[list[NDArray[np.float32]]], list[list[NDArray[np.float32]]]]:
+    """Returns the outer scales of the same linear of all experts, and of linears that are fused."""
+    experts: dict[str, list[NDArray[np.float32]]] = {}
     fused: dict[str, list[NDArray[np.float32]]] = {}
     for linear, pair in schemes.items():
-        if pair is not None and mergeable(pair[0]):
-            fused.setdefault(linear.input, []).append(scales[f"{linear.name}.weight_scale"])
-    if any(len(np.unique(np.concatenate([x.ravel() for x in y]))) > 1 for y in fused.values()):
-        yield "fused_scales_merged"
+        if pair is None:
+            continue
+        level = "weight_global_scale" if pair[0].two_level else "weight_scale"
+        scale = scales[f"{linear.name}.{level}"]
+        head, expert, tail = linear.name.partition(".experts.")
+        if expert:
+            experts.setdefault(f"{head}.{tail.partition('.')[2]}", []).append(scale)
+        if mergeable(pair[0]):
+            fused.setdefault(linear.input, []).append(scale)
+    return [*experts.values()], [*fused.values()]
+
+
+def _differ(found: Sequence[NDArray[np.float32]]) -> bool:
+    return len(np.unique(np.concatenate([x.ravel() for x in found]))) > 1
 
 
 def _layers(count: int) -> list[int]:

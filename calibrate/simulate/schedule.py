@@ -9,16 +9,15 @@ there on.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
-from octet.artifacts.golden import GoldenSet
+from octet.artifacts.golden import FIRST, GoldenSet, spread
 from octet.artifacts.scenarios import Scenario
 
 __all__ = ["REPEATS", "Run", "fault_records", "planned", "shares"]
 
 REPEATS = 2
-FAULT_RECORDS = 24
+FAULT_RECORDS = FIRST
 _COST = {"float32": 8, "bfloat16": 1}  # on a GPU, whose tensor cores do not multiply in float32
 
 
@@ -26,9 +25,7 @@ def fault_records(golden: GoldenSet) -> list[int]:
     """Returns the indices of the records that faults are simulated on, evenly spaced by length."""
     lengths = [len(record.prompt_token_ids) for record in golden.records]
     order = sorted(range(len(lengths)), key=lambda n: lengths[n])
-    last = len(order) - 1
-    at = np.linspace(0, last, min(len(order), FAULT_RECORDS)).round().astype(int)
-    return sorted(order[n] for n in at)
+    return sorted(order[n] for n in spread(len(order), FAULT_RECORDS))
 
 
 @dataclass

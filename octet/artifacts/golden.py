@@ -11,10 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octet.storage.files import read_document
 
-__all__ = ["GOLDEN_FILE", "POSITIONS", "GoldenRecord", "GoldenSet", "Top"]
+__all__ = [
+    "FIRST",
+    "GOLDEN_FILE",
+    "POSITIONS",
+    "GoldenRecord",
+    "GoldenSet",
+    "Scope",
+    "Top",
+    "spread",
+]
 
 GOLDEN_FILE = "golden.json"
 POSITIONS = 8  # next-token distributions per record: the first after the prompt, then decoding
+FIRST = 24  # records that an admission sends first, and on which faults are simulated
 
 
 Token: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -53,13 +63,28 @@ class GoldenRecord(BaseModel):
     prompt_token_ids: Annotated[tuple[Token, ...], Field(min_length=1)]
     continuation_token_ids: tuple[Token, ...]  # greedy
     tops: Annotated[tuple[Top, ...], Field(min_length=1)]
-    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it.
+    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it. None
+    # for a list of token ids, which is no text.
     prompt_nll: float | None = None
+    # Experts that the prompt's tokens were routed to, a bit each: the number in hexadecimal.
+    experts: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
 
     @property
     def top(self) -> dict[int, float]:
         """The distribution after the prompt."""
         return self.tops[0].mapping
+
+
+class Scope(BaseModel):
+    """All that golden prompts could examine, and how frequent their token ids are in text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocabulary: Annotated[int, Field(ge=1)]
+    context: Annotated[int, Field(ge=1)]  # positions of the model
+    experts: Annotated[int, Field(ge=0)]  # in all layers; 0: no mixture of experts
+    held_out: Annotated[int, Field(ge=1)]  # tokens of the samples that prompts are chosen from
+    counts: dict[Token, int]  # of the prompts' ids among those tokens
 
 
 class GoldenSet(BaseModel):
@@ -72,6 +97,7 @@ class GoldenSet(BaseModel):
     compute_dtype: str  # arithmetic of the reference forward pass, such as float32
     software: dict[str, str]
     records: tuple[GoldenRecord, ...]
+    scope: Scope | None = None  # None: an earlier release made it
 
     def save(self, directory: Path) -> None:
         (directory / GOLDEN_FILE).write_text(self.model_dump_json(), "utf-8")
@@ -85,6 +111,17 @@ class GoldenSet(BaseModel):
         return read_document(directory / GOLDEN_FILE, cls, "a golden set of this release")
 
     @property
+    def texts(self) -> list[GoldenRecord]:
+        """The records whose prompts are text, and not lists of token ids."""
+        return [x for x in self.records if x.prompt_nll is not None] or list(self.records)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt: the fullest cache that decoding reads."""
         return max((len(record.prompt_token_ids) for record in self.records), default=0)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns up to `most` of the numbers below `count`, evenly spaced, with the first and last."""
+    most = min(count, most)
+    return [round(n * (count - 1) / max(most - 1, 1)) for n in range(most)]

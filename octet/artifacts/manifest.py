@@ -36,17 +36,19 @@ __all__ = [
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "model.plan"  # the TensorRT plan of an engine artifact
 SCHEMA_VERSION = 1
-Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton"]
+Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton", "pack"]
 _COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
     "calibration": "octet calibrate",
     "checkpoint": "octet export checkpoint",
     "onnx": "octet export onnx",
     "engine": "octet build-engine",
     "triton": "octet export triton",
+    "pack": "octet golden",
 }
 # What readers rely on of the values in `details`.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "algorithm": (str, dict),
+    "checkpoint": dict,
     "gate": list,
     "kv_cache": (str, dict),
     "serve_with": str,

@@ -36,11 +36,16 @@ FaultKind = Literal[
     "v_scale_dropped",
     "kv_scales_dropped",  # both
     "kv_scales_swapped",  # the path's 8-bit cache, with the scales of the other 8-bit format
+    "kv_scales_exchanged",  # k_scale used for values, v_scale for keys
     "kv_bytes_reread",  # written in the path's format and read in the other 8-bit format
     "input_scales_dropped",  # static activation scales taken as 1
     "weight_scales_dropped",  # of every linear: taken as 1
     "weight_scales_scaled",  # of every linear of `layer`: multiplied by `factor`
     "fused_scales_merged",  # q/k/v and gate/up given the largest of their scales, codes unchanged
+    "fused_scales_smallest",  # NVFP4: given the smallest of their global scales
+    "fused_scales_in_one_slot",  # given to the first of them; of the others, taken as 1
+    "expert_scales_permuted",  # each expert has the scales of the next
+    "nibbles_swapped",  # FP4: the even column is read from the high nibble
     "global_scales_inverted",  # NVFP4 weights' global scale: multiplied by instead of divided by
 ]
 

@@ -6,6 +6,7 @@ computes in bfloat16, another in float32. So each prediction belongs to a `Servi
 served model is compared with the prediction for the path that its engine executes.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,7 +15,15 @@ from pydantic import BaseModel, ConfigDict
 from octet.recipe import KvCacheDtype, Recipe
 from octet.storage.files import read_document
 
-__all__ = ["EXPECTED_FILE", "Expectation", "ExpectedSet", "ServingPath", "bound_of"]
+__all__ = [
+    "EXPECTED_FILE",
+    "Expectation",
+    "ExpectedSet",
+    "Power",
+    "ServingPath",
+    "bound_of",
+    "power_text",
+]
 
 EXPECTED_FILE = "expected.json"
 # In nats, for models without a prediction. Chosen, not derived: they detect a broken export, not a
@@ -80,6 +89,29 @@ class Expectation(BaseModel):
         return self.low <= measured <= self.high
 
 
+class Power(BaseModel):
+    """The relative change of perplexity below which a fault passes (`octet.proof.power`).
+
+    `middle` is the median over the simulated faults, each scaled down until it passes; `low` and
+    `high` are the quantiles of 0.1 and 0.9.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts: int  # that are answered
+    low: float
+    middle: float
+    high: float
+
+
+def power_text(power: Sequence[Power]) -> str:
+    """Says for people how small a fault passes."""
+    limits = [f"{100 * x.middle:.2g} % after {x.prompts}" for x in power]
+    limits[0] += " prompts"
+    least = f"less than about {' and '.join(limits)}"
+    return f"faults that were not simulated pass if they change perplexity by {least}"
+
+
 class ExpectedSet(BaseModel):
     """The expectations of one calibration, on its own golden records."""
 
@@ -88,6 +120,7 @@ class ExpectedSet(BaseModel):
     schema_version: Literal[1] = 1
     recipe: str  # its name
     expectations: tuple[Expectation, ...]
+    power: tuple[Power, ...] = ()  # of the path that a GPU takes; empty: not estimated
 
     def find(self, path: ServingPath) -> Expectation | None:
         """Returns the expectation of `path`; None if it was not predicted."""

@@ -20,7 +20,7 @@ from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
 from octet.storage.files import MAX_TOKENIZER_BYTES, file_digests, read_object, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
 
-__all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
+__all__ = ["GENERATION_CONFIG", "TOKENIZER_FILES", "Checkpoint", "sha256_file"]
 
 # The files of a tokenizer; every export copies those that exist.
 TOKENIZER_FILES = (
@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+GENERATION_CONFIG = "generation_config.json"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that are not quantized
 
@@ -123,6 +124,12 @@ class Checkpoint:
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).exists())
+
+    @property
+    def side_files(self) -> tuple[Path, ...]:
+        """The tokenizer and the defaults of sampling: what a server reads beside the weights."""
+        defaults = self.path / GENERATION_CONFIG
+        return (*self.tokenizer_files, *([defaults] if defaults.is_file() else []))
 
     @cached_property
     def _weight_digests(self) -> dict[str, tuple[str, str | None]]:

@@ -64,6 +64,27 @@ _FAULTS = {
         "match weights multiplied by the global scale that divides them",
         "export in the format that this engine reads: one stores the divisor, another the factor",
     ),
+    "kv_scales_exchanged": (
+        "match k_scale used for values and v_scale for keys",
+        "compare how this engine reads the names of k_scale and v_scale; use another version of it",
+    ),
+    "fused_scales_smallest": (
+        "match fused linears that share the smallest of their global scales",
+        "use an engine that keeps a global scale for each of q, k, v, gate and up, or quantize with"
+        " shared ones",
+    ),
+    "fused_scales_in_one_slot": (
+        "match fused linears of which only the first got its scale",
+        "use an engine that reads the scales of fused linears, or store q, k, v, gate and up apart",
+    ),
+    "expert_scales_permuted": (
+        "match experts that have the scales of the next expert",
+        "compare how this engine numbers experts and their scales; use another version of it",
+    ),
+    "nibbles_swapped": (
+        "match FP4 weights whose pairs of codes are read in the wrong order",
+        "use an engine that reads the even column from the low nibble, or pack for this one",
+    ),
     "fused_scales_merged": (
         "match fused linears that share the largest of their scales",
         "use an engine that keeps a scale for each of q, k, v, gate and up, or export with shared"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octet.artifacts.coverage import Coverage, coverage
 from octet.artifacts.golden import GoldenSet
 from octet.proof.responses import Response, agreement, comparable
 from octet.proof.top_k import TopK, top_k_divergence
@@ -38,11 +39,14 @@ class Measure:
     perplexity_change: float | None  # of the prompts, relative; None unless both sides report it
     prompts: int
     positions: int
+    coverage: Coverage | None = None  # what the prompts examine
 
 
 def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
     """Measures all comparable positions, over the prompts that have any."""
-    found = [x for x in divergences(golden, responses) if len(x)]
+    values = divergences(golden, responses)
+    found = [x for x in values if len(x)]
+    compared = {x.record for x, kl in zip(responses, values, strict=True) if len(kl)}
     means = np.array([float(x.mean()) for x in found])
     positions = np.concatenate(found) if found else np.empty(0)
     over = _interval(means)
@@ -56,6 +60,7 @@ def measure(golden: GoldenSet, responses: Sequence[Response]) -> Measure:
         perplexity_change=_perplexity_change(golden, responses),
         prompts=len(found),
         positions=len(positions),
+        coverage=coverage(golden, compared),
     )
 
 

@@ -29,7 +29,7 @@ from octet.proof.declared import Declared
 from octet.proof.divergence import Measure, measure
 from octet.proof.divergence_bound import by_bound
 from octet.proof.expected_range import expectations
-from octet.proof.likelihood_ratio import Comparison
+from octet.proof.likelihood_ratio import BETA, Comparison
 from octet.proof.responses import Response, complete, improper
 from octet.proof.verdict import Outcome, Range, Score, Verdict, range_text, sentence
 from octet.statistics import t_quantile
@@ -37,7 +37,6 @@ from octet.statistics import t_quantile
 __all__ = ["ALPHA", "BETA", "judge"]
 
 ALPHA = 1e-5  # of refusing a conforming server, over all interim analyses of a probe
-BETA = 1e-3  # of not excluding a visible scenario, and of refusing where it explains no better
 _EXPLAINED = math.log(4)
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 

@@ -10,16 +10,20 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
-from octet.proof.hellinger import Answers
+from octet.proof.hellinger import Answers, Points
 from octet.proof.noise import Candidate, Noise, Values, distance, z_score
 from octet.proof.outliers import Outliers, find_outliers, heaviness
 from octet.proof.responses import Response
+from octet.statistics import t_quantile
 
-__all__ = ["Comparison"]
+__all__ = ["BETA", "Comparison"]
+
+BETA = 1e-3  # of not excluding a visible scenario, and of refusing where it explains no better
 
 # Unquantized and in float32: this path is the reference itself.
 _REFERENCE = Scenario(
@@ -134,6 +138,27 @@ class Comparison:
         known = np.flatnonzero(~np.isnan(excess))
         found = find_outliers(excess[known], [self.lengths[n] for n in known], self._heaviness)
         return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
+
+    def passes(
+        self,
+        scenario: Scenario,
+        served: Points,
+        without: int,
+        among: NDArray[np.bool_],
+        prompts: int,
+    ) -> bool:
+        """Returns whether neither the fit nor the outlier test rejects points `served` at BETA.
+
+        Repeat `without` of the scenario is left out. Only the prompts `among` [n] count; the fit is
+        scaled to `prompts` of them.
+        """
+        candidate = self.candidates[scenario]
+        logs, margin = self._logs(candidate, served, without)[among], _margin(candidate)
+        z, count = z_score(logs - self._usual[among], margin)
+        if z * math.sqrt(prompts / count) > t_quantile(1 - BETA, prompts - 1):
+            return False
+        lengths = [self.lengths[n] for n in np.flatnonzero(among)]
+        return find_outliers(logs - margin, lengths, self._heaviness).chance >= BETA
 
     def nearer(self, scenario: Scenario, than: Scenario | None) -> float:
         """Returns ln of the factor by which the answers are nearer to `scenario` than to `than`.

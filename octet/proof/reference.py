@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
+from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, Power
 from octet.errors import ArtifactError, CheckpointError
 from octet.recipe import KvCacheDtype, Recipe
 from octet.storage.files import sha256_file
@@ -26,6 +27,7 @@ class Proofs:
     recipe: Recipe
     kv_cache: KvCacheDtype
     identity: str  # the manifest's
+    power: tuple[Power, ...] = ()  # how small a fault passes; empty: not known
 
     @property
     def weights(self) -> Literal["quantized", "original"]:
@@ -46,6 +48,9 @@ def load_proofs(directory: Path) -> Proofs:
             scenarios = ScenarioSet.load(directory, golden)
         except CheckpointError as error:
             raise ArtifactError(f"{error}; {manifest.remedy}") from None
+    power: tuple[Power, ...] = ()
+    if scenarios is not None and _listed(directory, EXPECTED_FILE, manifest):
+        power = ExpectedSet.load(directory).power
     recipe = manifest.recipe
     kv_cache = manifest.details.get("kv_cache", recipe.kv_cache)
     if isinstance(kv_cache, dict):  # an engine's manifest holds the cache's dtype and shape
@@ -54,7 +59,7 @@ def load_proofs(directory: Path) -> Proofs:
         raise ArtifactError(
             f"{directory / MANIFEST_FILE}: kv_cache {kv_cache!r} is no cache; {manifest.remedy}"
         )
-    return Proofs(golden, scenarios, manifest, recipe, kv_cache, manifest.identity)
+    return Proofs(golden, scenarios, manifest, recipe, kv_cache, manifest.identity, power)
 
 
 def _golden(directory: Path, manifest: Manifest) -> GoldenSet:

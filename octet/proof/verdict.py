@@ -84,6 +84,8 @@ def sentence(
     if outcome == "worse" and expected is not None and measured.kl_mean <= expected.high:
         word = "other than expected"  # no farther from the reference, but in another direction
     text = f"{word}: {kl} nats over {measured.prompts} prompts {against}"
+    if outcome == "as_expected" and measured.coverage is not None:
+        text += f"; examined: {measured.coverage.text}"
     return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import json
+import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -318,6 +319,22 @@ class OpenAiHttpBackend:
         if url is None:
             url = self._urls[path] = URL(self._config.url + path)
         return url
+
+    async def post(self, path: str, fields: Mapping[str, Any]) -> Any:
+        """POSTs a JSON object to `path`, and returns the JSON of the answer.
+
+        Raises RequestError if the server refuses it, else BackendError.
+        """
+        body = json.dumps({"model": self.served_name, **fields}).encode()
+        headers = {**_JSON, "x-request-id": secrets.token_hex(16)}
+        relay = await self.relay(path, body, headers)
+        answer = await self._report(relay, MAX_REPORT)
+        if relay.status != 200:
+            raise failure(self.name, relay.status, relay.headers, answer)
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise BackendError(f"{self.name}: its answer is no JSON", kind="garbled") from error
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """GETs `path`; returns status and body.

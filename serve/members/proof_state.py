@@ -31,6 +31,7 @@ class MemberProof:
         self.cause: Cause | None = None  # of a refusal without a verdict
         self.reason = "it has not been probed yet"  # one line, for people
         self.notes: tuple[str, ...] = ()
+        self.differences: tuple[str, ...] = ()  # what clients get otherwise by default
         self.probing = False  # a probe is under way
         self.outcomes: Counter[str] = Counter()  # of probes
         self.prompts = 0  # that were answered
@@ -59,6 +60,7 @@ class MemberProof:
     def forget(self, reason: str) -> None:
         """Discards the result, which belongs to an ended incarnation; the costs stay."""
         self.state, self.verdict, self.cause, self.notes = "unproven", None, None, ()
+        self.differences = ()
         self.reason = reason
         self.next_at = -math.inf
 
@@ -84,6 +86,7 @@ class MemberProof:
             "reason": self.reason,
             **measured(self.verdict, self.cause),
             "notes": list(self.notes),
+            "differences": list(self.differences),
             "prompts": self.prompts,
             "tokens": self.tokens,
             "share": round(self.share(served_tokens), 6),

@@ -17,7 +17,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.members.proof_state import ProofState
 from serve.proof.exam import Exam
-from serve.proof.probe import Probed, Unprovable
+from serve.proof.probe import ClientView, Probed, Unprovable
 
 __all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
 
@@ -47,6 +47,7 @@ class Examined:
     responses: tuple[Response, ...] = ()
     soon: bool = False  # whether a retry may help at once: not all prompts were answered
     cause: Cause | None = None  # if it does not come from the verdict
+    view: ClientView | None = None  # what clients get by default; None: not examined
 
 
 async def examine(
@@ -57,11 +58,12 @@ async def examine(
     without_logprobs: Literal["refuse", "admit"],
     *,
     suspected: bool = False,
+    timeout_s: float = 60.0,
 ) -> Examined:
     """Runs a whole probe. Raises Unprovable, and what `send` raises.
 
     A `suspected` backend must pass all interim checks; a subset does not suffice, because it passed
-    a subset before.
+    a subset before. `timeout_s` limits the requests that show what clients get by default.
     """
     parts = exam.parts(seed, backend.context_length)
     if findings := await exam.findings(backend):
@@ -87,7 +89,10 @@ async def examine(
             return Examined("refused", reason, verdict.outcome, verdict, known)
         enough = number == len(parts) or not suspected
         if verdict.outcome == "as_expected" and enough and not missing:
-            return Examined("proven", reason, verdict.outcome, verdict, known)
+            view = await exam.client_view(backend, timeout_s=timeout_s)
+            if view.tokenizer is not None:
+                return Examined("refused", view.tokenizer, "unprovable", verdict, known, view=view)
+            return Examined("proven", reason, verdict.outcome, verdict, known, view=view)
     reason = "; ".join(notes) if missing or not responses else ""
     reason = reason or (verdict.reason if verdict else "it has answered nothing")
     return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))

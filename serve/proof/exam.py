@@ -12,7 +12,7 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig
 from serve.config.proof import Proof
-from serve.proof.probe import Probed
+from serve.proof.probe import ClientView, Probed
 
 __all__ = ["Exam", "Exams", "directory_of"]
 
@@ -46,6 +46,9 @@ class Exam(Protocol):
     async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float
     ) -> Probed: ...
+
+    async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
+        """Compares what clients get by default with the artifact."""
 
     async def judge(self, responses: Sequence[Response], checks: int) -> Verdict: ...
 

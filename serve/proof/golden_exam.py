@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from octet.artifacts.serving_path import bound_of
+from octet.artifacts.serving_path import bound_of, power_text
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
 from octet.proof.reference import Proofs, load_proofs
@@ -16,9 +16,10 @@ from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
+from serve.proof.client_view import Defaults, client_view
 from serve.proof.engine_report import engine_report, structural_findings
 from serve.proof.plan import Slices, order, parts_of, simulated
-from serve.proof.probe import Probed, probe
+from serve.proof.probe import ClientView, Probed, probe
 
 __all__ = ["GoldenExam"]
 
@@ -44,10 +45,20 @@ class GoldenExam:
                 f"; no simulation of it: only the mean is judged, against {bound:g} nats, and no"
                 " cause is named"
             )
+        elif self.power:
+            self.label += f"; {self.power}"
         self.key = (proofs.identity, declared, bound)
         self._bound = bound
         self._directory = directory
         self._tokenizer = _tokenizer(directory)
+        self._defaults: Defaults | None = None  # read when needed
+
+    @property
+    def power(self) -> str:
+        """Says how small a fault passes; empty if it is not known of the declared configuration."""
+        proofs = self.proofs
+        own = (proofs.kv_cache, "quantized") == (self.declared.kv_cache, self.declared.weights)
+        return power_text(proofs.power) if own and proofs.power else ""
 
     @classmethod
     def load(cls, directory: Path, config: Proof, *, embedded: bool = False) -> Self:
@@ -97,6 +108,13 @@ class GoldenExam:
             tokenizer=self._tokenizer,
             vocab_size=self.proofs.manifest.model.spec.vocab_size,
         )
+
+    async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
+        if self._defaults is None:
+            self._defaults = await asyncio.to_thread(
+                Defaults.load, self._directory, self.proofs.manifest
+            )
+        return await client_view(backend, self.proofs.golden, self._defaults, timeout_s=timeout_s)
 
     async def judge(self, responses: Sequence[Response], checks: int) -> Verdict:
         """Judges in a thread beside the event loop, one judgement at a time."""

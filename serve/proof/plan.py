@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from octet.artifacts.golden import POSITIONS, GoldenSet
+from octet.artifacts.golden import FIRST, POSITIONS, GoldenSet
 from octet.artifacts.scenarios import ScenarioSet
 
 __all__ = ["FIRST_PART", "Slices", "cost", "order", "parts_of", "simulated"]
 
-FIRST_PART = 24  # records
+FIRST_PART = FIRST  # records
 _MORE = 20  # records of each further interim check
 _STRATA = 8  # of equal numbers of records
 

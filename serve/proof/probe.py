@@ -7,6 +7,7 @@ its kernels, and penalties that its model's own settings may add are off.
 
 import asyncio
 import re
+import secrets
 import statistics
 import time
 import uuid
@@ -23,8 +24,19 @@ from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogpr
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.tokens import UNKNOWN, TokenNames
 
-__all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
+__all__ = [
+    "ALTERNATIVES",
+    "NO_PENALTIES",
+    "ClientView",
+    "Failure",
+    "FailureKind",
+    "Probed",
+    "Unprovable",
+    "probe",
+]
 
+# vLLM takes each of these that a request leaves out from its model's generation_config.json.
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ALTERNATIVES = 20  # log-probabilities requested per position: as many as the reference has
 
 # Why a record has no answer:
@@ -96,6 +108,16 @@ class Probed:
             if some:
                 found.append(f"{len(some)} of {sent} golden prompts {outcome}: {some[0].text}")
         return found
+
+
+@dataclass
+class ClientView:
+    """What clients get otherwise than the artifact says."""
+
+    tokenizer: str | None = None  # how its tokenizer differs: prompts become other tokens
+    differences: list[str] = field(default_factory=list)  # cause and remedy, a line each
+    unchecked: list[str] = field(default_factory=list)
+    tokens: int = 0  # prompts and answers
 
 
 _OUTCOMES: dict[FailureKind, str] = {
@@ -180,7 +202,7 @@ class _Sender:
         self._logprobs: int | None = ALTERNATIVES
         self.extra: dict[str, Any] = {}
         if backend.accepts_extra:
-            self.extra = {"cache_salt": uuid.uuid4().hex, "repetition_penalty": 1.0}
+            self.extra = {"cache_salt": uuid.uuid4().hex, **NO_PENALTIES}
         self.tokens = 0
         self.alternatives: list[int] = []
 
@@ -210,7 +232,7 @@ class _Sender:
         record = self._golden.records[index]
         most = POSITIONS if context is None else context - len(record.prompt_token_ids)
         return GenerateRequest(
-            request_id=f"proof-{index}",
+            request_id=secrets.token_hex(16),  # as the gateway names those of clients
             model=self._backend.models[0],
             prompt=record.prompt,
             max_tokens=min(POSITIONS, most),

@@ -145,8 +145,15 @@ class Prover:
     async def _examined(self) -> Examined:
         seed, without = self._rng.getrandbits(32), self.config.without_logprobs
         backend, send, suspected = self._member.backend, self._sender(), self._suspected
-        probe = examine(self.exam, backend, send, seed, without, suspected=suspected)
-        return await self._found(probe)
+        probe = examine(
+            *(self.exam, backend, send, seed, without),
+            suspected=suspected,
+            timeout_s=self.config.timeout_s,
+        )
+        found = await self._found(probe)
+        if found.view is not None:
+            self.proof.tokens += found.view.tokens
+        return found
 
     def _sender(self) -> Callable[[tuple[int, ...]], Awaitable[Probed]]:
         """Returns the function that sends one probe's prompts, all within the probe's time limit.
@@ -276,6 +283,11 @@ class Prover:
         served = proof.admits
         proof.state, proof.verdict, proof.reason = state, found.verdict, reason
         proof.cause = found.cause
+        differences = () if found.view is None else tuple(found.view.differences)
+        if differences and differences != proof.differences:
+            line = f"gives clients other defaults than its artifact: {'; '.join(differences)}"
+            self._say(logging.WARNING, line, "differs", found.verdict)
+        proof.differences = differences
         if served and not proof.admits and member.proof is proof:
             # Requests without a token yet go to other backends; answers that have begun continue.
             member.incarnation += 1

@@ -43,6 +43,8 @@ def differences(
     """
     if not _tells(root, since):
         return []
+    if proofs.manifest.kind == "pack":
+        return _of_pack(root, proofs, trusted=trusted)
     try:
         manifest = Manifest.load(root, verify=False) if (root / MANIFEST_FILE).is_file() else None
     except ArtifactError:
@@ -62,6 +64,33 @@ def differences(
     except CheckpointError as error:
         line = str(error).replace(str(root), "its checkpoint")
         return [f"the checkpoint that it loaded cannot be read: {line}"]
+
+
+def _of_pack(root: Path, proofs: Proofs, *, trusted: bool) -> list[str]:
+    """Compares the checkpoint at `root` with the one that a proof pack was made for, by hashes."""
+    recorded = proofs.manifest.details.get("checkpoint", {})
+    files: dict[str, str] = recorded.get("files", {})
+    if not trusted and not _is(root / "config.json", files.get("config.json")):
+        return []
+    held = {path.name for path in root.glob("*.safetensors")}
+    wrong = [
+        name
+        for name, digest in files.items()
+        if not (root / name).is_file()
+        or ((root / name).stat().st_size <= _HASHED_BYTES and not _is(root / name, digest))
+    ]
+    wrong += sorted(held - files.keys())
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return [
+        f"the checkpoint that it loaded is not the {recorded.get('name')} that the proof pack was"
+        f" made for: {wrong[0]}{more} (SHA-256); make a pack of it with octet golden"
+    ]
+
+
+def _is(path: Path, digest: str | None) -> bool:
+    return path.is_file() and sha256_file(path) == digest
 
 
 def _tells(root: Path, since: float | None) -> bool:

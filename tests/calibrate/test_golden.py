@@ -1,18 +1,28 @@
 """Golden records are what the model says, and their prompts can be replayed as text."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from calibrate.decoder.experts import tap_experts
+from calibrate.decoder.loading import load_model
 from calibrate.golden import _Group, golden_set
-from calibrate.samples.golden_prompts import CONTINUATION
+from calibrate.samples.golden_prompts import CONTINUATION, choose_prompts
+from calibrate.samples.tokens import load_tokenizer
 from octet.artifacts.calibration import Calibration
-from octet.artifacts.golden import GoldenSet
+from octet.artifacts.golden import FIRST, POSITIONS, GoldenRecord, GoldenSet, spread
 from octet.model.checkpoint import Checkpoint
+from octet.proof.declared import declared_paths
+from octet.proof.judge import judge
+from octet.proof.responses import Response
+from octet.recipe import PRESETS
+from tests.models import write_model
 
 
 def test_records_can_be_computed_again_without_a_cache(
@@ -32,6 +42,8 @@ def test_records_can_be_computed_again_without_a_cache(
         assert item.tops[0].token_ids[0] == answer[0] == int(top.indices[0])
         assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
         assert len(answer) == CONTINUATION
+        if item.prompt_nll is None:  # a list of token ids
+            continue
         following = torch.tensor(prompt[1:])
         nll = torch.nn.functional.cross_entropy(
             logits[: len(following)].double(), following, reduction="sum"
@@ -138,3 +150,69 @@ def test_an_end_token_ends_the_continuation(checkpoint: Checkpoint, golden: Gold
     spec = checkpoint.spec.model_copy(update={"eos_token_ids": (free[1],)})
     ended = golden_set(replace(checkpoint, spec=spec), PROMPTS[:2]).records[0]
     assert ended.continuation_token_ids == free[: free.index(free[1]) + 1]
+
+
+def test_records_hold_the_experts_that_their_prompts_reach(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_model(tmp_path / "model", "mixtral"))
+    spec, prompts = checkpoint.spec, PROMPTS[:4]
+    found = golden_set(checkpoint, prompts)
+    model = load_model(checkpoint, "float32")
+    for (_, ids), record in zip(prompts, found.records, strict=True):
+        reached = np.zeros((spec.layers, spec.experts), np.bool_)
+
+        def tap(name: str, rows: torch.Tensor, _: torch.Tensor, reached: Any = reached) -> Any:
+            parts = name.split(".")
+            reached[int(parts[2]), int(parts[parts.index("experts") + 1])] = True
+            return rows
+
+        with ExitStack() as stack, torch.inference_mode():
+            for index, layer in enumerate(model.model.layers):
+                stack.enter_context(tap_experts(layer, spec.layer(index), spec, tap))
+            model.model(torch.tensor([ids]), use_cache=False)
+        assert record.experts == np.packbits(reached).tobytes().hex()
+    assert len({record.experts for record in found.records}) > 1
+
+
+def test_embeddings_in_another_order_are_seen_where_lists_hold_their_tokens(
+    example_model: Path, example_samples: Path
+) -> None:
+    """A server with the embeddings of all ids permuted that no piece of a sample holds.
+
+    Perplexity rises by more than half, and an admission without the lists finds nothing.
+    """
+    checkpoint = Checkpoint.open(example_model)
+    tokenizer = load_tokenizer(checkpoint)
+    lines = (example_samples / "heldout.jsonl").read_text().splitlines()
+    sequences = [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines]
+    chosen = choose_prompts(sequences, tokenizer, 1024, 4096)
+    prompts = {n: chosen.prompts[n] for n in spread(64, FIRST)}
+    lists = [place for place, n in enumerate(prompts) if n in chosen.lists]
+    golden = golden_set(checkpoint, list(prompts.values()))
+    had = {
+        token
+        for place, record in enumerate(golden.records)
+        if place not in lists
+        for token in (*record.prompt_token_ids, *record.continuation_token_ids)
+    }
+    others = np.array(sorted(set(range(3, 4096)) - had))
+    model = load_model(checkpoint, "float32")
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[others] = weight[np.random.default_rng(0).permutation(others)].clone()
+    answers = [_served(model, place, record) for place, record in enumerate(golden.records)]
+    declared = declared_paths(None, PRESETS["fp8"], "e5m2")
+    pieces = [answer for answer in answers if answer.record not in lists]
+    assert judge(golden, None, declared, pieces, bound=0.1).outcome != "worse"
+    assert judge(golden, None, declared, answers, bound=0.1).outcome == "worse"
+
+
+def _served(model: Any, number: int, record: GoldenRecord) -> Response:
+    """Answers as a server does: greedily, with the 20 likeliest tokens at each position."""
+    ids, tops = list(record.prompt_token_ids), []
+    for _ in range(POSITIONS):
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].log_softmax(-1)
+        values, tokens = logprobs.topk(20)
+        tops.append(dict(zip(tokens.tolist(), values.tolist(), strict=True)))
+        ids.append(int(tokens[0]))
+    return Response(number, tuple(ids[len(record.prompt_token_ids) :]), tuple(tops))

@@ -161,6 +161,10 @@ def test_reports_progress_tensors_and_warnings(
     assert all(0 < x.low < x.mean < x.high for x in expected.expectations)
     told = f"Expected KL from the original, over 64 prompts: {expected.expectations[0].mean:.2g}"
     assert told in " ".join(text.split())
+    assert [x.prompts for x in expected.power] == [24, 64]
+    assert "The 64 golden prompts examine " in " ".join(text.split())
+    assert "The 24 that an admission sends first examine " in " ".join(text.split())
+    assert f"less than about {100 * expected.power[0].middle:.2g} %" in " ".join(text.split())
     scenarios = ScenarioSet.load(tmp_path / "out", result.golden)
     assert set(scenarios.logprobs) == set(
         scenarios_of(Checkpoint.open(tiny_model).spec, FP8, result.scales)
@@ -263,7 +267,7 @@ def test_a_recipe_that_takes_nothing_from_samples_needs_few_and_calls_none_enoug
     assert f"warning: {count} samples are only 1, repeated" in shown
     page = (out / "report.html").read_text()
     for text in (shown, page):
-        assert "enough:" not in text and "not simulated" not in text
+        assert "enough:" not in text and "was not simulated" not in text
     assert "Expected KL from the original, over 64 prompts: " in page
 
 

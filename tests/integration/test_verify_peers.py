@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octet.proof.reference import load_proofs
 from tests.integration.conftest import require
 from tests.integration.servers import layout
+from tests.verify.packs import changed, drop_scales, judged, served, swap_nibbles
 from verify.artifact import verify
+from verify.proof_pack import PackOptions, open_pair, write_pack
 from verify.reader.checkpoint import Written
 
 REPOSITORY = Path(__file__).parents[2]
@@ -84,3 +87,40 @@ def test_modelopts_two_files_have_to_agree(
     file.write_text(json.dumps(content))
     (problem,) = verify(out, model=tiny_model).problems
     assert problem.what == "hf_quant_config.json alone declares an FP8 cache"
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        ("of_compressed_tensors", "FP8_DYNAMIC"),
+        ("of_compressed_tensors", "FP8"),
+        ("of_compressed_tensors", "NVFP4"),
+        ("of_modelopt", "FP8_DEFAULT_CFG"),
+        ("of_modelopt", "NVFP4_DEFAULT_CFG"),
+    ],
+)
+def test_a_pack_admits_a_right_server_and_names_a_loaders_fault(
+    tool: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    example_samples: Path,
+    tmp_path: Path,
+) -> None:
+    theirs = request.getfixturevalue(tool) / name
+    options = PackOptions(
+        original=tiny_model,
+        quantized=theirs,
+        samples=example_samples / "heldout.jsonl",
+        out=tmp_path / "pack",
+    )
+    write_pack(open_pair(options), options)
+    proofs = load_proofs(tmp_path / "pack")
+    right = judged(proofs, served(tiny_model, theirs, proofs))
+    assert right.outcome == "as_expected", right.reason
+    fault, cause = (drop_scales, "weight_scales_dropped")
+    if "NVFP4" in name:
+        fault, cause = (swap_nibbles, "nibbles_swapped")
+    wrong = changed(theirs, tmp_path / "wrong", fault)
+    verdict = judged(proofs, served(tiny_model, wrong, proofs))
+    assert verdict.cause is not None and verdict.cause.name == cause, verdict.reason

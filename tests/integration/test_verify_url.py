@@ -5,6 +5,7 @@ Run with -s to see what a probe costs.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -69,7 +70,10 @@ async def test_contract_on_vllm(
     async with of_vllm(vllm, kind) as backend:
         probed = await require_probed(backend, golden, range(0, 64, 5), tokenizer)
         scored, why_not = await with_prompts(backend, golden, probed.responses)
-    assert why_not is None and all(response.prompt_logprobs for response in scored)
+    assert why_not is None
+    for response in scored:  # lists of token ids are no text
+        text = golden.records[response.record].prompt_nll is not None
+        assert bool(response.prompt_logprobs) == text
     known = [top for response in probed.responses for top in response.tops if top]
     assert len(known) > 0.9 * sum(len(response.tops) for response in probed.responses)
 
@@ -122,6 +126,77 @@ def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
     ]
     code, found = verify(server.url, "--golden", exports / "checkpoint", "--kv-cache", "e4m3")
     assert (code, found["findings"]) == (0, [])
+
+
+def changed(checkpoint: Path, out: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """A copy of `checkpoint` with one of its JSON files changed in place."""
+    shutil.copytree(checkpoint, out)
+    content = json.loads((out / name).read_text())
+    change(content)
+    (out / name).write_text(json.dumps(content))
+    return out
+
+
+def test_a_vllm_with_the_artifacts_own_defaults_is_right(
+    start_vllm: Callable[..., VllmServer], exports: Path
+) -> None:
+    server = start_vllm(exports / "checkpoint", generation_config="auto", threads=1)
+    code, found = verify(server.url, "--golden", exports / "checkpoint")
+    print(found["tokens"], found["unchecked"])
+    assert (code, found["findings"]) == (0, [])
+    assert not any("what clients get" in line for line in found["unchecked"])
+
+
+@pytest.mark.parametrize(
+    ("defaults", "named"),
+    [
+        ({"repetition_penalty": 1.3}, ["its default repetition_penalty"]),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, ["its default sampling"]),
+    ],
+)
+def test_a_vllm_with_other_defaults_is_told(
+    start_vllm: Callable[..., VllmServer],
+    exports: Path,
+    tmp_path: Path,
+    defaults: dict[str, float],
+    named: list[str],
+) -> None:
+    model = changed(
+        exports / "checkpoint",
+        tmp_path / "served",
+        "generation_config.json",
+        lambda content: content.update(defaults),
+    )
+    server = start_vllm(model, generation_config="auto", threads=1)
+    code, found = verify(server.url, "--golden", exports / "checkpoint")
+    print(found["findings"], found["tokens"])
+    assert (code, found["verdict"]["outcome"]) == (1, "as_expected")
+    assert [line.partition(" is not")[0] for line in found["findings"]] == named
+
+
+def test_a_vllm_with_another_tokenizer_or_chat_template_is_told(
+    start_vllm: Callable[..., VllmServer], exports: Path, tmp_path: Path
+) -> None:
+    def rotate(content: Any) -> None:
+        """Rotates 1 % of the ids, of tokens that are in no golden prompt."""
+        golden = GoldenSet.load(exports / "checkpoint")
+        used = {token for record in golden.records for token in record.prompt_token_ids}
+        vocabulary = content["model"]["vocab"]
+        unused = [name for name, token in vocabulary.items() if token not in used][-41:]
+        ids = [vocabulary[name] for name in unused]
+        vocabulary.update(zip(unused, ids[1:] + ids[:1], strict=True))
+
+    model = changed(exports / "checkpoint", tmp_path / "served", "tokenizer.json", rotate)
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    server = start_vllm(model, chat_template=template, threads=1)
+    code, found = verify(server.url, "--golden", exports / "checkpoint")
+    print(found["findings"], found["tokens"])
+    assert (code, found["verdict"]["outcome"]) == (1, "as_expected")
+    assert [line.partition(" is not")[0] for line in found["findings"]] == [
+        "its tokenizer",
+        "its chat template",
+    ]
 
 
 def test_a_right_triton_is_right(triton: TritonServer, exports: Path) -> None:

@@ -15,8 +15,9 @@ from verify.checks.findings import Verification
 from verify.reader.checkpoint import Written
 from verify.reader.scheme import Group, Quantization
 
-__all__ = ["Names", "cache_scale_of", "check_names"]
+__all__ = ["FUSED", "Names", "cache_scale_of", "check_names"]
 
+FUSED = "engines fuse them and take the largest for all"
 _SCALE = re.compile(
     r"(scale|scale_inv|scale_2|zero_point|_packed|_shape|g_idx|amax|_quantizer\..*)$"
 )
@@ -288,5 +289,5 @@ def _check_fused(
                     "scales",
                     f"{odd_one}.{name}",
                     f"{values[odd_one]:.6g}, while {modules[0]} has {values[modules[0]]:.6g}:"
-                    " engines fuse them and take the largest for all",
+                    f" {FUSED}",
                 )

@@ -5,6 +5,7 @@ Only `octet verify URL` runs it: a gateway's probes leave a server's time to its
 """
 
 import asyncio
+import secrets
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -37,8 +38,10 @@ async def with_prompts(
 
     async def one(response: Response) -> Response:
         record = golden.records[response.record]
+        if record.prompt_nll is None:  # a list of token ids: no text, whose perplexity matters
+            return response
         request = GenerateRequest(
-            request_id=f"proof-{response.record}",
+            request_id=secrets.token_hex(16),
             model=backend.models[0],
             prompt=record.prompt,
             max_tokens=1,

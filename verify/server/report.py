@@ -13,7 +13,7 @@ from rich.text import Text
 from octet.proof.verdict import Verdict
 from octet.tables import fitted
 from serve.proof.engine_report import EngineReport
-from serve.proof.probe import Probed
+from serve.proof.probe import ClientView, Probed
 
 __all__ = ["ServerReport", "in_words", "show"]
 
@@ -55,6 +55,12 @@ class ServerReport:
         cached = not probed.salted and self.engine is not None and self.engine.caches_prefixes
         if cached and _PREFIXES not in self.unchecked:
             self.unchecked.append(_PREFIXES)
+
+    def add_view(self, view: ClientView) -> None:
+        """Adds what clients get by default."""
+        self.findings += [*filter(None, (view.tokenizer,)), *view.differences]
+        self.unchecked += view.unchecked
+        self.tokens += view.tokens
 
     @property
     def exit_code(self) -> int:

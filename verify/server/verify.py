@@ -65,7 +65,10 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
         if engine is not None:
             found.findings += structural_findings(engine, exam.proofs, exam.declared, query.golden)
         found.notes += _of_scales(exam)
+        found.notes += [exam.power] if exam.power else []
         await _ask(backend, exam, query, found, console)
+        if not found.stopped:
+            found.add_view(await exam.client_view(backend, timeout_s=query.timeout_s))
     finally:
         await backend.close()
     return found

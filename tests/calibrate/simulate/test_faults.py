@@ -20,6 +20,7 @@ from octet.numerics.microscaling import combined
 from octet.numerics.scaling import Granularity
 from octet.recipe import PRESETS, TensorScheme
 from tests.calibrate.bench import Bench, make_bench, recipe_with
+from tests.models import write_model
 
 PATH = ServingPath(kv_cache="e5m2")
 
@@ -47,6 +48,9 @@ def served(
         Fault(kind="weight_scales_dropped"),
         Fault(kind="weight_scales_scaled", layer=1, factor=0.5),
         Fault(kind="fused_scales_merged"),
+        Fault(kind="fused_scales_smallest"),
+        Fault(kind="fused_scales_in_one_slot"),
+        Fault(kind="nibbles_swapped"),
         Fault(kind="global_scales_inverted"),
     ],
     ids=lambda fault: fault.kind,
@@ -56,8 +60,9 @@ def test_weights_are_their_codes_times_what_is_read(
 ) -> None:
     recipe, spec = recipe_with(preset), bench.checkpoint.spec
     scales = bench.scales(recipe)
-    if preset == "fp8-static":  # as another tool leaves them, each with its own
-        for n, name in enumerate(sorted(x for x in scales if x.endswith("weight_scale"))):
+    outer = "weight_global_scale" if preset == "nvfp4" else "weight_scale"
+    if preset in ("fp8-static", "nvfp4"):  # as another tool leaves them, each with its own
+        for n, name in enumerate(sorted(x for x in scales if x.endswith(outer))):
             scales[name] = np.float32(scales[name] * 1.25**n)
     scenario = Scenario(path=PATH, fault=fault)
     assert changes_weights(scenario, 1)
@@ -77,7 +82,34 @@ def test_weights_are_their_codes_times_what_is_read(
         scheme = schemes[linear.name][0]
         own, shared = (scales.get(f"{linear.name}.weight{x}_scale") for x in ("", "_global"))
         read, times = own, np.float32(1) if shared is None else shared
+        fused = [x.name for x in spec.linears() if x.input == linear.input]
+        every = [scales[f"{name}.{outer}"] for name in fused]
+        weight = original[linear.name]
         match fault.kind:
+            case "weight_scales_scaled" if preset == "fp8-static":  # first as engines fuse it
+                weight = served(weight, scheme, own, None, own, np.float32(1))
+                own = read = max(every)
+                times = np.float32(0.5)
+            case "nibbles_swapped" if scheme.format == "e2m1":
+                granularity = Granularity.of(scheme.granularity, scheme.group_size)
+                fmt = FORMATS[scheme.format]
+                codes = scaling.quantize(weight, combined(own, shared), fmt, granularity)
+                codes = codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
+                theirs = scaling.dequantize(codes, own, fmt, granularity) * times
+                np.testing.assert_allclose(found[linear.name].numpy(), theirs, rtol=1e-6, atol=0)
+                continue
+            case "nibbles_swapped":
+                pass
+            case "fused_scales_smallest" | "fused_scales_merged" if preset == "nvfp4":
+                times = (min if "smallest" in fault.kind else max)(every)
+            case "fused_scales_in_one_slot" if preset in ("fp8-static", "nvfp4"):
+                first = linear.name == fused[0]
+                if preset == "nvfp4":
+                    times = times if first else np.float32(1)
+                else:
+                    read = read if first else np.float32(1)
+            case "fused_scales_in_one_slot":
+                pass
             case "weight_scales_dropped":
                 read = np.float32(1)
             case "weight_scales_scaled":
@@ -85,9 +117,8 @@ def test_weights_are_their_codes_times_what_is_read(
             case "global_scales_inverted":
                 times = 1 / times
             case _ if scheme.granularity in ("tensor", "channel"):
-                fused = [x.name for x in spec.linears() if x.input == linear.input]
-                read = max(scales[f"{name}.weight_scale"].max() for name in fused)
-        theirs = served(original[linear.name], scheme, own, shared, read, times)
+                read = (min if "smallest" in fault.kind else max)(x.max() for x in every)
+        theirs = served(weight, scheme, own, shared, read, times)
         np.testing.assert_allclose(found[linear.name].numpy(), theirs, rtol=1e-6, atol=0)
         assert torch.equal(decoded[linear.name], before[linear.name])
 
@@ -136,6 +167,9 @@ def test_faults_are_those_that_can_happen(preset: str, bench: Bench) -> None:
     assert not own & {"v_scale_dropped", "kv_scales_dropped"}  # V's is 1 as it is
     assert ("input_scales_dropped" in own) == (preset == "fp8-static")
     assert ("global_scales_inverted" in own) == (preset == "nvfp4")
+    assert ("nibbles_swapped" in own) == ("fp4" in preset)
+    assert ("fused_scales_in_one_slot" in own) == (preset in ("fp8-static", "nvfp4"))
+    assert "kv_scales_exchanged" in own
     # Per-tensor scales are shared by what is fused: nothing to merge.
     assert ("fused_scales_merged" in own) == (preset == "fp8")
     assert e5m2["nothing, e5m2 (nearest), bfloat16"] == {"k_scale_dropped"}
@@ -160,3 +194,30 @@ def test_scales_of_one_are_not_missed(bench: Bench) -> None:
     none = kinds_of(bench, "fp8", "float16")
     faulty = set().union(*none.values())
     assert faulty == {"weight_scales_dropped", "weight_scales_scaled", "fused_scales_merged"}
+
+
+def test_experts_and_caches_may_take_the_scales_of_others(tmp_path: Path) -> None:
+    made = make_bench(write_model(tmp_path / "moe", "qwen3_moe"), samples=2)
+    recipe, spec = recipe_with("fp8", kv_cache="e4m3"), made.checkpoint.spec
+    scales = made.scales(recipe)
+    kinds = {x.fault.kind for x in scenarios_of(spec, recipe, scales) if x.fault}
+    assert {"expert_scales_permuted", "kv_scales_exchanged"} <= kinds
+
+    def fault(kind: FaultKind) -> Scenario:
+        return Scenario(path=ServingPath(kv_cache="e4m3"), fault=Fault(kind=kind))
+
+    read = faulty_scales(scales, recipe, fault("kv_scales_exchanged"))
+    attention = f"{spec.layer(1)}.self_attn"
+    assert read[f"{attention}.k_scale"] == scales[f"{attention}.v_scale"]
+    assert read[f"{attention}.v_scale"] == scales[f"{attention}.k_scale"]
+
+    prefix = f"{spec.layer(1)}.mlp.experts."
+    schemes = {n: x for n, x in module_schemes(spec, recipe).items() if n.startswith(prefix)}
+    there = DeviceScales(scales, torch.device("cpu"))
+    tensors = {n: torch.from_numpy(made.checkpoint.read(f"{n}.weight").float32()) for n in schemes}
+    decoded = decoded_weights(tensors, schemes, there)
+    found = faulty_weights(decoded, schemes, there, spec, fault("expert_scales_permuted"))
+    for number in range(spec.experts):
+        name, other = (f"{prefix}{n}.up_proj" for n in (number, (number + 1) % spec.experts))
+        ratio = scales[f"{other}.weight_scale"] / scales[f"{name}.weight_scale"]
+        np.testing.assert_allclose(found[name].numpy(), decoded[name].numpy() * ratio, rtol=1e-5)

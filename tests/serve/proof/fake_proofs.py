@@ -7,6 +7,7 @@ quantized way is the same with noise on its logits: some for an honest path, mor
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Top
+from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Scope, Top
 from octet.artifacts.manifest import Manifest, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
 from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
-from octet.artifacts.serving_path import ServingPath
+from octet.artifacts.serving_path import ExpectedSet, Power, ServingPath
 from octet.recipe import PRESETS
 from serve.engine.sampler import log_softmax
 from tests.fake_servers import FakeOpenAI
@@ -35,6 +36,10 @@ _NOISE: Mapping[Scenario, float] = {
     Scenario(path=PATH, fault=Fault(kind="k_scale_dropped")): WORSE,
     Scenario(path=PATH.model_copy(update={"weights": False, "activations": False})): UNQUANTIZED,
 }
+POWER = (
+    Power(prompts=24, low=0.01, middle=0.02, high=0.03),
+    Power(prompts=64, low=0.005, middle=0.0123, high=0.02),
+)
 _FILES = {"model.safetensors": "0" * 64}
 
 
@@ -58,11 +63,13 @@ def fake_golden(count: int = 64) -> GoldenSet:
     lengths = np.geomspace(4, 250, count).round().astype(int)
     text = "def route(request):  # to the backend that has the fewest tokens under way\n" * 5
     prompts = [f"{n}: {text}"[:length] for n, length in enumerate(lengths)]
+    counts = Counter(token for prompt in prompts for token in prompt.encode())
     return GoldenSet(
         weights_sha256=hashlib.sha256(json.dumps(_FILES, sort_keys=True).encode()).hexdigest(),
         compute_dtype="float32",
         software={},
         records=tuple(map(_record, prompts)),
+        scope=Scope(vocabulary=256, context=512, experts=0, held_out=counts.total(), counts=counts),
     )
 
 
@@ -97,6 +104,7 @@ def write_proofs(
         byte_tokenizer().inner.save(str(writer.path / "tokenizer.json"))
         if scenarios:
             _scenarios(golden).save(writer.path)
+            ExpectedSet(recipe="fp8", expectations=(), power=POWER).save(writer.path)
         writer.finish(
             Manifest(
                 kind="checkpoint",

@@ -1,6 +1,7 @@
 """Asking golden prompts: of every kind of backend, and of those that cannot be asked."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.serve.proof.asking import RECORDS, asked
 from tests.serve.proof.contract import require_probed
 from tests.serve.proof.fake_proofs import fake_golden
 from tests.triton_config import triton_at
+from verify.server.perplexity import with_prompts
 
 
 class Limited(FakeOpenAI):
@@ -71,6 +73,18 @@ async def test_vllm_names_tokens_by_id_and_gets_a_fresh_salt() -> None:
     assert len(set(salts[:4])) == len(set(salts[4:])) == 1 and len(set(salts)) == 2
     assert all(body["temperature"] == 0 for body in server.requests)
     assert not any(body.get("ignore_eos") for body in server.requests)
+    for name in ("presence_penalty", "frequency_penalty"):  # a model's own settings may have them
+        assert all(body[name] == 0 for body in server.requests)
+    assert all(body["repetition_penalty"] == 1 for body in server.requests)
+
+
+async def test_the_ids_of_a_probe_look_like_those_of_clients() -> None:
+    async with running(FakeOpenAI()) as server, started(server.url) as backend:
+        probed = await asked(backend)
+        await with_prompts(backend, fake_golden(), probed.responses)
+    ids = [headers["x-request-id"] for headers in server.headers]
+    assert len(ids) == len(set(ids)) == 2 * len(RECORDS)
+    assert all(re.fullmatch("[0-9a-f]{32}", value) for value in ids)
 
 
 @pytest.mark.parametrize("flavour", [name for name in FLAVOURS if name != "vllm"])

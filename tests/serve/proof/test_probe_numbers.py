@@ -14,7 +14,9 @@ from serve.engine.request import Delta, Event, GenerateRequest
 from serve.proof.golden_exam import GoldenExam
 from serve.proof.probe import Probed
 from tests.fakes import FakeRunner, fake_backend, opened
-from tests.serve.proof.fake_proofs import HONEST, noisy
+from tests.serve.proof.fake_proofs import HONEST, fake_golden, noisy
+
+_RECORDS = {record.prompt: index for index, record in enumerate(fake_golden().records)}
 
 
 class Spoiled:
@@ -32,7 +34,7 @@ class Spoiled:
         return getattr(self._inner, name)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        spoiled = int(request.request_id.removeprefix("proof-")) % 3 == 0
+        spoiled = _RECORDS[str(request.prompt)] % 3 == 0
         position = 0
         async for event in self._inner.generate(request):
             if isinstance(event, Delta) and spoiled:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
-from serve.proof.probe import Unprovable
+from serve.proof.probe import ClientView, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam
 from tests.serve.proof.scene import ADDRESS, Scene, play, played
 from tests.serve.routing.stand_ins import Server
@@ -45,6 +45,29 @@ async def test_a_start_waits_for_the_first_verdict(scene: Scene) -> None:
 async def test_but_not_for_ever(scene: Scene) -> None:
     assert scene.member.standing == "unproven"
     assert 9 < asyncio.get_running_loop().time() < 13
+
+
+def test_a_backend_with_other_defaults_serves_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    view = ClientView(differences=["its default repetition_penalty is not"], tokens=90)
+
+    async def act(scene: Scene) -> None:
+        assert scene.member.standing == "in" and scene.proof.tokens == 24 * RECORD_TOKENS + 90
+        assert scene.proof.as_json(0)["differences"] == view.differences
+        scene.serve(10**6)
+        await asyncio.sleep(400)  # a regular probe
+        assert scene.asked > 1 and scene.proof.as_json(0)["differences"] == view.differences
+
+    play(act, FakeExam(views={ADDRESS: view}))
+    (line,) = [r for r in caplog.records if "other defaults" in r.getMessage()]
+    assert line.levelno == logging.WARNING and view.differences[0] in line.getMessage()
+
+
+@played(lambda: FakeExam(views={ADDRESS: ClientView(tokenizer="it reads 'd' as token 101")}))
+async def test_a_backend_with_another_tokenizer_is_refused(scene: Scene) -> None:
+    assert scene.member.standing == "refused"
+    assert scene.proof.as_json(0)["reason"] == "it reads 'd' as token 101"
 
 
 @pytest.mark.parametrize("outcome", ["better", "worse"])

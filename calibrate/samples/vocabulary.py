@@ -1,0 +1,59 @@
+"""Lists token ids that no prompt has yet, as prompts of their own.
+
+A wrong embedding shows only in a prompt that holds its token, and text repeats few tokens. A list
+holds each of its ids once, so it covers as many ids as it has tokens. Ids that are frequent in the
+samples come first into a list and last within it, where they move the answer most. The others are
+in a random order, because a fault may lie in one range of ids.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Unlisted"]
+
+_TRIES = 16  # ids that are tried after another before the first of them is left out
+_SPARE = 4  # one more id than wanted for every so many, because not all fit
+
+
+class Unlisted:
+    """The token ids that no prompt has yet; special and added tokens are not among them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, sequences: Sequence[Sequence[int]]) -> None:
+        self._tokenizer = tokenizer
+        self._lead = list(tokenizer("")["input_ids"])
+        added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ids = sorted({i for i in tokenizer.get_vocab().values() if i < vocab_size} - added)
+        mixed = np.random.Generator(np.random.PCG64(0)).permutation(np.array(ids, int)).tolist()
+        counts = Counter(token for sequence in sequences for token in sequence)
+        self._ids = sorted(mixed, key=lambda i: -counts[i])
+
+    def take(self, ids: Iterable[int]) -> None:
+        """Removes `ids`, which a prompt has."""
+        had = set(ids)
+        self._ids = [i for i in self._ids if i not in had]
+
+    def listed(self, length: int) -> list[int]:
+        """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
+        found = list(self._lead)
+        more = length + length // _SPARE + _TRIES
+        left = self._ids[:length][::-1] + self._ids[length:more]
+        unfit = set[int]()
+        while left and len(found) < length:
+            fitting = next((i for i in left[:_TRIES] if self._fits([*found, i])), None)
+            if fitting is None:
+                unfit.add(left[0])
+            else:
+                found.append(fitting)
+            left.remove(left[0] if fitting is None else fitting)
+        self._ids.sort(key=unfit.__contains__)  # later lists try them last
+        return found
+
+    def _fits(self, ids: list[int]) -> bool:
+        """Returns whether the text of `ids` encodes to them."""
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return bool(self._tokenizer(text)["input_ids"] == ids)

@@ -71,6 +71,11 @@ class TensorScheme(BaseModel):
         """True if one global scale per tensor scales the group scales."""
         return self.scale_format == "e4m3"
 
+    @property
+    def weighs_inputs(self) -> bool:
+        """True if the error of 4-bit weights is to be weighted by the squares of their inputs."""
+        return self.format == "e2m1" and self.method == "mse"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         grouped = self.granularity in ("block", "group")

@@ -49,6 +49,8 @@ _SLAB = 1 << 19  # float32 elements of a weight at a time, per thread
 
 R = TypeVar("R")
 Held: TypeAlias = Callable[[str], torch.Tensor | None]  # a weight by name, if a GPU holds it
+# float32 [K], the mean square of each channel of a linear's input, if it is known
+MeanSquares: TypeAlias = Callable[[Linear], Float32Array | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class WeightScale:
 
 
 def weight_scales(
-    checkpoint: Checkpoint, recipe: Recipe, held: Held = lambda name: None
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    held: Held = lambda name: None,
+    mean_squares: MeanSquares = lambda linear: None,
 ) -> Iterator[tuple[str, WeightScale]]:
     """Yields each quantized linear's name and scale.
 
@@ -75,12 +80,13 @@ def weight_scales(
     """
     with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         for scheme, linears in _fused(checkpoint.spec, recipe):
-            names = [f"{linear.name}.weight" for linear in linears]
             weights: list[_Weight | HeldWeight] = []
-            for name in names:
+            for linear in linears:
+                name = f"{linear.name}.weight"
                 values = held(name) if scheme.method == "max" else None
                 if values is None:
-                    weights.append(_Weight(name, checkpoint.read(name), scheme, pool))
+                    known = mean_squares(linear) if scheme.weighs_inputs else None
+                    weights.append(_Weight(name, checkpoint.read(name), scheme, pool, known))
                 else:
                     weights.append(HeldWeight(name, values, scheme))
             for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
@@ -110,7 +116,12 @@ class _Weight:
     """One weight [N, K] under a scheme, read slab by slab."""
 
     def __init__(
-        self, name: str, tensor: Tensor, scheme: TensorScheme, pool: ThreadPoolExecutor
+        self,
+        name: str,
+        tensor: Tensor,
+        scheme: TensorScheme,
+        pool: ThreadPoolExecutor,
+        mean_squares: Float32Array | None = None,
     ) -> None:
         self.name = name
         self.granularity = Granularity.of(scheme.granularity, scheme.group_size)
@@ -119,6 +130,9 @@ class _Weight:
         self._pool = pool
         self.columns = self.granularity.columns or tensor.shape[1]  # of a tile
         self.scale_shape = self.granularity.scale_shape(tensor.shape)
+        self._weighted = mean_squares is not None
+        known = np.ones(tensor.shape[1]) if mean_squares is None else mean_squares
+        self._importance = known.astype(np.float64)
 
     @cached_property
     def tile_absmax(self) -> Float32Array:
@@ -161,16 +175,21 @@ class _Weight:
     def sweep(
         self, candidates: Float32Array, *, powers: bool
     ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-        """Returns each group's best candidate index, -1 if all zero, and the errors of the rows."""
+        """Returns each group's best candidate index, -1 if all zero, and plain errors."""
 
         def of(part: slice, x: Float32Array) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
             best = np.empty((len(x), self.scale_shape[1]), np.int16)
             errors = np.empty(len(x))
-            best_scales(x, self.columns, candidates, powers, self.e2m1, best, errors)
+            best_scales(
+                x, self._importance, self.columns, candidates, powers, self.e2m1, best, errors
+            )
             return best, errors
 
         parts = self._map(of)
-        return np.concatenate([best for best, _ in parts]), np.concatenate([e for _, e in parts])
+        best = np.concatenate([best for best, _ in parts])
+        if self._weighted:
+            return best, self.errors(candidates[np.maximum(best, 0)][None])[0]
+        return best, np.concatenate([errors for _, errors in parts])
 
     def _map(self, function: Callable[[slice, Float32Array], R]) -> list[R]:
         """Calls `function(rows, x[rows])` on every slab of whole tiles; results in order."""

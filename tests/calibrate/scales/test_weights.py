@@ -158,7 +158,7 @@ def _check_against_every_candidate(
 ) -> None:
     tiles = -(-x.shape[1] // columns)
     best, errors = np.empty((len(x), tiles), np.int16), np.empty(len(x))
-    best_scales(x, columns, candidates, powers, fmt is E2M1, best, errors)
+    best_scales(x, np.ones(x.shape[1]), columns, candidates, powers, fmt is E2M1, best, errors)
     least = exhaustive(x, columns, candidates, fmt is E2M1)
     chosen = np.empty((1, len(x), tiles))
     scale = np.where(best < 0, np.float32(1), candidates[best])

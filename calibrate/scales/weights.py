@@ -4,11 +4,13 @@
 |----------|-------------------------------------------------------------------------------------|
 | max      | maps its largest magnitude to the largest value of the format, as ModelOpt does     |
 | mse      | float32: the best of 32 multiples of that, 16 an octave. E8M0: the best power of    |
-|          | two. E4M3 (NVFP4): the best of all 126 values                                       |
+|          | two. E4M3 (NVFP4): the best of all 126 values. E2M1 elements: of the output's error |
 | four_six | NVFP4: maps it to 6 or to 4, whichever errs less (arXiv 2512.02010)                 |
 
-The best is that of least squared error, computed exactly, without sampling. A tile of zeros has
-scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
+The best is that of least squared error, computed exactly. For E2M1, whose error is large, the
+squared errors of column j are multiplied by the mean square of its input, E[x_j²], if calibration
+observed it: the expected error of the output (see `calibrate.observe.channel_squares`). A tile of
+zeros has scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
 """
 
 import os
@@ -45,6 +47,7 @@ _MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
 # all would gain 0.006 dB more on the example model (benchmarks/fp4_weights.py).
 _LARGEST_SCALE = {"max": E4M3.max, "four_six": 256.0, "mse": 256.0}
 
+_LEAST_IMPORTANCE = 1e-8  # of a column, relative to the mean
 _SLAB = 1 << 19  # float32 elements of a weight at a time, per thread
 
 R = TypeVar("R")
@@ -130,9 +133,7 @@ class _Weight:
         self._pool = pool
         self.columns = self.granularity.columns or tensor.shape[1]  # of a tile
         self.scale_shape = self.granularity.scale_shape(tensor.shape)
-        self._weighted = mean_squares is not None
-        known = np.ones(tensor.shape[1]) if mean_squares is None else mean_squares
-        self._importance = known.astype(np.float64)
+        self._importance = _importance(mean_squares, tensor.shape[1])
 
     @cached_property
     def tile_absmax(self) -> Float32Array:
@@ -187,7 +188,7 @@ class _Weight:
 
         parts = self._map(of)
         best = np.concatenate([best for best, _ in parts])
-        if self._weighted:
+        if (self._importance != 1).any():
             return best, self.errors(candidates[np.maximum(best, 0)][None])[0]
         return best, np.concatenate([errors for _, errors in parts])
 
@@ -287,6 +288,17 @@ def _two_level(amax: Float32Array, shared: Float32Array, target: float) -> Float
     """Computes E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
     scale = amax / (np.float32(target) * shared)
     return formats.round_to(np.maximum(scale, np.float32(microscaling.LEAST_E4M3)), E4M3)
+
+
+def _importance(mean_squares: Float32Array | None, columns: int) -> NDArray[np.float64]:
+    """Returns what multiplies the squared errors of each column [K]; 1 if nothing is known.
+
+    Columns whose input was always zero count a little, and the same.
+    """
+    if mean_squares is None or not np.isfinite(mean_squares).all() or not mean_squares.any():
+        return np.ones(columns)
+    known = mean_squares.astype(np.float64)
+    return np.asarray(known + _LEAST_IMPORTANCE * known.mean())
 
 
 def _cores() -> int:

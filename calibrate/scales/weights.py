@@ -35,7 +35,7 @@ from octet.numerics.scaling import Granularity
 from octet.recipe import Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
-__all__ = ["Held", "WeightScale", "scale_of_weight", "weight_scales"]
+__all__ = ["Held", "MeanSquares", "WeightScale", "scale_of_weight", "weight_scales"]
 
 # Multiples of the absmax scale that `mse` tries for float32 scales, 16 per octave: the grid's phase
 # repeats every octave, and a weight's distribution has no tail worth clipping by more than half.

@@ -78,7 +78,8 @@ def _without_padding(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 def _on_gpu(rows: torch.Tensor) -> torch.Tensor:
     """Sums squares in one kernel: torch's norm converts 16-bit values as it reads them."""
-    return torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square_()
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)
+    return norms.square_()
 
 
 def _on_cpu(rows: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,14 @@ def read_batches(checkpoint: Checkpoint, options: argparse.Namespace) -> list[Ba
 class AbsmaxCounter(CpuCounter):
     """Keeps the largest magnitude only; padding is not left out."""
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         self._counts[slot, 0] = max(self._counts[slot, 0], x.abs().amax().item())
 
 

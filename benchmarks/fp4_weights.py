@@ -160,7 +160,9 @@ def swept(weight: np.ndarray, largest: float) -> float:
     shared = np.float32(np.abs(weight).max() / (6 * largest))
     best = np.empty((len(weight), weight.shape[1] // 16), np.int16)
     errors = np.empty(len(weight))
-    best_scales(weight, 16, E4M3_SCALES * shared, False, True, best, errors)
+    best_scales(
+        weight, np.ones(weight.shape[1]), 16, E4M3_SCALES * shared, False, True, best, errors
+    )
     return float(errors.sum())
 
 

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from observing import observing
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calibrate.observe.channel_squares import SumOfSquares
 from calibrate.observe.counting_cpu import make_counter
 from calibrate.observe.observer import check_totals, observations_of
 from calibrate.samples.batches import Batch
@@ -232,7 +233,14 @@ class AbsmaxCounter:
     def __init__(self, slots: int) -> None:
         self._largest = torch.zeros(slots, dtype=torch.bfloat16, device="cuda")
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         largest = self._largest[slot]
         torch.maximum(largest, x.abs().amax(), out=largest)
 
@@ -244,6 +252,9 @@ class AbsmaxCounter:
 
     def counts(self) -> NDArray[np.int64]:
         return np.zeros((len(self._largest), 1), np.int64)
+
+    def squares(self) -> dict[int, SumOfSquares]:
+        return {}
 
     def clear(self) -> None:
         self._largest.zero_()

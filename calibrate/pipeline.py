@@ -118,7 +118,11 @@ def _resumes(
     if options.restart or not options.progress.exists():
         return False
     identity = setting_identity(
-        inputs.plan.batches, dtype, device, queries=options.recipe.kv_cache == "e4m3"
+        inputs.plan.batches,
+        dtype,
+        device,
+        queries=options.recipe.kv_cache == "e4m3",
+        mean_squares=options.recipe.weighs_inputs,
     )
     reason = stale(options.progress / LAYERS, identity)
     if reason is None:
@@ -171,6 +175,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
             weights=job.weights.of(changed.checkpoint),
             chunks=len(plan.chunk_ends),
             queries=options.recipe.kv_cache == "e4m3",
+            mean_squares=options.recipe.weighs_inputs,
             spill=options.spill,
             journal=options.progress / LAYERS,
             restart=options.restart,
@@ -320,6 +325,7 @@ def _write(
         observed.histograms,
         solution.quantization.scales,
         golden,
+        mean_squares=observed.mean_squares,
         extra_files=report_files(report, solution.convergence, prediction) | changed.files,
         force=options.force,
     )

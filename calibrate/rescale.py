@@ -27,7 +27,12 @@ from calibrate.report.console import print_report
 from calibrate.report.document import build_report
 from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import check_alive, derive_scales
-from calibrate.scales.expert_fallback import MIN_TOKENS, fallback_warnings, with_fallback
+from calibrate.scales.expert_fallback import (
+    MIN_TOKENS,
+    fallback_warnings,
+    of_enough_tokens,
+    with_fallback,
+)
 from calibrate.simulate.predict import expected_divergence
 from calibrate.write_report import examined, keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
@@ -71,7 +76,8 @@ def rescale(
     experts = old_report.get("experts") or {}
     least = experts.get("min_tokens", MIN_TOKENS)
     counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
-    histograms = Histograms(counts, origin.observations)
+    mean_squares = of_enough_tokens(origin.mean_squares, experts)
+    histograms = Histograms(counts, origin.observations, mean_squares)
     check_alive(checkpoint, recipe, histograms)
     found = derive_scales(checkpoint, recipe, histograms, fitted, console=console)
 
@@ -94,6 +100,7 @@ def rescale(
         convergence=course,
         experts=experts or None,
         warnings=[
+            *_unweighted(origin, recipe),
             *(judged.warnings if judged else ()),
             *old_report.get("notes", fallback_warnings(experts)),
         ],
@@ -122,6 +129,7 @@ def rescale(
         origin.chunks,
         found.scales,
         origin.golden,
+        mean_squares=origin.mean_squares,
         extra_files=extra,
         force=force,
     )
@@ -136,6 +144,17 @@ def rescale(
         )
         print_report(console, report, page=out / "report.html")
     return written
+
+
+def _unweighted(origin: Calibration, recipe: Recipe) -> list[str]:
+    """Returns a warning if the recipe's 4-bit weights need mean squares that were not observed."""
+    if not recipe.weighs_inputs or origin.mean_squares:
+        return []
+    return [
+        f"{origin.path} has no mean squares of the linears' inputs, which a calibration for a 4-bit"
+        " recipe observes: the scales of 4-bit weights have the least error of the weights, not of"
+        f" the outputs; calibrate again with --recipe {recipe.name} for those"
+    ]
 
 
 def _as_calibrated(checkpoint: Checkpoint, origin: Calibration) -> Checkpoint:

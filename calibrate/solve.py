@@ -12,7 +12,7 @@ from calibrate.quality.gate import Outcome
 from calibrate.quality.measure import Bench, Measured, measure_gate, measure_model
 from calibrate.scales.convergence import Convergence, convergence
 from calibrate.scales.derive import Quantization, check_alive, derive_scales
-from calibrate.scales.expert_fallback import with_fallback
+from calibrate.scales.expert_fallback import of_enough_tokens, with_fallback
 
 __all__ = ["Solution", "solve"]
 
@@ -42,7 +42,8 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
     """
     options, checkpoint, recipe = job.options, changed.checkpoint, job.options.recipe
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
-    histograms = Histograms(counts, observed.observations)
+    mean_squares = of_enough_tokens(observed.mean_squares, experts)
+    histograms = Histograms(counts, observed.observations, mean_squares)
     check_alive(checkpoint, recipe, histograms)
     layers = job.weights if checkpoint.changes == job.checkpoint.changes else None
     found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers, job.console)

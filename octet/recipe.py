@@ -72,6 +72,11 @@ class TensorScheme(BaseModel):
         """True if one global scale per tensor scales the group scales."""
         return self.scale_format == "e4m3"
 
+    @property
+    def weighs_inputs(self) -> bool:
+        """True if the error of 4-bit weights is to be weighted by the squares of their inputs."""
+        return self.format == "e2m1" and self.method == "mse"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         grouped = self.granularity in ("block", "group")
@@ -148,6 +153,12 @@ class Recipe(BaseModel):
         """
         inputs = (self.activations, *(override.activations for override in self.overrides))
         return self.kv_cache == "e4m3" or any(not x.dynamic or x.two_level for x in inputs)
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """True if the scales of some weights depend on the mean squares of their inputs."""
+        weights = (self.weights, *(override.weights for override in self.overrides))
+        return any(scheme.weighs_inputs for scheme in weights)
 
     def excludes(self, module_name: str) -> bool:
         """Returns whether the linear of that full module name stays in full precision."""

@@ -30,23 +30,29 @@ def run_identity(
     device: torch.device,
     *,
     queries: bool = False,
+    mean_squares: bool = False,
 ) -> dict[str, str]:
     """Returns what the counts depend on, by name.
 
-    The recipe is not included, except whether `queries` are counted, nor is the number of
-    processes. Reads the whole checkpoint.
+    The recipe is not included, except whether `queries` are counted and `mean_squares` computed,
+    nor is the number of processes. Reads the whole checkpoint.
     """
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
     if checkpoint.changes is not None:
         model.update(sha256_file(checkpoint.changes.path).encode())
     return {
         "model": model.hexdigest(),
-        **setting_identity(batches, dtype, device, queries=queries),
+        **setting_identity(batches, dtype, device, queries=queries, mean_squares=mean_squares),
     }
 
 
 def setting_identity(
-    batches: Sequence[Batch], dtype: str, device: torch.device, *, queries: bool
+    batches: Sequence[Batch],
+    dtype: str,
+    device: torch.device,
+    *,
+    queries: bool,
+    mean_squares: bool,
 ) -> dict[str, str]:
     """Returns the part of `run_identity` that is known without reading the checkpoint."""
     import transformers
@@ -60,6 +66,8 @@ def setting_identity(
     }
     if queries:
         identity["observation of queries"] = "yes"
+    if mean_squares:
+        identity["observation of mean squares"] = "yes"
     if device.type == "cpu":
         identity[THREADS] = str(torch.get_num_threads())
         if dtype == "bfloat16":

@@ -2,7 +2,8 @@
 
     journal.json             what the counts depend on (`journal.identity`), but not the recipe;
                              and the directories that activations were written to
-    layer-003.safetensors    the counts of layer 3: the bins that occur (`artifacts.calibration`)
+    layer-003.safetensors    the counts of layer 3: the bins that occur (`artifacts.calibration`);
+                             and the mean squares of its inputs, if they were requested
     layer-003.json           the hash of that file; its arrival finishes the layer
     activations-003/         the output of layer 3, one file per batch; below `--spill`, if given
     kept.json                which layer's activations are complete, where, and their hashes
@@ -54,11 +55,12 @@ from octet.artifacts.calibration import StoredHistograms, pack_histogram
 from octet.errors import ArtifactError, CheckpointError
 from octet.hardware.cores import THREADS as OMP_THREADS
 from octet.model.checkpoint import sha256_file
-from octet.storage.tensors import TensorFile, write_tensors
+from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["Journal", "discard", "recorded_threads", "stale"]
 
 SCHEMA_VERSION = 2
+_SQUARES = ".mean_squares"  # suffix of an observation's name
 KEEP_EVERY_S = 30.0  # of work that a continued run may have to repeat
 
 
@@ -117,8 +119,13 @@ class Journal:
         """The layer that the kept activations enter; 0 if there are none."""
         return 0 if self._kept is None else int(self._kept["layer"]) + 1
 
-    def histograms(self, index: int, names: Sequence[str]) -> CompactCounts:
-        """Returns int64 [chunks, 32768] for each of a finished layer's tensors, on every rank."""
+    def counts(
+        self, index: int, names: Sequence[str]
+    ) -> tuple[CompactCounts, dict[str, NDArray[np.float32]]]:
+        """Returns int64 [chunks, 32768] for each of a finished layer's tensors, on every rank.
+
+        Also returns the mean squares of its inputs, float32 [K], if they were kept.
+        """
         return self._group.on_first(partial(self._read, index, names))
 
     def kept(self, model: LayeredModel, batches: Sequence[Batch]) -> ActivationFiles | None:
@@ -130,12 +137,18 @@ class Journal:
             self.path / self._kept["directory"], model, batches, expected=expected
         )
 
-    def commit(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> None:
-        """Finishes layer `index`; `histograms` are the sums of all ranks.
+    def commit(
+        self,
+        index: int,
+        histograms: Mapping[str, NDArray[np.int64]],
+        mean_squares: Mapping[str, NDArray[np.float32]],
+    ) -> None:
+        """Finishes layer `index`; `histograms` and `mean_squares` are those of all ranks.
 
         Raises ArtifactError if it cannot be written; earlier layers stay finished.
         """
-        self._records.append(self._group.on_first(partial(self._write, index, histograms)))
+        write = partial(self._write, index, histograms, mean_squares)
+        self._records.append(self._group.on_first(write))
 
     def due(self) -> bool:
         """Decides whether enough time has passed since activations were kept to do so again."""
@@ -204,7 +217,8 @@ class Journal:
         found, places = read_json(head), self._places()
         content = {"schema_version": SCHEMA_VERSION, "identity": dict(identity)}
         places |= set(found["activations"])
-        if len(places) > len(found["activations"]):
+        # A run for another recipe may observe less in the layers that are left: it says so.
+        if len(places) > len(found["activations"]) or found["identity"] != dict(identity):
             write_json(head, content | {"activations": sorted(places)})
         records: list[dict[str, Any]] = []
         while (record := self.path / f"layer-{len(records):03d}.json").exists():
@@ -218,7 +232,12 @@ class Journal:
             clear_activations(self.path / place, spared)
         return records, kept
 
-    def _write(self, index: int, histograms: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
+    def _write(
+        self,
+        index: int,
+        histograms: Mapping[str, NDArray[np.int64]],
+        mean_squares: Mapping[str, NDArray[np.float32]],
+    ) -> dict[str, Any]:
         path = self._layer(index)
         temporary = path.with_name(f"{path.name}.partial")
         try:
@@ -227,6 +246,7 @@ class Journal:
                 for name, counts in histograms.items()
                 for key, part in pack_histogram(name, counts)
             }
+            packed |= {name + _SQUARES: Tensor.of(means) for name, means in mean_squares.items()}
             write_tensors(temporary, packed)
             flush(temporary)
             record = {"histograms": sha256_file(temporary)}
@@ -238,21 +258,29 @@ class Journal:
             temporary.unlink(missing_ok=True)
         return record
 
-    def _read(self, index: int, names: Sequence[str]) -> CompactCounts:
+    def _read(
+        self, index: int, names: Sequence[str]
+    ) -> tuple[CompactCounts, dict[str, NDArray[np.float32]]]:
         path = self._layer(index)
         found = CompactCounts()
         try:
             if sha256_file(path) != self._records[index]["histograms"]:
                 raise altered(path)
-            stored = StoredHistograms(TensorFile.open(path), summed=False)
+            file = TensorFile.open(path)
+            stored = StoredHistograms(file, summed=False)
             found.update((name, stored[name]) for name in names)
+            squares = {
+                name: file.read(name + _SQUARES).float32()
+                for name in names
+                if name + _SQUARES in file.names
+            }
         except FileNotFoundError:
             raise altered(path) from None
         except OSError as error:
             raise unreadable(path, error) from None
         except (CheckpointError, KeyError):
             raise altered(path) from None
-        return found
+        return found, squares
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:03d}.safetensors"

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.observe.channel_squares import SumOfSquares
 from octet.artifacts.calibration import BINS
 
 __all__ = ["Uncounted"]
@@ -15,7 +16,14 @@ __all__ = ["Uncounted"]
 class Uncounted:
     """Counts nothing, so that a layer counted before runs as it did then, to the last bit."""
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         pass
 
     def beside(self) -> AbstractContextManager[None]:
@@ -26,6 +34,9 @@ class Uncounted:
 
     def counts(self) -> NDArray[np.int64]:
         return np.zeros((0, BINS), np.int64)  # it has no slots
+
+    def squares(self) -> dict[int, SumOfSquares]:
+        return {}
 
     def clear(self) -> None:
         pass

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.observe.channel_squares import ChannelSquares, SumOfSquares
 from octet.artifacts.calibration import BINS
 
 __all__ = ["Counter", "CpuCounter", "compiled", "inlined", "make_counter"]
@@ -57,11 +58,19 @@ _FIRST_SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # code of Inf;
 class Counter(Protocol):
     """int64 histograms of magnitude codes, one per slot, to which tensors are added."""
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         """Counts the first `lengths[b]` rows of each `x[b]`, `x` [B, T, ...]; all of x for None.
 
-        `x` is bfloat16, float16 or float32 (rounded to bfloat16) and need not be contiguous. The
-        work may still be running when this returns.
+        `x` is bfloat16, float16 or float32 (rounded to bfloat16) and need not be contiguous. With
+        `squares`, also sums the squares of each channel of these rows [K]. The work may still be
+        running when this returns.
         """
 
     def beside(self) -> AbstractContextManager[None]:
@@ -78,6 +87,9 @@ class Counter(Protocol):
 
     def counts(self) -> NDArray[np.int64]:
         """Returns int64 [slots, 32768], on the host, of everything added so far."""
+
+    def squares(self) -> dict[int, SumOfSquares]:
+        """Returns the sums of squares by slot."""
 
     def clear(self) -> None:
         """Zeros every slot."""
@@ -102,13 +114,23 @@ class CpuCounter:
     def __init__(self, slots: int, threads: int) -> None:
         self._counts = np.zeros((slots, BINS), np.int64)
         self._bad: set[int] = set()
+        self._squares = ChannelSquares()
         self._tables = np.zeros((threads, BINS * _LANES), np.uint32)
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "octet-count")
         for dtype in (torch.bfloat16, torch.float32):  # compiles, or loads, both kernels
             self._add(np.zeros(BINS, np.int64), torch.zeros(1, 1, 1, dtype=dtype), [1])
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         """See `Counter`; `x` is copied only if it is not contiguous."""
+        if squares:
+            self._squares.add(slot, x, lengths)
         if lengths is None:
             x, lengths = x.reshape(1, 1, -1), [1]
         first_special = _FIRST_SPECIAL.get(x.dtype, 0x7F80)
@@ -127,8 +149,12 @@ class CpuCounter:
     def counts(self) -> NDArray[np.int64]:
         return self._counts.copy()
 
+    def squares(self) -> dict[int, SumOfSquares]:
+        return self._squares.sums()
+
     def clear(self) -> None:
         self._counts[:] = 0
+        self._squares.clear()
         self._bad.clear()
 
     def close(self) -> None:

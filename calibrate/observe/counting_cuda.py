@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.observe.channel_squares import ChannelSquares, SumOfSquares
 from calibrate.observe.cuda_kernels import THREADS, Arguments, kernels_of
 from calibrate.observe.cuda_layout import VECTOR, Layout, batched, layout_of, pieces
 from octet.artifacts.calibration import BINS
@@ -38,6 +39,7 @@ class CudaCounter:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._kernels = kernels_of(index)
+        self._squares = ChannelSquares()
         try:
             self._counts = torch.zeros(slots, BINS, dtype=torch.int64, device=self.device)
             self._bad = torch.zeros(slots, dtype=torch.int32, device=self.device)
@@ -69,12 +71,21 @@ class CudaCounter:
             # Safe only now: the next block's work waits for the caller's stream, which has waited.
             self._held.clear()
 
-    def add(self, slot: int, x: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        slot: int,
+        x: torch.Tensor,
+        lengths: Sequence[int] | None = None,
+        *,
+        squares: bool = False,
+    ) -> None:
         """See `Counter`. `x` is copied only if its strides are neither rows nor heads of rows."""
         if x.device != self.device or x.dtype not in _FIRST_SPECIAL:
             raise TypeError(f"cannot count {x.dtype} on {x.device} with a counter on {self.device}")
         x = x.detach()
         with torch.cuda.device(self.device), self._stream(x):
+            if squares:
+                self._squares.add(slot, x, lengths)
             for piece, rows in pieces(*batched(x, lengths)):
                 layout = layout_of(piece, rows) or layout_of(piece.contiguous(), rows)
                 assert layout is not None  # contiguous elements are always read
@@ -112,7 +123,11 @@ class CudaCounter:
     def counts(self) -> NDArray[np.int64]:
         return self._counts.cpu().numpy()
 
+    def squares(self) -> dict[int, SumOfSquares]:
+        return self._squares.sums()
+
     def clear(self) -> None:
+        self._squares.clear()
         self._counts.zero_()
         self._bad.zero_()
 

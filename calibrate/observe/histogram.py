@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -22,11 +23,13 @@ CodeDtype = Literal["bfloat16", "float16"]
 class Histogram:
     """Counts by magnitude code (see `magnitudes`).
 
-    `counts` is int64[32768]; `counts[c]` elements have magnitude code c.
+    `counts` is int64[32768]; `counts[c]` elements have magnitude code c. `mean_squares`, float32
+    [K], are those of each channel, if they were observed.
     """
 
     counts: NDArray[np.int64]
     code_dtype: CodeDtype
+    mean_squares: NDArray[np.float32] | None = None
 
     @property
     def total(self) -> int:
@@ -75,18 +78,23 @@ class Histogram:
 class Histograms(Mapping[str, Histogram]):
     """The histogram of each of `observations`, over all samples, made on access.
 
-    `counts` are int64 [32768] or [chunks, 32768]. A model with experts has ten thousand histograms,
-    which are not in memory at once.
+    `counts` are int64 [32768] or [chunks, 32768]; `mean_squares` float32 [K] are of some. A model
+    with experts has ten thousand histograms, which are not in memory at once.
     """
 
     def __init__(
-        self, counts: Mapping[str, NDArray[np.int64]], observations: Mapping[str, Observation]
+        self,
+        counts: Mapping[str, NDArray[np.int64]],
+        observations: Mapping[str, Observation],
+        mean_squares: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
         self._counts, self._observations = counts, observations
+        self._mean_squares = mean_squares
 
     def __getitem__(self, name: str) -> Histogram:
         code_dtype = self._observations[name].code_dtype
-        return Histogram(self._counts[name].reshape(-1, BINS).sum(axis=0), code_dtype)
+        counts = self._counts[name].reshape(-1, BINS).sum(axis=0)
+        return Histogram(counts, code_dtype, self._mean_squares.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._observations)

@@ -87,6 +87,7 @@ class LayerObserver:
         self._slots = slots
         self._batch: Batch  # that is running
         self._real: torch.Tensor | None = None  # bool [B*T] of the batch, once needed
+        self._squares = False
         self._locating = False
         self._unchecked: Callable[[], None] | None = None  # of the last batch
 
@@ -110,14 +111,23 @@ class LayerObserver:
                 stack.enter_context(tap_queries(layer.self_attn, self._count_query(prefix)))
             yield
 
-    def run(self, batch: Batch, compute: Callable[[DynamicCache], torch.Tensor]) -> torch.Tensor:
+    def run(
+        self,
+        batch: Batch,
+        compute: Callable[[DynamicCache], torch.Tensor],
+        *,
+        squares: bool = False,
+    ) -> torch.Tensor:
         """Returns the result of `compute(cache)`, which passes `batch` through layers.
+
+        With `squares`, also sums the squares of each channel of the linears' inputs.
 
         Checks the batch before this one for NaN and Inf, so that a GPU computes while the host
         prepares more; call `check` after the last. `compute` must be repeatable until then, since
         it runs again to locate a NaN or Inf. Raises NumericsError naming the first tensor in which
         one was counted, and ConfigError if the GPU runs out of memory.
         """
+        self._squares = squares
         result = self._watched(batch, compute)
         bad = self.counter.bad()
         self.check()
@@ -169,7 +179,8 @@ class LayerObserver:
             rows = zip(self._batch.origins, x, self._batch.lengths, strict=True)
             require_finite(name, [(origin, row[:length]) for origin, row, length in rows])
         else:
-            self.counter.add(self._slots[name], x, self._batch.lengths)
+            squares = self._squares and name.endswith(".input")
+            self.counter.add(self._slots[name], x, self._batch.lengths, squares=squares)
 
     def count_rows(self, name: str, rows: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor:
         """Counts the `rows` [n, K] that are not padding, and returns `rows`; see `Tap`."""
@@ -187,7 +198,7 @@ class LayerObserver:
             found = [(origin, real[sample == i]) for i, origin in enumerate(batch.origins)]
             require_finite(name, [(origin, part) for origin, part in found if len(part)])
         else:
-            self.counter.add(self._slots[name], real, None)
+            self.counter.add(self._slots[name], real, None, squares=self._squares)
         return rows
 
     def count_cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from calibrate.journal.compact_counts import CompactCounts
 from calibrate.journal.distributed import Group, require_agreement
 from calibrate.journal.identity import arithmetic_of, run_identity
 from calibrate.journal.journal import Journal
+from calibrate.observe.channel_squares import SumOfSquares
 from calibrate.observe.counter import Uncounted
 from calibrate.observe.counting_cpu import Counter, make_counter
 from calibrate.observe.layer_observer import LayerObserver
@@ -49,7 +50,10 @@ from octet.progress import Spread
 
 __all__ = ["Observed", "observe_checkpoint"]
 
+MeanSquares: TypeAlias = dict[str, NDArray[np.float32]]  # float32 [K] by observation
+
 _AT_ONCE = 32  # tensors whose counts the ranks sum at once; a layer with experts has hundreds
+_SQUARED_EVERY = 4  # batches: a mean needs no more, and all would be read once more for it
 _USUAL_BINS = 4096  # that occur in a tensor: 32 octaves of BF16
 
 
@@ -58,12 +62,14 @@ class Observed:
     """The counts of a run.
 
     `histograms` hold int64 [chunks, 32768], the counts of each chunk of batches, for each of
-    `observations`. `facts` of the run are for the manifest.
+    `observations`. `facts` of the run are for the manifest. `mean_squares` hold float32 [K], those
+    of each channel of the linears' inputs that any token reached, if they were requested.
     """
 
     histograms: Mapping[str, NDArray[np.int64]]
     observations: dict[str, Observation]
     facts: dict[str, Any]
+    mean_squares: Mapping[str, NDArray[np.float32]]
 
 
 def observe_checkpoint(
@@ -75,6 +81,7 @@ def observe_checkpoint(
     weights: LayerWeights | None = None,
     chunks: int | None = None,
     queries: bool = False,
+    mean_squares: bool = False,
     spill: Path | None = None,
     journal: Path | None = None,
     restart: bool = False,
@@ -85,10 +92,11 @@ def observe_checkpoint(
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts activations.
 
     There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
-    requested. Activations are kept in memory, or in files in a directory of the run's own below
-    `spill`. The `journal` is a directory that holds every finished layer's counts, and from which a
-    run that was killed continues. The caller discards it (`calibrate.journal.journal.discard`) when
-    its own work is safe. A journal of another run raises ArtifactError, unless `restart` or `force`
+    requested; so are the `mean_squares` of the linears' inputs, computed from every fourth batch.
+    Activations are kept in memory, or in files in a directory of the run's own below `spill`. The
+    `journal` is a directory that holds every finished layer's counts, and from which a run that was
+    killed continues. The caller discards it (`calibrate.journal.journal.discard`) when its own work
+    is safe. A journal of another run raises ArtifactError, unless `restart` or `force`
     discards it. Each rank of `group` runs its share of the batches, and has the sums of all.
     `advance` is called with numbers of tokens as work is done, which add up to those of `batches`.
 
@@ -100,7 +108,9 @@ def observe_checkpoint(
     with ExitStack() as stack:
         opened: Journal | None = None
         if journal is not None or group.world > 1:
-            identity = run_identity(checkpoint, batches, dtype, device, queries=queries)
+            identity = run_identity(
+                checkpoint, batches, dtype, device, queries=queries, mean_squares=mean_squares
+            )
             require_agreement(group, identity)
             if journal is not None:
                 opened = Journal.open(
@@ -122,15 +132,16 @@ def observe_checkpoint(
             opened,
             group,
             advance,
+            mean_squares,
         )
-        histograms = sweep.run()
+        histograms, squares = sweep.run()
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
     facts = {
         **arithmetic_of(device),
         "processes": group.world,
         "batches": len(batches),
     }
-    return Observed(histograms, observations, facts)
+    return Observed(histograms, observations, facts, squares)
 
 
 class _Sweep:
@@ -148,7 +159,9 @@ class _Sweep:
         journal: Journal | None,
         group: Group,
         advance: Callable[[int], None],
+        squares: bool,
     ) -> None:
+        self._squares = squares
         self._checkpoint, self._spec = checkpoint, checkpoint.spec
         self._batches, self._chunks = batches, chunks
         self._mine = range(group.rank, len(batches), group.world)
@@ -160,17 +173,19 @@ class _Sweep:
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
         self._names = names  # of what is observed, layer by layer
 
-    def run(self) -> Mapping[str, NDArray[np.int64]]:
-        """Returns int64 [chunks, 32768] of every observed tensor in order, summed over ranks."""
-        histograms = CompactCounts()
+    def run(self) -> tuple[Mapping[str, NDArray[np.int64]], MeanSquares]:
+        """Returns the histograms and mean squares of every observed tensor, summed over ranks."""
+        histograms, squares = CompactCounts(), dict[str, NDArray[np.float32]]()
         journal, reached = self._journal, 0
         if journal is not None:
             self._finished, reached = journal.finished, journal.reached
             for index in range(self._finished):
-                histograms.update(journal.histograms(index, self._names[index]))
+                counts, means = journal.counts(index, self._names[index])
+                histograms.update(counts)
+                squares.update(means if self._squares else {})
             self._progress.step(self._finished * self._my_tokens)
             if self._finished == self._spec.layers:
-                return histograms
+                return histograms, squares
         self._check_space(reached)
         model = LayeredModel(self._checkpoint, self._dtype, self._device, self._weights)
         counter = make_counter(self._device, max(map(len, self._names)))
@@ -183,19 +198,20 @@ class _Sweep:
             for index, layer in model.sweep(reached):
                 leaving = self._leaving(index, model, memory)
                 counted = index >= self._finished
-                counts = self._together(
+                counts, means = self._together(
                     index, layer, model, counter if counted else Uncounted(), entering, leaving
                 )
                 if counted:
                     histograms.update(counts)
+                    squares.update(means)
                     if journal is not None:
-                        journal.commit(index, counts)
+                        journal.commit(index, counts, means)
                 if leaving is not None:
                     self._keep(index, model, leaving)
                     entering = leaving
         if journal is not None:
             journal.forget()
-        return histograms
+        return histograms, squares
 
     def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
         """Returns where activations are kept, or None if only in the journal's files."""
@@ -242,22 +258,22 @@ class _Sweep:
         counter: Counter,
         entering: Entering,
         leaving: Activations | None,
-    ) -> CompactCounts:
-        """Returns the counts of one layer over the batches of all ranks.
+    ) -> tuple[CompactCounts, MeanSquares]:
+        """Returns the counts and mean squares of one layer over the batches of all ranks.
 
         An error of any rank stops all.
         """
         slots = {name: slot for slot, name in enumerate(self._names[index])}
         observer = LayerObserver(self._spec, counter, slots)
 
-        def work() -> list[CompactCounts]:
+        def work() -> tuple[list[CompactCounts], dict[str, SumOfSquares]]:
             with observer.watching(layer, index):
                 return self._layer(model, observer, entering, leaving, list(slots))
 
-        chunks = self._group.attempt(work)
+        chunks, squares = self._group.attempt(work)
         summed = CompactCounts()
         if isinstance(counter, Uncounted):
-            return summed
+            return summed, {}
         for names in _batched(list(slots), _AT_ONCE):
             counts = np.zeros((len(names), self._chunks, BINS), np.int64)
             for chunk, found in enumerate(chunks):
@@ -265,7 +281,10 @@ class _Sweep:
                     if name in found:
                         counts[row, chunk] = found[name]
             summed.update(zip(names, self._group.sum(counts), strict=True))
-        return summed
+        total: dict[str, SumOfSquares] = {}
+        for part in self._group.gather(squares) if self._squares else ():
+            _add(total, part)
+        return summed, {name: total[name].mean() for name in slots if name in total}
 
     def _layer(
         self,
@@ -274,17 +293,20 @@ class _Sweep:
         entering: Entering,
         leaving: Activations | None,
         names: Sequence[str],
-    ) -> list[CompactCounts]:
+    ) -> tuple[list[CompactCounts], dict[str, SumOfSquares]]:
         """Runs one layer over the batches of this rank.
 
-        Returns the counts by name for each chunk, empty if they are not counted.
+        Returns the counts by name for each chunk, and the sums of squares; empty if not counted.
         """
         found = [CompactCounts() for _ in range(self._chunks)]
+        squares: dict[str, SumOfSquares] = {}
         counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
         for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
             batch = self._batches[index]
-            given = observer.run(batch, partial(model.forward, entering.read(index)))
+            compute = partial(model.forward, entering.read(index))
+            squared = self._squares and index % _SQUARED_EVERY == 0
+            given = observer.run(batch, compute, squares=squared)
             if leaving is not None:
                 leaving.write(index, given)
             last = following is None or self._batches[following].chunk != batch.chunk
@@ -294,9 +316,11 @@ class _Sweep:
                 continue
             if last:
                 found[batch.chunk].update(zip(names, observer.counter.counts(), strict=False))
+                sums = observer.counter.squares()
+                _add(squares, {names[slot]: part for slot, part in sums.items()})
                 observer.counter.clear()
             self._progress.step(batch.tokens)
-        return found
+        return found, squares
 
     def _check_space(self, reached: int) -> None:
         """Raises ArtifactError, on every rank, if rank 0's disk lacks space for the run."""
@@ -317,6 +341,11 @@ class _Sweep:
         counts = tensors * _USUAL_BINS * (2 + 4 * self._chunks)
         where = "write the output elsewhere"
         require_space(self._journal.path, counts, "keeping the counts", where)
+
+
+def _add(total: dict[str, SumOfSquares], part: Mapping[str, SumOfSquares]) -> None:
+    for name, sums in part.items():
+        total[name] = total[name] + sums if name in total else sums
 
 
 def _batched(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -18,6 +18,7 @@ from octet.artifacts.calibration import Observation
 from octet.errors import NumericsError
 from octet.hardware.cores import usable_cores
 from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity
 from octet.progress import progress_bar
@@ -88,7 +89,8 @@ def derive_scales(
 ) -> Quantization:
     """Derives every scale of the recipe; `fitted` ones, which an algorithm fitted to, stay.
 
-    `histograms` are by observation. The model does not run; each weight is read once or twice, or
+    `histograms` are by observation; 4-bit weights are weighted by the mean squares of those that
+    have them. The model does not run; each weight is read once or twice, or
     not at all if the GPU of `layers`, which are the checkpoint's, holds it.
     Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
     matches nothing; both name it.
@@ -100,7 +102,9 @@ def derive_scales(
         quantized = [name for name in checkpoint.spec.linear_names if recipe.scheme_of(name)]
         weights = {}
         with progress_bar(console, "Scales", len(quantized), "linears") as advance:
-            for name, weight in weight_scales(checkpoint, recipe, held):
+            for name, weight in weight_scales(
+                checkpoint, recipe, held, lambda linear: _mean_squares(histograms, linear)
+            ):
                 weights[name] = weight
                 advance(1)
         return weights
@@ -120,6 +124,13 @@ def derive_scales(
         if f"{name}.weight_scale" in fitted:
             weights[name] = _fitted_weight(checkpoint, recipe, name, scales)
     return Quantization(checkpoint, recipe, histograms, scales, weights)
+
+
+def _mean_squares(
+    histograms: Mapping[str, Histogram], linear: Linear
+) -> NDArray[np.float32] | None:
+    histogram = histograms.get(linear.input)
+    return None if histogram is None else histogram.mean_squares
 
 
 def _fitted_weight(

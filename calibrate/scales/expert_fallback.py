@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octet.model.spec import ModelSpec
 
-__all__ = ["MIN_TOKENS", "fallback_warnings", "with_fallback"]
+__all__ = ["MIN_TOKENS", "fallback_warnings", "of_enough_tokens", "with_fallback"]
 
 # After n tokens, the next of the same distribution exceeds the largest of them with probability
 # 1/(n + 1), whatever the distribution: after 256, 1 token in 257 saturates. The number is rather
@@ -22,6 +22,7 @@ __all__ = ["MIN_TOKENS", "fallback_warnings", "with_fallback"]
 MIN_TOKENS = 256
 _RULE = "the sum of the histograms of all experts of the same layer and projection"
 Counts: TypeAlias = NDArray[np.int64]
+MeanSquare: TypeAlias = NDArray[np.float32]  # [K]
 
 
 def with_fallback(
@@ -57,6 +58,22 @@ def with_fallback(
     facts = {"min_tokens": min_tokens, "rule": _RULE, "layers": layers, "fallback": fallback}
     # A ChainMap writes only to its first map, but its type requires all of them to be mutable.
     return ChainMap(filled, cast(dict[str, Counts], histograms)), facts
+
+
+def of_enough_tokens(
+    mean_squares: Mapping[str, MeanSquare], facts: Mapping[str, Any]
+) -> dict[str, MeanSquare]:
+    """Leaves out the inputs of experts that fell back: too few tokens say little of a channel.
+
+    `facts` are those of `with_fallback`. The scales of these experts' weights have the least error
+    of the weights themselves.
+    """
+    few = {item["name"] for item in facts.get("fallback", ())}
+    return {
+        name: means
+        for name, means in mean_squares.items()
+        if name.removesuffix(".input").rpartition(".")[0] not in few
+    }
 
 
 def fallback_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:

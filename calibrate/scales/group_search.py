@@ -1,14 +1,14 @@
 """Computes the exact squared error of scales on a weight's rows, and each group's best scale.
 
 The arithmetic is that of `octet.numerics.scaling`: divide the float32 magnitude by the scale, round
-to nearest even, saturate, multiply by the scale. Differences are squared and summed in float64,
-always in the same order, so that results depend neither on threads nor on the CPU.
+to nearest even, saturate, multiply by the scale. Differences are squared, multiplied by the weight
+of their column (1 for plain squared error) and summed in float64, always in the same order, so that
+results depend neither on threads nor on the CPU.
 
 `best_scales` returns the result of an exhaustive search, but skips candidates that cannot win. With
 e the least error so far, a candidate c and all beyond it lose if
 
-- going down, the largest magnitude alone, which saturates, costs e: (amax - max·c)² grows as c
-  falls;
+- going down, the elements that saturate cost e: (x - max·c)² of each grows as c falls;
 - going up, the elements that become zero cost e: an element that is zero at c is zero at any larger
   scale, and its error is its square;
 - going up among powers of two, c is not the first that saturates nothing: every value of 2c's grid
@@ -70,6 +70,7 @@ def _load(
 @inlined
 def _errors(
     magnitudes: NDArray[np.float32],
+    importance: NDArray[np.float64],
     scale: np.float32,
     e2m1: bool,
     squares: NDArray[np.float64],
@@ -82,7 +83,7 @@ def _errors(
             magnitude = magnitudes[block * _BLOCK + k]
             rounded = _round(magnitude / scale, e2m1)
             difference = np.float64(magnitude) - np.float64(rounded * scale)
-            square = difference * difference
+            square = difference * difference * importance[block * _BLOCK + k]
             squares[k] = square
             squares[_BLOCK + k] = square if rounded == np.float32(0) else 0.0
         for k in range(_BLOCK):
@@ -90,6 +91,24 @@ def _errors(
         for k in range(_BLOCK):
             lost += squares[_BLOCK + k]
     return error, lost
+
+
+@inlined
+def _saturated(
+    magnitudes: NDArray[np.float32],
+    importance: NDArray[np.float64],
+    limit: np.float32,
+    squares: NDArray[np.float64],
+) -> float:
+    """Returns the error of the elements above `limit`, the largest value of a scale's grid."""
+    error = 0.0
+    for block in range(magnitudes.size // _BLOCK):
+        for k in range(_BLOCK):
+            beyond = np.float64(max(magnitudes[block * _BLOCK + k], limit)) - np.float64(limit)
+            squares[k] = beyond * beyond * importance[block * _BLOCK + k]
+        for k in range(_BLOCK):
+            error += squares[k]
+    return error
 
 
 @compiled
@@ -106,18 +125,20 @@ def tile_errors(
     `x` is [n, K]; T tiles of `columns` elements make up a row.
     """
     magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    equal = np.ones(magnitudes.size)
     squares = np.empty(2 * _BLOCK)
     for n in range(x.shape[0]):
         for t in range(scales.shape[2]):
             _load(x[n], t * columns, min((t + 1) * columns, x.shape[1]), magnitudes)
             for c in range(scales.shape[0]):
                 scale = scales[c, n // rows, t]
-                errors[c, n, t] = _errors(magnitudes, scale, e2m1, squares)[0]
+                errors[c, n, t] = _errors(magnitudes, equal, scale, e2m1, squares)[0]
 
 
 @compiled
 def best_scales(
     x: NDArray[np.float32],
+    importance: NDArray[np.float64],
     columns: int,
     candidates: NDArray[np.float32],
     powers: bool,
@@ -127,11 +148,13 @@ def best_scales(
 ) -> None:
     """Fills `best` [n, T] with the index of each group's best candidate; -1 if all are zero.
 
-    `x` is [n, K] in groups of `columns`. `candidates` [C] ascend; with `powers` they are powers of
-    two. Of equal candidates, the one tried first wins: from the least that saturates nothing
-    upwards, then downwards. `errors` [n] receives each row's error at its best scales.
+    `x` is [n, K] in groups of `columns`; `importance` [K] multiplies the squared errors of its
+    columns. `candidates` [C] ascend; with `powers` they are powers of two. Of equal candidates, the
+    one tried first wins: from the least that saturates nothing upwards, then downwards. `errors`
+    [n] receives each row's error at its best scales.
     """
     magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
+    weights = np.zeros(magnitudes.size)
     squares = np.empty(2 * _BLOCK)
     largest = np.float32(6) if e2m1 else np.float32(448)
     last = candidates.size - 1
@@ -139,10 +162,12 @@ def best_scales(
         errors[n] = 0.0
         for t in range(best.shape[1]):
             start = t * columns
-            amax = _load(x[n], start, min(start + columns, x.shape[1]), magnitudes)
+            stop = min(start + columns, x.shape[1])
+            amax = _load(x[n], start, stop, magnitudes)
             if amax == np.float32(0):
                 best[n, t] = -1
                 continue
+            weights[: stop - start] = importance[start:stop]
             low = 0
             first = last  # becomes the least whose largest value is not below amax
             while low < first:
@@ -153,17 +178,17 @@ def best_scales(
                     low = middle + 1
             least = np.inf
             for c in range(first, first + 1 if powers else last + 1):
-                error, lost = _errors(magnitudes, candidates[c], e2m1, squares)
+                error, lost = _errors(magnitudes, weights, candidates[c], e2m1, squares)
                 if error < least:
                     least = error
                     best[n, t] = c
                 if lost >= least:
                     break
             for c in range(first - 1, -1, -1):
-                beyond = np.float64(amax) - np.float64(largest * candidates[c])
-                if beyond * beyond >= least:
+                limit = largest * candidates[c]
+                if _saturated(magnitudes, weights, limit, squares) >= least:
                     break
-                error = _errors(magnitudes, candidates[c], e2m1, squares)[0]
+                error = _errors(magnitudes, weights, candidates[c], e2m1, squares)[0]
                 if error < least:
                     least = error
                     best[n, t] = c

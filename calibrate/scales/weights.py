@@ -4,11 +4,13 @@
 |----------|-------------------------------------------------------------------------------------|
 | max      | maps its largest magnitude to the largest value of the format, as ModelOpt does     |
 | mse      | float32: the best of 32 multiples of that, 16 an octave. E8M0: the best power of    |
-|          | two. E4M3 (NVFP4): the best of all 126 values                                       |
+|          | two. E4M3 (NVFP4): the best of all 126 values. E2M1 elements: of the output's error |
 | four_six | NVFP4: maps it to 6 or to 4, whichever errs less (arXiv 2512.02010)                 |
 
-The best is that of least squared error, computed exactly, without sampling. A tile of zeros has
-scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
+The best is that of least squared error, computed exactly. For E2M1, whose error is large, the
+squared errors of column j are multiplied by the mean square of its input, E[x_j²], if calibration
+observed it: the expected error of the output (see `calibrate.observe.channel_squares`). A tile of
+zeros has scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
 """
 
 import os
@@ -33,7 +35,7 @@ from octet.numerics.scaling import Granularity
 from octet.recipe import Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
-__all__ = ["Held", "WeightScale", "scale_of_weight", "weight_scales"]
+__all__ = ["Held", "MeanSquares", "WeightScale", "scale_of_weight", "weight_scales"]
 
 # Multiples of the absmax scale that `mse` tries for float32 scales, 16 per octave: the grid's phase
 # repeats every octave, and a weight's distribution has no tail worth clipping by more than half.
@@ -45,10 +47,13 @@ _MULTIPLES = tuple(2.0 ** (-step / 16) for step in range(-15, 17))
 # all would gain 0.006 dB more on the example model (benchmarks/fp4_weights.py).
 _LARGEST_SCALE = {"max": E4M3.max, "four_six": 256.0, "mse": 256.0}
 
+_LEAST_IMPORTANCE = 1e-8  # of a column, relative to the mean
 _SLAB = 1 << 19  # float32 elements of a weight at a time, per thread
 
 R = TypeVar("R")
 Held: TypeAlias = Callable[[str], torch.Tensor | None]  # a weight by name, if a GPU holds it
+# float32 [K], the mean square of each channel of a linear's input, if it is known
+MeanSquares: TypeAlias = Callable[[Linear], Float32Array | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,10 @@ class WeightScale:
 
 
 def weight_scales(
-    checkpoint: Checkpoint, recipe: Recipe, held: Held = lambda name: None
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    held: Held = lambda name: None,
+    mean_squares: MeanSquares = lambda linear: None,
 ) -> Iterator[tuple[str, WeightScale]]:
     """Yields each quantized linear's name and scale.
 
@@ -75,12 +83,13 @@ def weight_scales(
     """
     with ThreadPoolExecutor(_cores(), "octet-weights") as pool:
         for scheme, linears in _fused(checkpoint.spec, recipe):
-            names = [f"{linear.name}.weight" for linear in linears]
             weights: list[_Weight | HeldWeight] = []
-            for name in names:
+            for linear in linears:
+                name = f"{linear.name}.weight"
                 values = held(name) if scheme.method == "max" else None
                 if values is None:
-                    weights.append(_Weight(name, checkpoint.read(name), scheme, pool))
+                    known = mean_squares(linear) if scheme.weighs_inputs else None
+                    weights.append(_Weight(name, checkpoint.read(name), scheme, pool, known))
                 else:
                     weights.append(HeldWeight(name, values, scheme))
             for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
@@ -110,7 +119,12 @@ class _Weight:
     """One weight [N, K] under a scheme, read slab by slab."""
 
     def __init__(
-        self, name: str, tensor: Tensor, scheme: TensorScheme, pool: ThreadPoolExecutor
+        self,
+        name: str,
+        tensor: Tensor,
+        scheme: TensorScheme,
+        pool: ThreadPoolExecutor,
+        mean_squares: Float32Array | None = None,
     ) -> None:
         self.name = name
         self.granularity = Granularity.of(scheme.granularity, scheme.group_size)
@@ -119,6 +133,7 @@ class _Weight:
         self._pool = pool
         self.columns = self.granularity.columns or tensor.shape[1]  # of a tile
         self.scale_shape = self.granularity.scale_shape(tensor.shape)
+        self._importance = _importance(mean_squares, tensor.shape[1])
 
     @cached_property
     def tile_absmax(self) -> Float32Array:
@@ -161,16 +176,21 @@ class _Weight:
     def sweep(
         self, candidates: Float32Array, *, powers: bool
     ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-        """Returns each group's best candidate index, -1 if all zero, and the errors of the rows."""
+        """Returns each group's best candidate index, -1 if all zero, and plain errors."""
 
         def of(part: slice, x: Float32Array) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
             best = np.empty((len(x), self.scale_shape[1]), np.int16)
             errors = np.empty(len(x))
-            best_scales(x, self.columns, candidates, powers, self.e2m1, best, errors)
+            best_scales(
+                x, self._importance, self.columns, candidates, powers, self.e2m1, best, errors
+            )
             return best, errors
 
         parts = self._map(of)
-        return np.concatenate([best for best, _ in parts]), np.concatenate([e for _, e in parts])
+        best = np.concatenate([best for best, _ in parts])
+        if (self._importance != 1).any():
+            return best, self.errors(candidates[np.maximum(best, 0)][None])[0]
+        return best, np.concatenate([errors for _, errors in parts])
 
     def _map(self, function: Callable[[slice, Float32Array], R]) -> list[R]:
         """Calls `function(rows, x[rows])` on every slab of whole tiles; results in order."""
@@ -268,6 +288,17 @@ def _two_level(amax: Float32Array, shared: Float32Array, target: float) -> Float
     """Computes E4M3(amax / (target * global)), at least 2^-9 as in ModelOpt: no group is lost."""
     scale = amax / (np.float32(target) * shared)
     return formats.round_to(np.maximum(scale, np.float32(microscaling.LEAST_E4M3)), E4M3)
+
+
+def _importance(mean_squares: Float32Array | None, columns: int) -> NDArray[np.float64]:
+    """Returns what multiplies the squared errors of each column [K]; 1 if nothing is known.
+
+    Columns whose input was always zero count a little, and the same.
+    """
+    if mean_squares is None or not np.isfinite(mean_squares).all() or not mean_squares.any():
+        return np.ones(columns)
+    known = mean_squares.astype(np.float64)
+    return np.asarray(known + _LEAST_IMPORTANCE * known.mean())
 
 
 def _cores() -> int:

@@ -3,6 +3,7 @@
 manifest.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
 observations.json        the tensor that each histogram describes, and its consumer modules
 histograms.safetensors   for each observed tensor, the bins that occur and their counts
+mean_squares.safetensors float32 [K] of each channel of linears' inputs; for 4-bit recipes only
 scales.safetensors       float32, multipliers: real = stored * scale [* global scale]
 golden.json              GoldenSet
 weights.safetensors      the tensors that an algorithm such as SmoothQuant changed, if any
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
+MEAN_SQUARES_FILE = "mean_squares.safetensors"
 WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
 BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
 
@@ -98,6 +101,14 @@ class Calibration:
         """
         return StoredHistograms(TensorFile.open(self.path / "histograms.safetensors"), summed=False)
 
+    @cached_property
+    def mean_squares(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Mean square of each channel of linears' inputs, by observation; {} if not observed."""
+        if MEAN_SQUARES_FILE not in self.manifest.files:
+            return {}
+        file = TensorFile.open(self.path / MEAN_SQUARES_FILE)
+        return {name: file.read(name).float32() for name in file.names}
+
     def cache_scale(self, attention: str, which: str, kv_cache: KvCacheDtype) -> float | None:
         """Returns the scale of queries ("q"), keys ("k") or values ("v") for a `kv_cache` cache.
 
@@ -151,12 +162,14 @@ class Calibration:
         scales: Mapping[str, npt.NDArray[np.float32]],
         golden: GoldenSet,
         *,
+        mean_squares: Mapping[str, npt.NDArray[np.float32]] = MappingProxyType({}),
         extra_files: Mapping[str, Content] | None = None,
         force: bool = False,
     ) -> Self:
         """Writes the directory atomically.
 
-        `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart.
+        `histograms` are int64[32768], or [chunks, 32768] where spans of samples are kept apart;
+        `mean_squares` are float32[K].
         `extra_files` are written beside the others, by name.
         """
         with write_artifact(path, force=force, kind="calibration") as writer:
@@ -178,6 +191,11 @@ class Calibration:
                 writer.path / "scales.safetensors",
                 {name: Tensor.of(np.asarray(scale)) for name, scale in scales.items()},
             )
+            if mean_squares:
+                write_tensors(
+                    writer.path / MEAN_SQUARES_FILE,
+                    {name: Tensor.of(means) for name, means in mean_squares.items()},
+                )
             golden.save(writer.path)
             for name, content in (extra_files or {}).items():
                 if isinstance(content, Path):

@@ -54,7 +54,8 @@ def batches_from(samples: Path, count: int, tokenizer: Any) -> list[Batch]:
 
 
 def run(model: Path, journal: Path | None = None, *, count: int = 5, **settings: Any) -> Observed:
-    """The histograms of `batches_of(count)` with one thread."""
+    """The histograms and mean squares of `batches_of(count)` with one thread."""
+    settings.setdefault("mean_squares", True)
     torch.set_num_threads(1)
     checkpoint, batches = Checkpoint.open(model), batches_of(count)
     return observe_checkpoint(checkpoint, batches, dtype=DTYPE, journal=journal, **settings)
@@ -85,7 +86,9 @@ def with_code(model: Path, path: Path, name: str, index: Any, code: int) -> Chec
 
 
 def save_counts(path: Path, observed: Observed) -> None:
-    write_tensors(path, {name: Tensor.of(x) for name, x in observed.histograms.items()})
+    counts = {name: Tensor.of(x) for name, x in observed.histograms.items()}
+    means = {f"{name}.means": Tensor.of(x) for name, x in observed.mean_squares.items()}
+    write_tensors(path, counts | means)
 
 
 @torch.inference_mode()
@@ -157,3 +160,6 @@ def assert_same_counts(one: Observed, other: Observed) -> None:
     assert list(one.histograms) == list(other.histograms)
     for name, counts in one.histograms.items():
         np.testing.assert_array_equal(counts, other.histograms[name], err_msg=name)
+    assert list(one.mean_squares) == list(other.mean_squares)
+    for name, means in one.mean_squares.items():
+        np.testing.assert_array_equal(means, other.mean_squares[name], err_msg=name)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from calibrate.decoder.experts import Tap, expert_weights, tap_experts
 from calibrate.samples.batches import Batch
-from calibrate.scales.expert_fallback import fallback_warnings, with_fallback
+from calibrate.scales.expert_fallback import fallback_warnings, of_enough_tokens, with_fallback
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
@@ -283,6 +283,9 @@ def test_an_expert_hardly_used_takes_the_sum_of_all(moe: Checkpoint, chunks: int
     assert list(filled) == list(histograms)
     assert all(filled[name] is histograms[name] for name in filled if name not in taken)
     assert histograms[f"{names[0]}.{spec.expert_projections[0]}.input"].sum() == 0
+    inputs = {linear.input: np.ones(3, np.float32) for linear in spec.linears()}
+    left_out = inputs.keys() - of_enough_tokens(inputs, facts).keys()
+    assert left_out == taken
     (warning,) = fallback_warnings(facts)
     assert f"2 of {2 * spec.experts} experts saw fewer than 100 tokens" in warning
     assert f"{names[0]} (0), {names[1]} (99);" in warning
@@ -291,6 +294,8 @@ def test_an_expert_hardly_used_takes_the_sum_of_all(moe: Checkpoint, chunks: int
 def test_a_model_without_experts_has_no_facts(checkpoint: Checkpoint) -> None:
     histograms = drawn(checkpoint.spec, {})
     filled, facts = with_fallback(checkpoint.spec, histograms)
+    means = {"model.layers.0.mlp.down_proj.input": np.ones(3, np.float32)}
+    assert of_enough_tokens(means, facts) == means
     assert filled is histograms and facts == {} and fallback_warnings(facts) == ()
 
 

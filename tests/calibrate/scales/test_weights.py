@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from calibrate.scales import weights as module
 from calibrate.scales.group_search import best_scales, tile_errors
-from calibrate.scales.weights import WeightScale, weight_scales
+from calibrate.scales.weights import MeanSquares, WeightScale, weight_scales
 from octet.errors import NumericsError
 from octet.model.checkpoint import Checkpoint
+from octet.model.spec import Linear
 from octet.numerics import formats, scaling
 from octet.numerics.formats import E2M1, E4M3, Format
 from octet.numerics.microscaling import combined
@@ -158,7 +159,7 @@ def _check_against_every_candidate(
 ) -> None:
     tiles = -(-x.shape[1] // columns)
     best, errors = np.empty((len(x), tiles), np.int16), np.empty(len(x))
-    best_scales(x, columns, candidates, powers, fmt is E2M1, best, errors)
+    best_scales(x, np.ones(x.shape[1]), columns, candidates, powers, fmt is E2M1, best, errors)
     least = exhaustive(x, columns, candidates, fmt is E2M1)
     chosen = np.empty((1, len(x), tiles))
     scale = np.where(best < 0, np.float32(1), candidates[best])
@@ -167,6 +168,118 @@ def _check_against_every_candidate(
     np.testing.assert_allclose(errors, least.sum(axis=1), rtol=1e-12)
     zero = np.maximum.reduceat(np.abs(x), np.arange(0, x.shape[1], columns), axis=1) == 0
     assert ((best < 0) == zero).all()
+
+
+# Weighted by the inputs
+
+
+@pytest.mark.parametrize("powers", [True, False], ids=["e8m0", "e4m3"])
+@pytest.mark.parametrize("columns", [16, 32, 7])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0], ids=lambda spread: f"10^{spread:g}")
+def test_no_candidate_has_a_smaller_weighted_error(
+    powers: bool, columns: int, spread: float
+) -> None:
+    """Brute force: every candidate's error of every element, weighted by its column."""
+    x, rng = groups_of_every_kind(), np.random.default_rng(1)
+    importance = 10.0 ** rng.uniform(-spread, spread, x.shape[1])
+    importance[3] = 1e-30
+    candidates = POWERS if powers else formats.grid(E4M3)[1:] * np.float32(0.003)
+    starts = np.arange(0, x.shape[1], columns)
+    best, errors = np.empty((len(x), len(starts)), np.int16), np.empty(len(x))
+    best_scales(x, importance, columns, candidates, powers, True, best, errors)
+
+    elements = np.empty((len(candidates), *x.shape))
+    every = np.broadcast_to(candidates[:, None, None], elements.shape).copy()
+    tile_errors(x, every, 1, 1, True, elements)
+    weighted = np.add.reduceat(elements * importance, starts, axis=2)  # [C, n, T]
+    chosen = np.take_along_axis(weighted, np.maximum(best, 0)[None], axis=0)[0]
+    chosen[best < 0] = 0.0
+    least = np.where(best < 0, 0.0, weighted.min(axis=0))
+    np.testing.assert_allclose(chosen, least, rtol=1e-12)
+    np.testing.assert_allclose(errors, least.sum(axis=1), rtol=1e-12)
+
+
+NAME = "model.layers.1.mlp.up_proj"
+
+
+def with_outliers(checkpoint: Checkpoint) -> NDArray[np.float32]:
+    """Mean squares [K] of an input with a large channel in every second group of 16."""
+    columns = stored(checkpoint, NAME).shape[1]
+    means = np.random.default_rng(0).uniform(0.5, 2.0, columns).astype(np.float32)
+    means[::32] *= 4096
+    return means
+
+
+def reading(means: NDArray[np.float32]) -> MeanSquares:
+    """These are of what NAME reads, as the linear fused with it does; others are not known."""
+    fused = (NAME, NAME.replace("up_proj", "gate_proj"))
+    return lambda linear: means if linear.name in fused else None
+
+
+@pytest.mark.parametrize("preset", ["nvfp4", "mxfp4"])
+def test_scales_for_the_inputs_lower_the_error_of_the_output(
+    checkpoint: Checkpoint, preset: str
+) -> None:
+    """Expected and real, of inputs drawn with those mean squares."""
+    means = with_outliers(checkpoint)
+    plain = scales_by(checkpoint, preset, "mse")[NAME]
+    found = dict(weight_scales(checkpoint, PRESETS[preset], mean_squares=reading(means)))
+    weight, ours = stored(checkpoint, NAME), found[NAME]
+    inputs = np.random.default_rng(1).standard_normal((4000, len(means))) * np.sqrt(means)
+    errors = [noise(weight, scale, preset) for scale in (ours, plain)]
+    expected = [float((error**2 @ means.astype(np.float64)).sum()) for error in errors]
+    real = [float(((inputs @ error.T) ** 2).sum() / len(inputs)) for error in errors]
+    print(f"{preset}: the error is {expected[0] / expected[1]:.3f} of that of plain scales")
+    assert expected[0] < 0.9 * expected[1] and real[0] < 0.9 * real[1]
+    assert real[0] == pytest.approx(expected[0], rel=0.1)
+    # The SQNR stays that of the weight itself, of which the plain scales are the best.
+    signal = float((weight.astype(np.float64) ** 2).sum())
+    assert ours.sqnr_db == pytest.approx(10 * np.log10(signal / (errors[0] ** 2).sum()), abs=1e-6)
+    assert ours.sqnr_db < plain.sqnr_db
+    if preset == "nvfp4":  # gate and up are fused
+        gate = found[NAME.replace("up_proj", "gate_proj")]
+        assert ours.global_scale == gate.global_scale == plain.global_scale
+
+
+@pytest.mark.parametrize(
+    "means",
+    [np.full(256, 0.3), np.zeros(256), np.full(256, np.inf)],
+    ids=["equal", "dead", "overflown"],
+)
+def test_inputs_that_say_nothing_leave_the_plain_scales(
+    checkpoint: Checkpoint, means: NDArray[np.float64]
+) -> None:
+    assert stored(checkpoint, NAME).shape[1] == len(means)
+    plain = scales_by(checkpoint, "nvfp4", "mse")[NAME]
+    given = reading(means.astype(np.float32))
+    found = dict(weight_scales(checkpoint, PRESETS["nvfp4"], mean_squares=given))[NAME]
+    np.testing.assert_array_equal(found.scale, plain.scale)
+
+
+def test_a_channel_that_was_never_used_keeps_its_weights(checkpoint: Checkpoint) -> None:
+    """Groups of dead channels have the scales of least error, as without inputs."""
+    means = np.ones(256, np.float32)
+    means[:64] = 0
+    plain = scales_by(checkpoint, "nvfp4", "mse")[NAME]
+    found = dict(weight_scales(checkpoint, PRESETS["nvfp4"], mean_squares=reading(means)))[NAME]
+    np.testing.assert_array_equal(found.scale, plain.scale)
+
+
+@pytest.mark.parametrize(
+    ("preset", "method"),
+    [(name, "mse") for name in PRESETS if not name.endswith("fp4")]
+    + [("nvfp4", "max"), ("nvfp4", "four_six"), ("mxfp4", "max")],
+)
+def test_other_formats_and_methods_ignore_the_inputs(
+    checkpoint: Checkpoint, preset: str, method: str
+) -> None:
+    def refuse(linear: Linear) -> NDArray[np.float32]:
+        raise AssertionError(linear.name)
+
+    plain = scales_by(checkpoint, preset, method)
+    for name, found in weight_scales(checkpoint, by(preset, method), mean_squares=refuse):
+        np.testing.assert_array_equal(found.scale, plain[name].scale)
+        assert found.sqnr_db == plain[name].sqnr_db
 
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=format_id)

@@ -44,7 +44,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
     counts, experts = with_fallback(checkpoint.spec, observed.histograms)
     histograms = Histograms(counts, observed.observations)
     check_alive(checkpoint, recipe, histograms)
-    layers = job.weights if checkpoint.changes == job.checkpoint.changes else None
+    layers = job.weights if checkpoint == job.checkpoint else None
     found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers, job.console)
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None

@@ -124,7 +124,7 @@ class Checkpoint:
         return stored.times_power(self.powers[name]) if name in self.powers else stored
 
     def stored(self, name: str) -> Tensor:
-        """Returns a tensor before folding, which keeps its dtype and shape, as a view of the file."""
+        """Returns a tensor before folding, in the same dtype and shape: a view of the file."""
         return self._file_of(name).read(name)
 
     def read_into(self, name: str, buffer: memoryview) -> None:

@@ -89,7 +89,10 @@ class Manifest(BaseModel):
         for name, kind in _KINDS.items():
             if not isinstance(details.get(name), (kind, type(None))):
                 raise ValueError(f"{name} is of another kind")
-        TypeAdapter(Folds).validate_python(details.get("folded", {}))
+        try:
+            TypeAdapter(Folds).validate_python(details.get("folded", {}))
+        except ValidationError:
+            raise ValueError("folded is no power of two of each layer's K and V") from None
         return details
 
     @property

@@ -199,7 +199,7 @@ def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedM
         details=changed.details | {"folded": folding.folds},
         warnings=warnings,
     )
-    counts = shifted(checkpoint.spec, folding.folds, observed.histograms, observations)
+    counts = shifted(folding.folds, observed.histograms, observations)
     return changed, replace(observed, histograms=counts)
 
 

@@ -10,10 +10,9 @@ Where `kv_scale` is not 1, K or V is multiplied by a power of two:
 `octet.model.folding` defines what is multiplied; the calibration's own checkpoint stays as it is.
 """
 
-from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,19 +76,32 @@ def find_folds(
 
 
 def shifted(
-    spec: ModelSpec,
     folds: Folds,
     counts: Mapping[str, Counts],
     observations: Mapping[str, Observation],
 ) -> Mapping[str, Counts]:
-    """Returns the `counts`, [32768] or [chunks, 32768], of the folded model: a view of them."""
-    moved = {
-        name: _times_power(counts[name], observations[name].code_dtype, power)
-        for name, power in _powers_of_observations(folds)
-        if name in observations
-    }
-    # A ChainMap writes only to its first map, but its type requires all of them to be mutable.
-    return ChainMap(moved, cast(dict[str, Counts], counts)) if moved else counts
+    """Returns the `counts`, [32768] or [chunks, 32768], of the folded model; made on access."""
+    powers = dict(_powers_of_observations(folds))
+    return _Shifted(counts, observations, powers) if powers else counts
+
+
+@dataclass(frozen=True)
+class _Shifted(Mapping[str, Counts]):
+    counts: Mapping[str, Counts]
+    observations: Mapping[str, Observation]
+    powers: Mapping[str, int]
+
+    def __getitem__(self, name: str) -> Counts:
+        found = self.counts[name]
+        if name not in self.powers:
+            return found
+        return _times_power(found, self.observations[name].code_dtype, self.powers[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
 
 
 def _power(histogram: Histogram) -> int:

@@ -26,7 +26,7 @@ __all__ = ["LARGEST_POWER", "Folds", "Kind", "describe_folds", "powers_of"]
 
 LARGEST_POWER = 126  # 2^126 and 2^-126 are both normal float32 values
 Kind: TypeAlias = Literal["k", "v"]
-Power: TypeAlias = Annotated[int, Field(ge=-LARGEST_POWER, le=LARGEST_POWER)]
+Power: TypeAlias = Annotated[int, Field(strict=True, ge=-LARGEST_POWER, le=LARGEST_POWER)]
 # Module name of a decoder layer -> the power of two that K or V was multiplied by.
 Folds: TypeAlias = dict[str, dict[Kind, Power]]
 

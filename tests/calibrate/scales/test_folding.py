@@ -84,7 +84,7 @@ def test_a_cache_that_needs_scales_is_folded_until_it_needs_none(
     seen = observe_checkpoint(unusual, [batch], dtype="float32", queries=True)
     found = find_folds(unusual, seen.histograms, seen.observations)
     assert not found.refused and found.folds.keys() == {"model.layers.0"}
-    counts = shifted(unusual.spec, found.folds, seen.histograms, seen.observations)
+    counts = shifted(found.folds, seen.histograms, seen.observations)
 
     folded = unusual.with_folds(found.folds)
     again = observe_checkpoint(folded, [batch], dtype="float32", queries=True)
@@ -104,7 +104,7 @@ def test_a_cache_that_needs_scales_is_folded_until_it_needs_none(
 def test_a_usual_model_is_left_alone(checkpoint: Checkpoint, batch: Batch) -> None:
     seen = observe_checkpoint(checkpoint, [batch], dtype="float32")
     assert find_folds(checkpoint, seen.histograms, seen.observations) == Folding({})
-    assert shifted(checkpoint.spec, {}, seen.histograms, seen.observations) is seen.histograms
+    assert shifted({}, seen.histograms, seen.observations) is seen.histograms
 
 
 def seen_keys(value: float, name: str = f"{ATTENTION}.key") -> dict[str, Any]:

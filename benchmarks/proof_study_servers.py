@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 from proof_study_pool import ask, make_pool, save_answers
@@ -117,24 +118,30 @@ def make_checkpoints(directory: Path) -> None:
 
 
 def _export(model: Path, directory: Path, name: str) -> None:
+    """Calibrates and exports with the cache's scales, as before they were folded into the weights.
+
+    Their loss is one of the faults that the study is about.
+    """
     from calibrate.options import Options
     from calibrate.pipeline import run
+    from calibrate.scales.folding import Folding
     from export.checkpoint.write import export_checkpoint
     from octet.recipe import PRESETS
 
     calibration = directory / f"{name}-cal"
     if not calibration.exists():
-        run(
-            Options(
-                model=model,
-                samples=SAMPLES / "calibration.jsonl",
-                out=calibration,
-                recipe=PRESETS["fp8"],
-                held_out=SAMPLES / "heldout.jsonl",
-                count=CALIBRATION_SAMPLES,
-                predict=False,
+        with patch("calibrate.pipeline.find_folds", lambda *_: Folding({})):
+            run(
+                Options(
+                    model=model,
+                    samples=SAMPLES / "calibration.jsonl",
+                    out=calibration,
+                    recipe=PRESETS["fp8"],
+                    held_out=SAMPLES / "heldout.jsonl",
+                    count=CALIBRATION_SAMPLES,
+                    predict=False,
+                )
             )
-        )
     if not (directory / name).exists():
         export_checkpoint(calibration, directory / name)
 

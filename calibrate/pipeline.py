@@ -29,6 +29,7 @@ from calibrate.report.console import print_report
 from calibrate.report.document import Report
 from calibrate.samples.inputs import Inputs, read_inputs
 from calibrate.scales.derive import check_finite
+from calibrate.scales.folding import find_folds, shifted
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
 from calibrate.write_report import PAGE, examined, keep_evidence, report_files, report_on
@@ -37,6 +38,7 @@ from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
 from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError, ConfigError, GateError
+from octet.model.folding import describe_folds
 from octet.progress import progress_bar
 
 __all__ = ["run"]
@@ -68,6 +70,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
         changed, observed, seconds = _observe(job)
+        changed, observed = _fold(job, changed, observed)
         steps = _steps(job)
         golden, solved = _solve(job, changed, observed, steps)
         prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
@@ -186,6 +189,26 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
     return changed, observed, time.perf_counter() - started
 
 
+def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedModel, Observed]:
+    """Folds what cache scales there are into the weights; everything after sees that model."""
+    checkpoint, observations = changed.checkpoint, observed.observations
+    find = partial(find_folds, checkpoint, observed.histograms, observations, changed.scales)
+    folding = job.group.on_first(find)
+    warnings = (*changed.warnings, *folding.refused)
+    if not folding.folds:
+        return replace(changed, warnings=warnings), observed
+    for line in describe_folds(checkpoint.spec, folding.folds):
+        _say(job.console, line)
+    changed = replace(
+        changed,
+        checkpoint=checkpoint.with_folds(folding.folds),
+        details=changed.details | {"folded": folding.folds},
+        warnings=warnings,
+    )
+    counts = shifted(folding.folds, observed.histograms, observations)
+    return changed, replace(observed, histograms=counts)
+
+
 def _steps(job: Job) -> Steps:
     """Returns what keeps finished steps until the artifact is written."""
     directory = job.options.progress / "steps"
@@ -215,7 +238,7 @@ def _solve(
         if group.rank != 0:
             return golden, None
         solution = solve(job, changed, observed, steps)
-        return golden, (solution, report_on(job, solution, observed))
+        return golden, (solution, report_on(job, changed, solution, observed))
 
     golden, solved = group.attempt(work)
     if group.world > 1 and not kept:

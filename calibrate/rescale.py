@@ -160,8 +160,7 @@ def _unweighted(origin: Calibration, recipe: Recipe) -> list[str]:
 def _as_calibrated(checkpoint: Checkpoint, origin: Calibration) -> Checkpoint:
     """Verifies the calibrated checkpoint, and returns it with the calibration's changed weights."""
     origin.manifest.model.require(checkpoint)
-    changed = origin.path / WEIGHTS_FILE
-    return checkpoint.with_changes(changed) if changed.exists() else checkpoint
+    return origin.applied_to(checkpoint)
 
 
 def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:

@@ -45,7 +45,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
     mean_squares = of_enough_tokens(observed.mean_squares, experts)
     histograms = Histograms(counts, observed.observations, mean_squares)
     check_alive(checkpoint, recipe, histograms)
-    layers = job.weights if checkpoint.changes == job.checkpoint.changes else None
+    layers = job.weights if checkpoint == job.checkpoint else None
     found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers, job.console)
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None

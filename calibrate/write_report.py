@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.algorithms.apply import ChangedModel
 from calibrate.job import Job
 from calibrate.observe.sweep import Observed
 from calibrate.quality.gate import Outcome
@@ -23,6 +24,7 @@ from octet.artifacts.coverage import coverage
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
+from octet.model.folding import describe_folds
 from octet.storage.tensors import Tensor, write_tensors
 
 __all__ = ["PAGE", "examined", "keep_evidence", "report_files", "report_on"]
@@ -30,9 +32,10 @@ __all__ = ["PAGE", "examined", "keep_evidence", "report_files", "report_on"]
 PAGE = "report.html"
 
 
-def report_on(job: Job, solution: Solution, observed: Observed) -> Report:
+def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Observed) -> Report:
     """Builds the report on a calibration."""
     plan, gate = job.inputs.plan, solution.gate
+    lines = describe_folds(job.checkpoint.spec, changed.details.get("folded", {}))
     return build_report(
         solution.quantization,
         observed.observations,
@@ -46,6 +49,7 @@ def report_on(job: Job, solution: Solution, observed: Observed) -> Report:
         experts=solution.experts,
         warnings=[
             *(gate.warnings if gate else ()),
+            *changed.warnings,
             *job.checkpoint.warnings,
             *job.inputs.warnings,
             *fallback_warnings(solution.experts or {}),
@@ -54,6 +58,7 @@ def report_on(job: Job, solution: Solution, observed: Observed) -> Report:
             "compute_dtype": job.dtype,
             **observed.facts,
             **plan.facts,
+            **({"folded": lines} if lines else {}),
             **(gate.facts if gate else {}),
         },
     )

@@ -67,9 +67,12 @@ class Source:
         stamps |= _stamps(where, (*identity.files, *identity.tokenizer))
         checkpoint = Checkpoint.open(where)
         opened.manifest.model.require(checkpoint, shards=shards)
-        if (calibration / WEIGHTS_FILE).exists():
-            checkpoint = checkpoint.with_changes(calibration / WEIGHTS_FILE)
-        source = cls(opened, checkpoint, kv_cache or opened.manifest.recipe.kv_cache, stamps)
+        source = cls(
+            opened,
+            opened.applied_to(checkpoint),
+            kv_cache or opened.manifest.recipe.kv_cache,
+            stamps,
+        )
         source._check_scales()
         _ = opened.golden  # copied to every export, and refused here if it is not one
         return source
@@ -140,7 +143,7 @@ class Source:
 
     def stored_nbytes(self) -> int:
         """Returns the bytes of all tensors, with codes and scales in place of quantized weights."""
-        read = self.checkpoint.read  # memory-mapped: no page is loaded
+        read = self.checkpoint.stored  # memory-mapped: no page is loaded
         total = sum(read(name).codes.nbytes for name in self.checkpoint.tensor_names)
         for linear in self.quantized_linears().values():
             schemes = self.schemes(linear)
@@ -183,7 +186,7 @@ class Source:
         left out if the export is not `quantized`.
         """
         warnings = [*self.checkpoint.warnings, *details.get("warnings", ())]
-        details = details | self._algorithm() | ({"warnings": warnings} if warnings else {})
+        details = details | self._changes() | ({"warnings": warnings} if warnings else {})
         origin = self.calibration.manifest
         return Manifest(
             kind=kind,
@@ -195,13 +198,16 @@ class Source:
             software=software("numpy", *packages),
         )
 
-    def _algorithm(self) -> dict[str, Any]:
-        """Names the algorithm that changed weights before quantization, if one did.
+    def _changes(self) -> dict[str, Any]:
+        """Names what changed weights before quantization: an algorithm, and folded cache scales.
 
         The exported weights are then not the original model's.
         """
-        found = self.calibration.manifest.details.get("algorithm")
-        return {"algorithm": found["name"]} if isinstance(found, dict) and "name" in found else {}
+        origin = self.calibration.manifest
+        found, changes = origin.details.get("algorithm"), dict[str, Any]()
+        if isinstance(found, dict) and "name" in found:
+            changes["algorithm"] = found["name"]
+        return changes | ({"folded": origin.folds} if origin.folds else {})
 
     def _expected(self) -> dict[str, Any]:
         """Returns the expected cost in nats, by serving path with this cache; {} if unpredicted."""

@@ -24,6 +24,7 @@ from rich.console import Console
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import sha256_file
+from octet.model.folding import describe_folds
 from octet.progress import progress_bar
 from octet.proof.reference import load_proofs
 from verify.checks.calibration import verify_calibration
@@ -73,6 +74,7 @@ def verify(
         )
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)
+    found.notes.extend(describe_folds(manifest.model.spec, manifest.folds))
     original = find_original(manifest, model, calibration)
     _verify_kind(path, manifest, original, found, console)
     return found

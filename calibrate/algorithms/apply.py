@@ -34,13 +34,14 @@ class ChangedModel:
     """A checkpoint with the weights that an algorithm changed, if any.
 
     `scales` are those that the weights were fitted to; they must stay. `details` and `files` go
-    into the artifact.
+    into the artifact, `warnings` into its report.
     """
 
     checkpoint: Checkpoint
     scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def changed_model(

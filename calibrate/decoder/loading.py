@@ -39,7 +39,7 @@ def resolve_dtype(
     """
     if requested != "auto":
         return requested
-    stored = checkpoint.read(f"{next(checkpoint.spec.linears()).name}.weight").dtype
+    stored = checkpoint.stored(f"{next(checkpoint.spec.linears()).name}.weight").dtype
     return "bfloat16" if stored == "BF16" else "float32"
 
 
@@ -118,11 +118,9 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
 
 def apply_changes(model: Any, checkpoint: Checkpoint) -> None:
     """Copies the changed tensors of `checkpoint` into the loaded `model`."""
-    if checkpoint.changes is None:
-        return
     with torch.no_grad():
-        for name in checkpoint.changes.names:
-            changed = torch.from_numpy(checkpoint.changes.read(name).float32())
+        for name in checkpoint.changed:
+            changed = torch.from_numpy(checkpoint.read(name).float32())
             model.get_parameter(name).copy_(changed)
 
 

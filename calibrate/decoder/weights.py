@@ -65,7 +65,7 @@ class LayerWeights:
             [f"{spec.layer(index)}.{name}" for name in self._stored(index, torch.float32)]
             for index in range(spec.layers)
         ]
-        codes = [[checkpoint.read(name).codes for name in names] for names in self._names]
+        codes = [[checkpoint.stored(name).codes for name in names] for names in self._names]
         self._sizes = [sum(x.nbytes for x in layer) for layer in codes]
         self._values = sum(x.size for layer in codes for x in layer)
         self._held: dict[tuple[int, torch.dtype | None], dict[str, torch.Tensor]] = {}
@@ -138,7 +138,7 @@ class LayerWeights:
 
     def of(self, checkpoint: Checkpoint) -> "LayerWeights":
         """Returns these weights if they are `checkpoint`'s; else frees them and returns its own."""
-        if checkpoint.changes == self.checkpoint.changes:
+        if checkpoint == self.checkpoint:
             return self
         self.free()
         return LayerWeights(checkpoint, self.device, say=self._say)
@@ -218,7 +218,7 @@ class LayerWeights:
 
     def _copy(self, name: str) -> _Copied:
         """Reads a tensor into pinned memory, and starts to copy it to the GPU."""
-        pinned = empty_like_stored(self.checkpoint.read(name), pin=True)
+        pinned = empty_like_stored(self.checkpoint.stored(name), pin=True)
         self.checkpoint.read_into(name, pinned.reshape(-1).view(torch.uint8).numpy().data)
         with torch.cuda.stream(self._stream):
             copied = pinned.to(self.device, non_blocking=True)

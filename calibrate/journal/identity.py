@@ -9,7 +9,7 @@ import torch
 
 from calibrate.decoder.arithmetic import bf16_matmuls
 from calibrate.samples.batches import Batch
-from octet.model.checkpoint import Checkpoint, sha256_file
+from octet.model.checkpoint import Checkpoint
 
 __all__ = [
     "THREADS",
@@ -38,8 +38,7 @@ def run_identity(
     nor is the number of processes. Reads the whole checkpoint.
     """
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
-    if checkpoint.changes is not None:
-        model.update(sha256_file(checkpoint.changes.path).encode())
+    model.update(checkpoint.changes_digest.encode())
     return {
         "model": model.hexdigest(),
         **setting_identity(batches, dtype, device, queries=queries, mean_squares=mean_squares),

@@ -131,7 +131,7 @@ class PromptCost:
         before = [original.embed(batch.token_ids) for batch in batches]
         now: list[list[Tensor] | None] = [None] * len(variants)
         model, plain = original, before
-        if self._checkpoint.changes is not None:  # an algorithm changed the weights
+        if self._checkpoint.changed:  # by an algorithm, or by folding
             model = LayeredModel(self._checkpoint, "float32", self._device)
             plain = [model.embed(batch.token_ids) for batch in batches]
         for pairs in zip(*(m.sweep() for m in dict.fromkeys((original, model))), strict=True):

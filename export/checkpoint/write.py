@@ -44,7 +44,14 @@ from octet.model.chat_template import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
 from octet.storage.files import Digest
-from octet.storage.tensors import PendingTensor, TensorFile, pending, tensors_nbytes, write_tensors
+from octet.storage.tensors import (
+    PendingTensor,
+    Tensor,
+    TensorFile,
+    pending,
+    tensors_nbytes,
+    write_tensors,
+)
 
 __all__ = ["CheckpointFormat", "ShardReader", "export_checkpoint"]
 
@@ -235,8 +242,7 @@ def _write_shard(
 
 def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
     """Returns `tensors` fed by `reader`, so that each tensor of an unchanged shard is read once."""
-    stored, changes = set(reader.shard.names), source.checkpoint.changes
-    changed = set(changes.names) if changes is not None else set()
+    stored, changed = set(reader.shard.names), source.checkpoint.changed
     found: Tensors = {}
     for name, tensor in tensors.items():
         weight = f"{name.rpartition('.')[0]}.weight"  # `name` may end in weight_packed
@@ -272,9 +278,18 @@ def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
         if name in quantized:
             tensors |= layout.linear(source, quantized[name])
         else:
-            tensors[name] = source.checkpoint.read(name)
+            tensors[name] = _copied(source, name)
         tensors |= cache_scales.get(name, {})
     return tensors
+
+
+def _copied(source: Source, name: str) -> Tensor | PendingTensor:
+    """Returns a tensor that is not quantized; one that is folded is in memory only when written."""
+    stored = source.checkpoint.stored(name)
+    if name not in source.checkpoint.powers:
+        return stored
+    read = source.checkpoint.read
+    return PendingTensor(stored.dtype, stored.shape, lambda: read(name).codes)
 
 
 def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:

@@ -150,11 +150,19 @@ def check_groups(source: Source) -> None:
 
 def add_stored(graph: Graph, source: Source, name: str) -> str:
     """Adds a checkpoint tensor in its own dtype, bit for bit."""
-    tensor = source.checkpoint.read(name)
+    tensor = source.checkpoint.stored(name)
     kind = _STORED.get(tensor.dtype)
     if kind is None:
         raise UnsupportedError(f"{name} is stored as {tensor.dtype}; known: {', '.join(_STORED)}")
-    return graph.weight(Weight(name, kind, tensor.shape, tensor.codes.nbytes, lambda: tensor.codes))
+    return graph.weight(
+        Weight(
+            name,
+            kind,
+            tensor.shape,
+            tensor.codes.nbytes,
+            lambda: source.checkpoint.read(name).codes,
+        )
+    )
 
 
 def stored_weight(graph: Graph, source: Source, name: str, compute: int) -> str:

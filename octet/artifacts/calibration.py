@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
 from octet.errors import ArtifactError
+from octet.model.checkpoint import Checkpoint
 from octet.recipe import KvCacheDtype
 from octet.storage.files import read_json
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
@@ -125,6 +126,12 @@ class Calibration:
                 " calibrate again"
             )
         return None if scale is None else float(scale)
+
+    def applied_to(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns the checkpoint with the weights that were calibrated: changed, and folded."""
+        if (self.path / WEIGHTS_FILE).is_file():
+            checkpoint = checkpoint.with_changes(self.path / WEIGHTS_FILE)
+        return checkpoint.with_folds(self.manifest.folds)
 
     @cached_property
     def golden(self) -> GoldenSet:

@@ -17,10 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from octet.artifacts.provenance import ModelIdentity, SampleSet
 from octet.errors import ArtifactError, OctetError
+from octet.model.folding import Folds
 from octet.recipe import Recipe
 from octet.storage.files import read_json, refuse_newer, sha256_file
 
@@ -83,7 +91,17 @@ class Manifest(BaseModel):
         for name, kind in _KINDS.items():
             if not isinstance(details.get(name), (kind, type(None))):
                 raise ValueError(f"{name} is of another kind")
+        try:
+            TypeAdapter(Folds).validate_python(details.get("folded", {}))
+        except ValidationError:
+            raise ValueError("folded is no power of two of each layer's K and V") from None
         return details
+
+    @property
+    def folds(self) -> Folds:
+        """The powers of two that were folded into the weights in place of cache scales."""
+        folds: Folds = self.details.get("folded", {})
+        return folds
 
     # The hash of the file as read: it may have fewer fields than this release's Manifest.
     recorded_identity: str | None = Field(default=None, exclude=True)

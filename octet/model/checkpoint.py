@@ -1,15 +1,20 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
 
+import json
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from octet.errors import CheckpointError, UnsupportedError
 from octet.hardware.cores import usable_cores
+from octet.model.folding import Folds, powers_of
 from octet.model.not_a_checkpoint import (
     explain_file,
     explain_missing,
@@ -47,6 +52,8 @@ class Checkpoint:
     spec: ModelSpec
     shards: tuple[TensorFile, ...]
     changes: TensorFile | None = None  # tensors that replace those of the shards
+    # Power of two that a tensor is multiplied by when it is read, see `octet.model.folding`.
+    powers: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -93,17 +100,40 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
         return replace(self, changes=changes)
 
+    def with_folds(self, folds: Folds) -> Self:
+        """Returns this checkpoint with powers of two folded into its attention's tensors."""
+        return replace(self, powers=powers_of(self.spec, folds, self.tensor_names))
+
     def unchanged(self) -> Self:
         """Returns this checkpoint with its own tensors only."""
-        return replace(self, changes=None)
+        return replace(self, changes=None, powers={})
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the tensors that are not as the shards hold them."""
+        return frozenset((*(self.changes.names if self.changes is not None else ()), *self.powers))
+
+    @property
+    def changes_digest(self) -> str:
+        """Identifies the changes; empty without any."""
+        own = sha256_file(self.changes.path) if self.changes is not None else ""
+        return own + (json.dumps(dict(self.powers), sort_keys=True) if self.powers else "")
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor by name, as a view of the mapped file."""
+        """Returns a tensor by name: a view of the mapped file, or a copy if it was folded."""
+        stored = self.stored(name)
+        return stored.times_power(self.powers[name]) if name in self.powers else stored
+
+    def stored(self, name: str) -> Tensor:
+        """Returns a tensor before folding, in the same dtype and shape: a view of the file."""
         return self._file_of(name).read(name)
 
     def read_into(self, name: str, buffer: memoryview) -> None:
         """Reads the bytes of a tensor into `buffer`; for reading with several threads."""
-        self._file_of(name).read_into(name, buffer)
+        if name in self.powers:
+            buffer[:] = np.ascontiguousarray(self.read(name).codes).reshape(-1).view(np.uint8).data
+        else:
+            self._file_of(name).read_into(name, buffer)
 
     def _file_of(self, name: str) -> TensorFile:
         if self.changes is not None and name in self.changes.names:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from octet.errors import CheckpointError
 from octet.numerics import formats
-from octet.numerics.bits import bf16_to_float32
+from octet.numerics.bits import bf16_to_float32, float32_to_bf16
 from octet.storage.files import file_digests, open_file
 from octet.storage.tensor_header import CONTAINERS, Entry, encode_header, nbytes_of, read_header
 
@@ -61,6 +61,24 @@ class Tensor:
                 return formats.decode(self.codes, formats.E8M0)
             case _:
                 return self.codes.astype(np.float32)
+
+    def times_power(self, power: int) -> "Tensor":
+        """Returns 2^power times a tensor of a floating dtype that is not quantized, in its dtype.
+
+        Exact if `holds_power`; otherwise rounded, or infinite.
+        """
+        if self.dtype == "F64":
+            return Tensor("F64", self.codes * 2.0**power)
+        with np.errstate(over="ignore", under="ignore"):
+            values = self.float32() * np.float32(2.0**power)
+            if self.dtype == "BF16":
+                return Tensor("BF16", float32_to_bf16(values))
+            return Tensor(self.dtype, values.astype(self.codes.dtype))
+
+    def holds_power(self, power: int) -> bool:
+        """Returns whether every element times 2^power is in the range of the dtype, to the bit."""
+        back = self.times_power(power).times_power(-power)
+        return np.array_equal(back.codes, self.codes)
 
     @classmethod
     def of(cls, array: npt.NDArray[Any]) -> Self:

@@ -25,10 +25,13 @@ from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
+from octet.storage.tensors import TensorFile
 from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import ServerFailed, VllmServer, cpu_flags
+from tests.integration.test_verify_url import verify
 from tests.plain_divergence import plain_divergence
+from tests.proof_servers import scale_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -176,6 +179,38 @@ def test_it_serves_what_was_predicted(
     if case.recipe and not AMX:  # both operands in FP8: it is no weight-only product
         assert "Selected ChannelWiseTorchFP8ScaledMMLinearKernel" in log.read_text()
     assert expected.holds(kl)
+
+
+@pytest.mark.parametrize("exponent", [-16, 14], ids=["small", "large"])
+def test_keys_that_fit_no_cache_are_folded_and_proven(exponent: int, directory: Path) -> None:
+    """Without a scale in the checkpoint, which other versions of vLLM would lose."""
+    model = scale_keys(EXAMPLE / "model", directory / f"keys{exponent}", exponent)
+    samples = EXAMPLE / "samples"
+    found = run(
+        Options(
+            model=model,
+            samples=samples / "calibration.jsonl",
+            out=directory / f"calibration of keys{exponent}",
+            recipe=PRESETS["fp8"],
+            held_out=samples / "heldout.jsonl",
+            count=128,
+        )
+    )
+    assert found is not None and found.manifest.folds
+    case = Case("fp8", "e5m2")
+    checkpoint = directory / f"checkpoint of keys{exponent}"
+    export_checkpoint(found.path, checkpoint)
+    names = TensorFile.open(checkpoint / "model.safetensors").names
+    assert not [name for name in names if name.endswith(("k_scale", "v_scale"))]
+    expected = predicted(case, checkpoint, found)
+    server = VllmServer(model=checkpoint, log=directory / f"keys{exponent}.log", ready_seconds=400)
+    with server:
+        kl = measured(server, found.golden)
+        code, report = verify(server.url, "--golden", checkpoint)
+    print(f"\nkeys times 2^{exponent}: {kl:.5f} nats; predicted {expected.mean:.5f}", end="")
+    print(f" ({expected.low:.5f} to {expected.high:.5f})")
+    assert expected.holds(kl)
+    assert code == 0, report
 
 
 def test_another_path_is_told_apart(calibration: Calibration) -> None:

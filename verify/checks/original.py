@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.calibration import Calibration
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, CheckpointError
 from octet.model.checkpoint import Checkpoint
@@ -21,11 +21,6 @@ class Original:
 
     checkpoint: Checkpoint
     calibration: Calibration | None = None
-
-    @property
-    def changed(self) -> bool:
-        """True if an algorithm such as GPTQ changed weights before they were quantized."""
-        return self.checkpoint.changes is not None
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,8 +79,9 @@ def find_original(
         _require(manifest, checkpoint)
     if opened is not None:
         opened.manifest.model.require(checkpoint)
-        if (opened.path / WEIGHTS_FILE).is_file():
-            checkpoint = checkpoint.with_changes(opened.path / WEIGHTS_FILE)
+        checkpoint = opened.applied_to(checkpoint)
+    elif manifest is not None:
+        checkpoint = checkpoint.with_folds(manifest.folds)
     return Original(checkpoint, opened)
 
 

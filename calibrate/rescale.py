@@ -110,6 +110,7 @@ def rescale(
         prediction = expected_divergence(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
+    predicted["predicted"] = prediction is not None
     if prediction is not None:
         report = replace(report, expected=prediction.expected)
     extra = report_files(report, course, prediction)

@@ -186,6 +186,7 @@ class Source:
         warnings = [*self.checkpoint.warnings, *details.get("warnings", ())]
         details = details | self._algorithm() | ({"warnings": warnings} if warnings else {})
         origin = self.calibration.manifest
+        details["predicted"] = origin.predicted
         return Manifest(
             kind=kind,
             model=origin.model,

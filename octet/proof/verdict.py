@@ -8,9 +8,10 @@ from octet.artifacts.serving_path import ServingPath
 from octet.proof.causes import Cause
 from octet.proof.divergence import Measure
 
-__all__ = ["Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
+__all__ = ["WEAK", "Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
 
 Outcome = Literal["as_expected", "better", "worse", "inconclusive"]
+WEAK = "weakly proven: a fault that costs less than the bound would not show"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,17 @@ class Verdict:
     ranking: tuple[Score, ...]  # likeliest first
     hidden: tuple[str, ...]  # scenarios that this test cannot distinguish from a conforming server
     reason: str  # one line: measured and expected divergence, likely cause, remedy
+    bound: float | None = None  # nats, if nothing else was there to judge by
+
+    @property
+    def weak(self) -> bool:
+        """Returns whether it is as expected by a bound alone: smaller faults would not show."""
+        return self.outcome == "as_expected" and self.bound is not None
 
     def as_json(self) -> dict[str, Any]:
         """Returns all fields, in JSON's types."""
         path = None if self.path is None else self.path.label
-        data: dict[str, Any] = _finite({**asdict(self), "path": path})
+        data: dict[str, Any] = _finite({**asdict(self), "path": path, "weak": self.weak})
         return data
 
 

@@ -9,13 +9,15 @@ from typing import Any, Literal, TypeAlias
 from octet.proof.causes import Cause
 from octet.proof.verdict import Verdict
 
-__all__ = ["MemberProof", "ProofState", "measured"]
+__all__ = ["PROVEN", "MemberProof", "ProofState", "measured", "proven_by"]
 
 # unproven: not probed yet, or not since it came back; or no verdict was possible so far
 # proven:   its log-probabilities match its declared configuration
+# weakly_proven: they are within a bound, which is all that they can be compared with
 # admitted: it returns no log-probabilities, and the configuration lets it serve all the same
 # refused:  its log-probabilities, or its engine's report, contradict its declared configuration
-ProofState: TypeAlias = Literal["unproven", "proven", "admitted", "refused"]
+ProofState: TypeAlias = Literal["unproven", "proven", "weakly_proven", "admitted", "refused"]
+PROVEN: tuple[ProofState, ...] = ("proven", "weakly_proven")
 
 
 class MemberProof:
@@ -42,12 +44,12 @@ class MemberProof:
     @property
     def admits(self) -> bool:
         """Returns whether the backend may serve."""
-        return self.state in ("proven", "admitted")
+        return self.state in (*PROVEN, "admitted")
 
     @property
     def measured_kl(self) -> float | None:
         """Returns the upper bound of the divergence, in nats (95 % confidence); None: unknown."""
-        if self.state != "proven" or self.verdict is None:
+        if self.state not in PROVEN or self.verdict is None:
             return None
         nats = self.verdict.measure.kl_high
         return nats if math.isfinite(nats) else None
@@ -92,6 +94,11 @@ class MemberProof:
             "last_took_s": round(self.seconds, 3),
             "next_in_s": round(due_in_s, 1),
         }
+
+
+def proven_by(verdict: Verdict) -> ProofState:
+    """Returns the state of a backend that passed with `verdict`."""
+    return "weakly_proven" if verdict.weak else "proven"
 
 
 def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, Any]:

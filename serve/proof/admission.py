@@ -15,7 +15,7 @@ from octet.proof.causes import Cause
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
-from serve.members.proof_state import ProofState
+from serve.members.proof_state import ProofState, proven_by
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
 
@@ -87,7 +87,7 @@ async def examine(
             return Examined("refused", reason, verdict.outcome, verdict, known)
         enough = number == len(parts) or not suspected
         if verdict.outcome == "as_expected" and enough and not missing:
-            return Examined("proven", reason, verdict.outcome, verdict, known)
+            return Examined(proven_by(verdict), reason, verdict.outcome, verdict, known)
     reason = "; ".join(notes) if missing or not responses else ""
     reason = reason or (verdict.reason if verdict else "it has answered nothing")
     return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))

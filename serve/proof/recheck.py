@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
-from serve.members.proof_state import ProofState
+from serve.members.proof_state import ProofState, proven_by
 from serve.proof.admission import WRONG, Examined
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
@@ -60,7 +60,7 @@ class Rounds:
             silent: ProofState = "refused" if self._known else "admitted"
             return Examined(silent, "it returns no log-probabilities", "no_logprobs")
         verdict = await self._judge(probed.responses)
-        state: ProofState = "refused" if verdict.outcome in WRONG else "proven"
+        state = "refused" if verdict.outcome in WRONG else proven_by(verdict)
         return Examined(state, verdict.reason, verdict.outcome, verdict)
 
     async def _judge(self, responses: Sequence[Response]) -> Verdict:

@@ -83,7 +83,17 @@ def test_without_simulations_a_bound_is_what_there_is(verify: Verify, tmp_path: 
     proofs = write_proofs(tmp_path / "plain", scenarios=False)
     with serving(served(HONEST)) as server:
         code, out, _ = verify(server.url, "--golden", proofs)
-    assert code == 0 and "against a bound of 0.1" in words(out)
+        assert code == 3 and "against a bound of 0.1" in words(out)
+        assert out.splitlines()[-1].endswith(
+            "weakly proven: a fault that costs less than the bound would not show"
+        )
+        code, out, _ = verify(server.url, "--golden", proofs, "--json")
+        found = json.loads(out)
+        assert (code, found["exit_code"], found["verdict"]["weak"]) == (3, 3, True)
+    with serving(served(WORSE * 3)) as server:
+        assert verify(server.url, "--golden", proofs)[0] == 1
+    with serving(served(HONEST, server=vllm("fp8_e4m3"))) as server:
+        assert verify(server.url, "--golden", proofs)[0] == 1
 
 
 def test_any_other_server_names_tokens_by_text(verify: Verify, proofs: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from octet.artifacts.scenarios import Fault, Scenario
 from octet.artifacts.serving_path import ServingPath
 
-__all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "partly_wrong"]
+__all__ = ["ANOTHER_MODEL", "CLOSER", "Cause", "cause_of", "no_distribution", "partly_wrong"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ CLOSER = Cause(
     "closer",
     "are closer to the unquantized model than this artifact can be",
     "check which checkpoint the server loaded, and whether its quantization and its cache's are on",
-)
-NO_DISTRIBUTION = Cause(
-    "no_distribution",
-    "are no log-probabilities: NaN, above 0, or of probabilities that exceed 1 together",
-    "look for NaN in the server's logits: weights, scales or a cache that overflow, or a kernel",
 )
 _OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
 # kind -> sentence, remedy
@@ -83,6 +78,16 @@ def cause_of(scenario: Scenario, declared: ServingPath) -> Cause:
     if fault.kind == "kv_scales_swapped" and path.kv_cache != declared.kv_cache:
         return _path(path, declared)  # the artifact's own scales are in use
     return _fault(fault, path)
+
+
+def no_distribution(defect: str) -> Cause:
+    """Returns the cause when values are no log-probabilities; `defect` continues "they are"."""
+    return Cause(
+        "no_distribution",
+        f"are no log-probabilities: {defect}",
+        "look for NaN in the server's logits: weights or scales that are NaN (octet verify finds"
+        " them in the checkpoint), a cache that overflows, or a kernel",
+    )
 
 
 def partly_wrong(wrong: int, prompts: int, shortest: int, longest: int) -> Cause:

@@ -20,9 +20,9 @@ from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.proof.causes import (
     ANOTHER_MODEL,
     CLOSER,
-    NO_DISTRIBUTION,
     Cause,
     cause_of,
+    no_distribution,
     partly_wrong,
 )
 from octet.proof.declared import Declared
@@ -61,7 +61,7 @@ def judge(
     count = len(golden.records)
     responses = [x for x in last.values() if 0 <= x.record < count]
     measured = measure(golden, responses)
-    broken = sum(map(improper, responses))
+    broken = [defect for defect in map(improper, responses) if defect]
     if broken:
         return _without_distribution(measured, broken, len(responses))
     if not measured.prompts:
@@ -82,9 +82,11 @@ def judge(
     return verdict
 
 
-def _without_distribution(measured: Measure, broken: int, count: int) -> Verdict:
-    cause = NO_DISTRIBUTION
-    reason = f"worse than expected: of {broken} of {count} answers its numbers {cause.sentence}"
+def _without_distribution(measured: Measure, broken: Sequence[str], count: int) -> Verdict:
+    cause = no_distribution(broken[0])
+    reason = (
+        f"worse than expected: of {len(broken)} of {count} answers its numbers {cause.sentence}"
+    )
     reason += f": {cause.remedy}"
     return Verdict("worse", measured, None, None, cause, (), (), reason)
 

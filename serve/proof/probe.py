@@ -6,6 +6,7 @@ its kernels, and penalties that its model's own settings may add are off.
 """
 
 import asyncio
+import math
 import re
 import statistics
 import time
@@ -113,6 +114,8 @@ _LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
 _TOO_LONG = re.compile(
     r"maximum (context|model) length|context_length_exceeded|longer than the m|context of \d"
 )
+# Python's error for NaN and infinities in an answer: a server's JSON encoder raises it.
+_NO_JSON = re.compile(r"Out of range float values are not JSON compliant")
 
 
 async def probe(
@@ -195,14 +198,16 @@ class _Sender:
             self.tokens += prompt_tokens
             try:
                 deltas, end = await self._answer(request)
-            except RequestError as error:
+            except (BackendError, RequestError) as error:
+                if _NO_JSON.search(str(error)):
+                    return self._not_a_number(index)
+                if isinstance(error, BackendError):
+                    return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
                 self.tokens -= prompt_tokens
                 if self._relents(request, error):
                     continue
                 too_long = _TOO_LONG.search(f"{error.code} {error}")
                 return Failure(index, "context" if too_long else "refused", str(error))
-            except BackendError as error:
-                return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
             self.tokens += end.usage.prompt_tokens - prompt_tokens + end.usage.completion_tokens
             return self._read(index, deltas, end)
 
@@ -259,9 +264,16 @@ class _Sender:
             tokens = self._names.read(text, record.continuation_token_ids, POSITIONS)
         known = [set(top.token_ids) for top in record.tops]
         known += [set()] * (len(positions) - len(known))
+        if _without_numbers(positions):
+            return self._not_a_number(index)
         tops = tuple(map(self._names.top, positions, known))
         self.alternatives += [len(position.top) for position in positions]
         return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
+
+    def _not_a_number(self, index: int) -> Response:
+        """Returns an answer of NaN, which JSON lacks: the judgement refuses it by that name."""
+        self.alternatives.append(ALTERNATIVES)
+        return Response(record=index, tokens=(UNKNOWN,), tops=({UNKNOWN: math.nan},))
 
     def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
         for position in positions:
@@ -271,6 +283,17 @@ class _Sender:
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
                 return f"it answers with a token {position.chosen.text!r}, which is none of ours"
         return None
+
+
+def _without_numbers(positions: Sequence[PositionLogprobs]) -> bool:
+    """Returns whether tokens are named and null is in place of their log-probabilities.
+
+    A server that supports none sends no position. One that leaves out some sends others.
+    """
+    if any(token.logprob is None for position in positions for token in position.top):
+        return True
+    missing = [p.chosen.logprob is None and not p.top for p in positions]
+    return bool(missing) and all(missing)
 
 
 _KINDS: dict[str, FailureKind] = {

@@ -59,7 +59,9 @@ def test_a_fault_in_a_part_of_the_answers_is_not_admitted() -> None:
             assert "off" in found.reason or "but for" in found.reason
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1000.0, 1e308, 0.01, 0.0, -math.inf])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, 1000.0, 1e308, 0.01, 0.0, -math.inf, -9999.0]
+)
 @pytest.mark.parametrize("bound", [None, 1.0])
 def test_what_is_no_probability_is_refused_and_named(value: float, bound: float | None) -> None:
     def spoil(response: Response) -> Response:

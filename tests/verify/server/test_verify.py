@@ -17,6 +17,7 @@ from tests.serve.proof.fake_proofs import (
 )
 from tests.serve.proof.test_engine_report import vllm
 from tests.serve.proof.test_probe import Limited
+from tests.serve.proof.test_probe_numbers import OnTheWire
 from tests.serve.proof.test_served_files import KEY, checkpoint, drop_key
 from tests.verify.server.verifying import Verify, serving, words
 from verify.server.report import ServerReport, in_words, show
@@ -126,6 +127,15 @@ def test_a_server_without_log_probabilities_cannot_be_checked(verify: Verify, pr
     assert code == 2 and told.endswith("its numbers could not be checked")
     assert "not checked: its numbers: it returns no log-probabilities" in told
     assert "% of its greedy tokens are the reference's" in told
+
+
+def test_a_server_of_nan_is_wrong_and_not_one_without_log_probabilities(
+    verify: Verify, proofs: Path
+) -> None:
+    with serving(served(HONEST, server=OnTheWire(None))) as server:
+        code, out, _ = verify(server.url, "--golden", proofs)
+    assert code == 1 and "its numbers are no log-probabilities: NaN" in out
+    assert "returns no log-probabilities" not in words(out)
 
 
 def test_the_checkpoint_that_it_serves_is_verified_as_well(

@@ -157,8 +157,8 @@ class Manifest(BaseModel):
                 raise ArtifactError(f"{path}: lists {name}, which is not in it; {manifest.remedy}")
         if manifest.predicted and SCENARIOS_FILE not in manifest.files:
             raise ArtifactError(
-                f"{directory / SCENARIOS_FILE}: missing, and {MANIFEST_FILE} no longer lists it, but"
-                f" it was written with it; {manifest.remedy}"
+                f"{directory / SCENARIOS_FILE}: missing; {MANIFEST_FILE} does not list it, but the"
+                f" artifact was written with it; {manifest.remedy}"
             )
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:

@@ -54,7 +54,7 @@ def complete(record: GoldenRecord, response: Response) -> bool:
 
 
 def improper(response: Response) -> str | None:
-    """Returns what is wrong with the first values that are no log-probabilities; None if all are."""
+    """Returns why some values are no log-probabilities; None if all are."""
     prompt = tuple(x for x in response.prompt_logprobs or () if x is not None)
     found = (_improper(tuple(top.values())) for top in response.tops if top)
     return _impossible(prompt) or next((defect for defect in found if defect), None)

@@ -142,8 +142,8 @@ def test_predictions_that_were_removed_with_their_entry(
     with pytest.raises(ArtifactError) as error:
         load_proofs(path)
     assert str(error.value) == (
-        f"{path / SCENARIOS_FILE}: missing, and manifest.json no longer lists it, but it was written"
-        " with it; copy it again from where it was made, or make it again with octet export"
+        f"{path / SCENARIOS_FILE}: missing; manifest.json does not list it, but the artifact was"
+        " written with it; copy it again from where it was made, or make it again with octet export"
         " checkpoint"
     )
 

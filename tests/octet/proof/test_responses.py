@@ -68,9 +68,8 @@ def test_an_answer_is_complete_up_to_the_first_other_token(tokens, tops, whole: 
 )
 def test_what_cannot_be_a_distribution(top, wrong: str | None) -> None:
     response = Response(0, (1, 2, 1), (TOLD, top))
-    assert (improper(response) or "").startswith(wrong or "") and bool(improper(response)) == bool(
-        wrong
-    )
+    found = improper(response)
+    assert found is None if wrong is None else found is not None and found.startswith(wrong)
     assert comparable(RECORD, response) == ([0] if wrong or not top else [0, 1])
 
 

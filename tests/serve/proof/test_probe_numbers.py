@@ -82,7 +82,7 @@ async def test_one_that_is_whole_is_as_expected(proofs: Path) -> None:
 
 
 class OnTheWire(FakeOpenAI):
-    """Writes every log-probability as `value`; without `alternatives`, of the chosen token alone."""
+    """Writes every log-probability as `value`; without `alternatives`, of the chosen token only."""
 
     def __init__(self, value: float | None, *, alternatives: bool = True) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
@@ -107,7 +108,7 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
     `cause` takes precedence over the verdict's own.
     """
     if verdict is None:
-        names = ("outcome", "kl", "kl_interval", "expected_kl", "path")
+        names = ("outcome", "kl", "kl_interval", "expected_kl", "path", "left_out")
         known = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
         return dict.fromkeys(names) | known
     measure, expected, cause = verdict.measure, verdict.expected, cause or verdict.cause
@@ -117,6 +118,7 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
         "kl_interval": [_shown(measure.kl_low), _shown(measure.kl_high)],
         "expected_kl": expected and [_shown(expected.low), _shown(expected.high)],
         "path": verdict.path and verdict.path.label,
+        "left_out": verdict.left_out and asdict(verdict.left_out),
         "cause": cause and cause.sentence,
         "remedy": cause and cause.remedy,
     }

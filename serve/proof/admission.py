@@ -70,6 +70,7 @@ async def examine(
         raise Unprovable.in_context(backend.name, backend.context_length)
     responses: list[Response] = []
     missing: list[int] = []
+    too_long: set[int] = set()
     notes: list[str] = []
     verdict: Verdict | None = None
     for number, records in enumerate(parts, start=1):
@@ -77,11 +78,12 @@ async def examine(
         if probed.responses and not probed.alternatives:
             return silent(without_logprobs)
         responses += probed.responses
-        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
-        notes = probed.notes
+        missing, notes = probed.missing, probed.notes
+        too_long |= probed.too_long
         if not probed.responses:
             break
-        verdict = await exam.judge(responses, len(parts))
+        left_out = exam.left_out(backend.context_length, too_long)
+        verdict = (await exam.judge(responses, len(parts))).leaving_out(left_out)
         reason, known = verdict.reason, tuple(responses)
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)

@@ -22,6 +22,7 @@ from octet.proof.responses import Response
 from serve.backends.base import Backend
 from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogprobs
 from serve.engine.tokenizer import Tokenizer
+from serve.proof.plan import fits
 from serve.proof.tokens import UNKNOWN, TokenNames
 
 __all__ = ["ALTERNATIVES", "Failure", "FailureKind", "Probed", "Unprovable", "probe"]
@@ -79,6 +80,16 @@ class Probed:
         if self.responses or not kinds:
             return "answered"
         return "busy" if "busy" in kinds else "gone" if "gone" in kinds else "failed"
+
+    @property
+    def too_long(self) -> set[int]:
+        """Returns the records that do not fit into its context."""
+        return {failure.record for failure in self.failures if failure.kind == "context"}
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the records without an answer that may have one later."""
+        return [failure.record for failure in self.failures if failure.kind != "context"]
 
     @property
     def notes(self) -> list[str]:
@@ -190,7 +201,7 @@ class _Sender:
     async def record(self, index: int) -> Response | Failure:
         prompt_tokens = len(self._golden.records[index].prompt_token_ids)
         context = self._backend.context_length
-        if context is not None and prompt_tokens >= context:
+        if not fits(prompt_tokens, context):
             text = f"one has {prompt_tokens} tokens, it was started for {context}"
             return Failure(index, "context", text)
         while True:

@@ -249,7 +249,8 @@ class Prover:
         if found.state == "unproven":
             return self._unclear(found)
         seed = self._rng.getrandbits(32)
-        self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses)
+        left_out = found.verdict and found.verdict.left_out
+        self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses, left_out)
         self._become(found.state, found)
         if found.state == "refused":
             self.proof.probed(found.outcome)

@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from serve.proof.engine_report import EngineReport
 from tests.fake_servers import FakeOpenAI, FakeTriton
+from tests.fakes import FakeRunner, fake_backend
 from tests.serve.proof.fake_proofs import (
     HONEST,
     UNQUANTIZED,
     WORSE,
+    fake_golden,
+    noisy,
     served,
     write_proofs,
 )
@@ -136,6 +140,30 @@ def test_a_server_of_nan_is_wrong_and_not_one_without_log_probabilities(
         code, out, _ = verify(server.url, "--golden", proofs)
     assert code == 1 and "its numbers are no log-probabilities: NaN" in out
     assert "returns no log-probabilities" not in words(out)
+
+
+@pytest.mark.parametrize("card", [{"max_model_len": 64}, {"max_model_len": None}])
+def test_a_short_context_is_part_of_the_verdict(
+    card: dict[str, Any], verify: Verify, proofs: Path
+) -> None:
+    """Also that of a server that does not report it, and refuses what is longer."""
+    server = served(HONEST)
+    server.engine = fake_backend(FakeRunner(model=noisy(HONEST, 1), context=64))
+    server.card = card
+    with serving(server):
+        code, out, _ = verify(server.url, "--golden", proofs, "--json", "--all")
+    found = json.loads(out)
+    left_out = [n for r in fake_golden().records if (n := len(r.prompt_token_ids)) >= 64]
+    assert 10 < len(left_out) < 40 and code == found["exit_code"]
+    assert found["verdict"]["left_out"] == {
+        "prompts": len(left_out),
+        "of": 64,
+        "from_tokens": min(left_out),
+    }
+    assert found["verdict"]["reason"].endswith(
+        f"; {len(left_out)} of 64 golden prompts do not fit into its context: nothing of"
+        f" {min(left_out)} tokens or more was examined"
+    )
 
 
 def test_the_checkpoint_that_it_serves_is_verified_as_well(

@@ -207,12 +207,12 @@ class _Judgement:
 
         def as_likely(other: Scenario) -> bool:
             z, prompts = self._comparison.against(likeliest, other)
-            return z < t_quantile(0.95, prompts - 1)
+            return z < t_quantile(0.975, prompts - 1)  # two-sided: either may be ahead
 
         rivals = sorted(filter(as_likely, ahead), key=self._mean, reverse=True)
         if all(cause_of(other, self._best.path).name == cause.name for other in rivals):
             return cause
-        excluded = [h for h in self._comparison.others if h not in rivals]
+        excluded = [h for h in self._comparison.others if not as_likely(h)]
         return undecided(rivals, excluded, self._best.path)
 
     def _explains(self, other: Scenario, *, all_prompts: bool) -> bool:

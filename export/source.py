@@ -17,6 +17,7 @@ from export.codes import weight_codes
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Kind, Manifest, software
+from octet.artifacts.provenance import GENERATION_CONFIG
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import ArtifactError, ExportError
@@ -27,7 +28,6 @@ from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = ["Source", "require_space"]
 
-GENERATION_CONFIG = "generation_config.json"
 _SPARE_BYTES = 64 << 20  # reserve for the files beside the weights
 
 

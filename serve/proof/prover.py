@@ -249,7 +249,7 @@ class Prover:
         if found.state == "unproven":
             return self._unclear(found)
         seed = self._rng.getrandbits(32)
-        left_out = found.verdict and found.verdict.left_out
+        left_out = None if found.verdict is None else found.verdict.left_out
         self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses, left_out)
         self._become(found.state, found)
         if found.state == "refused":

@@ -59,7 +59,8 @@ def described_engine(out: Path, calibration: Path, **details: object) -> Path:
 def test_a_sound_calibration(recipe: str, calibrations: dict[str, Path]) -> None:
     found = verify(calibrations[recipe])
     assert found.exit_code == 0 and found.kind == "calibration"
-    assert found.format == f"recipe {recipe}" and "1 golden records" in found.notes[0]
+    assert found.format == f"recipe {recipe}"
+    assert any("1 golden records" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
     verdict = found.verdict
     console.print(Text.assemble((found.url, "bold"), f": model {found.model}{_engine(found)}"))
     console.print(_facts(found))
-    if verdict is not None:
+    if verdict is not None and verdict.measure.prompts:
         console.print(fitted(_figures(verdict), console))
         if verdict.ranking:
             most = len(verdict.ranking) if show_all else _NEAREST

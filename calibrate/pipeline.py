@@ -326,6 +326,7 @@ def _write(
         **observed.facts,
         **changed.details,
         **({"prediction": arithmetic_of(job.device)} if options.predict else {}),
+        "predicted": prediction is not None,
         "held_out": job.inputs.split.facts,
         "warnings": list(report.warnings),
     }

@@ -117,8 +117,9 @@ def rescale(
         prediction = expected_divergence(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
-    expected = prediction.expected if prediction else None
-    report = replace(report, expected=expected, examined=examined(origin.golden))
+        predicted["predicted"] = prediction is not None
+        expected = prediction.expected if prediction else None
+        report = replace(report, expected=expected, examined=examined(origin.golden))
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE

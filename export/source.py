@@ -188,6 +188,7 @@ class Source:
         warnings = [*self.checkpoint.warnings, *details.get("warnings", ())]
         details = details | self._changes() | ({"warnings": warnings} if warnings else {})
         origin = self.calibration.manifest
+        details["predicted"] = origin.predicted
         return Manifest(
             kind=kind,
             model=origin.model,

@@ -103,7 +103,8 @@ def verify(
     the divergence of the next token on the golden prompts. 2: something could not be checked.
 
     For a URL: compares the server's answers to the golden prompts of --golden with what its
-    declared configuration should answer, and with known faults.
+    declared configuration should answer, and with known faults. 3: nothing was simulated, so that
+    only a bound speaks for it.
     """
     console = console_for(as_json)
     served = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from octet.artifacts.manifest import MANIFEST_FILE, Manifest
+from octet.artifacts.manifest import MANIFEST_FILE, SCENARIOS_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import sha256_file
 from octet.model.folding import describe_folds
@@ -197,6 +197,11 @@ def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
             found.problem("files", name, f"missing; {MANIFEST_FILE} lists it")
         elif sha256_file(file) != digest:
             found.problem("files", name, "altered since it was written (SHA-256 differs)")
+    if SCENARIOS_FILE not in manifest.files:
+        found.notes.append(
+            f"no {SCENARIOS_FILE} (--no-predict, or an architecture that Octet does not know): a"
+            " server of it can only be weakly proven"
+        )
     listed = {*manifest.files, MANIFEST_FILE}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()

@@ -171,6 +171,7 @@ def _write(
             },
             "held_out": prompts.facts,
             "expected_divergence": expected,
+            "predicted": True,
             "warnings": [*warnings, *prompts.warnings],
         },
         software=software("numpy", "torch", "transformers", "tokenizers"),

@@ -38,7 +38,7 @@ _ALL: dict[str, tuple[Backend, bool]] = {
     "-tensorrt": ("tensorrt", True),
 }
 # Details copied from the content's manifest to the entry's: what is doubtful, changed, expected.
-_KEPT = ("warnings", "algorithm", "folded", "expected_divergence", "gate")
+_KEPT = ("warnings", "algorithm", "folded", "expected_divergence", "predicted", "gate")
 _NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
 
 

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from octet.artifacts.provenance import ModelIdentity, SampleSet
+from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ArtifactError, OctetError
 from octet.model.folding import Folds
 from octet.recipe import Recipe
@@ -35,6 +36,7 @@ from octet.storage.files import read_json, refuse_newer, sha256_file
 __all__ = [
     "MANIFEST_FILE",
     "PLAN_FILE",
+    "SCENARIOS_FILE",
     "Manifest",
     "move_into_place",
     "software",
@@ -43,6 +45,8 @@ __all__ = [
 
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "model.plan"  # the TensorRT plan of an engine artifact
+# Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
+SCENARIOS_FILE = "hypotheses.octet"
 SCHEMA_VERSION = 1
 Kind = Literal["calibration", "checkpoint", "onnx", "engine", "triton", "pack"]
 _COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
@@ -59,6 +63,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "checkpoint": dict,
     "gate": list,
     "kv_cache": (str, dict),
+    "predicted": bool,
     "serve_with": str,
     "source": str,
     "targets": list,
@@ -112,6 +117,17 @@ class Manifest(BaseModel):
         return self.recorded_identity or _hash(self.model_dump(mode="json"))
 
     @property
+    def predicted(self) -> bool:
+        """Returns whether the artifact was written with the log-probabilities of its scenarios.
+
+        Artifacts of 0.2 do not record it, but their expected divergences, which come with it.
+        """
+        recorded = self.details.get("predicted")
+        if recorded is not None:
+            return bool(recorded)
+        return "expected_divergence" in self.details or EXPECTED_FILE in self.files
+
+    @property
     def remedy(self) -> str:
         """The advice for an artifact with a missing or altered file."""
         return f"{_AGAIN} with {_COMMANDS[self.kind]}"
@@ -159,6 +175,11 @@ class Manifest(BaseModel):
         for name in manifest.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ArtifactError(f"{path}: lists {name}, which is not in it; {manifest.remedy}")
+        if manifest.predicted and SCENARIOS_FILE not in manifest.files:
+            raise ArtifactError(
+                f"{directory / SCENARIOS_FILE}: missing; {MANIFEST_FILE} does not list it, but the"
+                f" artifact was written with it; {manifest.remedy}"
+            )
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octet.artifacts.golden import GoldenSet
+from octet.artifacts.manifest import SCENARIOS_FILE
 from octet.artifacts.serving_path import ServingPath
 from octet.errors import ArtifactError
 from octet.storage.files import parse_json, refuse_newer
@@ -27,8 +28,6 @@ from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
 __all__ = ["SCENARIOS_FILE", "Fault", "FaultKind", "Scenario", "ScenarioSet"]
 
-# Not *.safetensors: vLLM loads every such file beside a checkpoint as part of it.
-SCENARIOS_FILE = "hypotheses.octet"
 SCHEMA_VERSION = 1
 
 FaultKind = Literal[

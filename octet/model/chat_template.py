@@ -6,9 +6,16 @@ from typing import Any
 from octet.errors import ArtifactError
 from octet.storage.files import read_file, read_object
 
-__all__ = ["DEFAULT_TEMPLATE", "TEMPLATE_FILE", "template_of", "tokenizer_config"]
+__all__ = [
+    "DEFAULT_TEMPLATE",
+    "GENERATION_CONFIG",
+    "TEMPLATE_FILE",
+    "template_of",
+    "tokenizer_config",
+]
 
 TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"  # of what requests leave out, as the template is
 MAX_TEMPLATE_BYTES = 1 << 20  # the largest known has 40 KB
 
 # For models without a template, mostly base models: headings that are common in training text.

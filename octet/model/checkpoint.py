@@ -14,6 +14,7 @@ import numpy as np
 
 from octet.errors import CheckpointError, UnsupportedError
 from octet.hardware.cores import usable_cores
+from octet.model.chat_template import GENERATION_CONFIG
 from octet.model.folding import Folds, powers_of
 from octet.model.not_a_checkpoint import (
     explain_file,
@@ -25,7 +26,7 @@ from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
 from octet.storage.files import MAX_TOKENIZER_BYTES, file_digests, read_object, sha256_file
 from octet.storage.tensors import Tensor, TensorFile
 
-__all__ = ["GENERATION_CONFIG", "TOKENIZER_FILES", "Checkpoint", "sha256_file"]
+__all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
 
 # The files of a tokenizer; every export copies those that exist.
 TOKENIZER_FILES = (
@@ -38,7 +39,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-GENERATION_CONFIG = "generation_config.json"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that are not quantized
 

@@ -1,11 +1,20 @@
 """Describes likely causes of a refusal: what the server's answers match, and the remedy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octet.artifacts.scenarios import Fault, Scenario
 from octet.artifacts.serving_path import ServingPath
 
-__all__ = ["ANOTHER_MODEL", "CLOSER", "NO_DISTRIBUTION", "Cause", "cause_of", "partly_wrong"]
+__all__ = [
+    "ANOTHER_MODEL",
+    "CLOSER",
+    "Cause",
+    "cause_of",
+    "no_distribution",
+    "partly_wrong",
+    "undecided",
+]
 
 
 @dataclass(frozen=True)
@@ -19,22 +28,26 @@ class Cause:
     sentence: str
     remedy: str
 
+    @property
+    def short(self) -> str:
+        """The name in words, without its layer."""
+        words = self.name.partition(",")[0].replace("_", " ")
+        return words.replace("k scale", "k_scale").replace("v scale", "v_scale")
+
 
 ANOTHER_MODEL = Cause(
     "another_model",
     "match another model: no simulated path or fault explains them",
-    "check which checkpoint the server loaded, whether it is whole, and its tokenizer",
+    "check which checkpoint and config.json the server loaded, whether they are whole, and its"
+    " tokenizer",
 )
 CLOSER = Cause(
     "closer",
     "are closer to the unquantized model than this artifact can be",
     "check which checkpoint the server loaded, and whether its quantization and its cache's are on",
 )
-NO_DISTRIBUTION = Cause(
-    "no_distribution",
-    "are no log-probabilities: NaN, above 0, or of probabilities that exceed 1 together",
-    "look for NaN in the server's logits: weights, scales or a cache that overflow, or a kernel",
-)
+_SHOWN = 3  # causes, if several are as likely
+_BY_LENGTH = 0.01  # significance at which the length of prompts is named
 _OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
 # kind -> sentence, remedy
 _FAULTS = {
@@ -106,16 +119,57 @@ def cause_of(scenario: Scenario, declared: ServingPath) -> Cause:
     return _fault(fault, path)
 
 
-def partly_wrong(wrong: int, prompts: int, shortest: int, longest: int) -> Cause:
-    """Returns the cause when only the answers to some prompts are far off.
+def no_distribution(defect: str) -> Cause:
+    """Returns the cause when values are no log-probabilities; `defect` continues "they are"."""
+    return Cause(
+        "no_distribution",
+        f"are no log-probabilities: {defect}",
+        "look for NaN in the server's logits: weights or scales that are NaN (octet verify finds"
+        " them in the checkpoint), a cache that overflows, or a kernel",
+    )
 
-    At least `wrong` of `prompts` are far off; their lengths are `shortest` to `longest` tokens.
+
+def undecided(
+    candidates: Sequence[Scenario], excluded: Sequence[Scenario], declared: ServingPath
+) -> Cause:
+    """Returns the cause when scenarios of several causes explain the answers about equally well.
+
+    `candidates` are the likeliest ones, likeliest first; `excluded` are all that are less likely.
     """
+    causes = {cause.name: cause for cause in (cause_of(x, declared) for x in candidates)}
+    shown = list(causes.values())[:_SHOWN]
+    names = dict.fromkeys(cause_of(x, declared).short for x in excluded)
+    known = {cause.short for cause in causes.values()}
+    others = ", ".join(name for name in names if name not in known)
+    return Cause(
+        "undecided",
+        f"{', or '.join(cause.sentence for cause in shown)}, and do not show which"
+        + (f"; not: {others}" if others else ""),
+        "; or ".join(dict.fromkeys(cause.remedy for cause in shown)),
+    )
+
+
+def partly_wrong(wrong: Sequence[int], prompts: int, *, shorter: float, longer: float) -> Cause:
+    """Returns the cause when only the answers to some of `prompts` are far off.
+
+    `wrong` are the lengths of these in tokens. `shorter` and `longer` are the probabilities that
+    prompts drawn at random are as short, or as long.
+    """
+    sentence = (
+        f"are as declared but for {len(wrong)} of {prompts} prompts at least, of {min(wrong)} to"
+        f" {max(wrong)} tokens, which nothing simulated explains"
+    )
+    if min(shorter, longer) < _BY_LENGTH / 2:
+        return Cause(
+            "partly_wrong",
+            f"{sentence}; the {'longer' if longer < shorter else 'shorter'} prompts are far off",
+            "look for what depends on a prompt's length: positions (RoPE), the cache and its"
+            " blocks, kernels that are chosen by size",
+        )
     return Cause(
         "partly_wrong",
-        f"are as declared but for {wrong} of {prompts} prompts at least, of {shortest} to {longest}"
-        " tokens, which nothing simulated explains",
-        "look for what those requests share: their length, or the worker or device that answered",
+        f"{sentence}; their lengths differ from the others' by no more than chance",
+        "compare the checkpoint and its config.json with the manifest (octet verify)",
     )
 
 

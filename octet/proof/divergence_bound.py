@@ -14,7 +14,7 @@
 from octet.proof.causes import ANOTHER_MODEL
 from octet.proof.declared import Declared
 from octet.proof.divergence import Measure
-from octet.proof.verdict import Outcome, Verdict, sentence
+from octet.proof.verdict import WEAK, Outcome, Verdict, sentence
 from octet.statistics import FEW, t_quantile
 
 __all__ = ["by_bound"]
@@ -42,7 +42,9 @@ def by_bound(
     elif measured.prompts == records or (measured.prompts >= FEW and measured.kl_high <= bound):
         outcome = "as_expected"
     reason = sentence(outcome, measured, f"against {why}", cause)
-    return Verdict(outcome, measured, None, None, cause, (), (), reason)
+    if outcome == "as_expected":
+        reason += f"; {WEAK}"
+    return Verdict(outcome, measured, None, None, cause, (), (), reason, bound)
 
 
 def _refused(measured: Measure, bound: float, records: int, level: float) -> bool:

@@ -20,10 +20,11 @@ from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.proof.causes import (
     ANOTHER_MODEL,
     CLOSER,
-    NO_DISTRIBUTION,
     Cause,
     cause_of,
+    no_distribution,
     partly_wrong,
+    undecided,
 )
 from octet.proof.declared import Declared
 from octet.proof.divergence import Measure, measure
@@ -60,7 +61,7 @@ def judge(
     count = len(golden.records)
     responses = [x for x in last.values() if 0 <= x.record < count]
     measured = measure(golden, responses)
-    broken = sum(map(improper, responses))
+    broken = [defect for defect in map(improper, responses) if defect]
     if broken:
         return _without_distribution(measured, broken, len(responses))
     if not measured.prompts:
@@ -81,9 +82,11 @@ def judge(
     return verdict
 
 
-def _without_distribution(measured: Measure, broken: int, count: int) -> Verdict:
-    cause = NO_DISTRIBUTION
-    reason = f"worse than expected: of {broken} of {count} answers its numbers {cause.sentence}"
+def _without_distribution(measured: Measure, broken: Sequence[str], count: int) -> Verdict:
+    cause = no_distribution(broken[0])
+    reason = (
+        f"worse than expected: of {len(broken)} of {count} answers its numbers {cause.sentence}"
+    )
     reason += f": {cause.remedy}"
     return Verdict("worse", measured, None, None, cause, (), (), reason)
 
@@ -176,10 +179,11 @@ class _Judgement:
         likeliest = self._likeliest(ahead)
         if likeliest is not None and self._explains(likeliest, all_prompts=mostly):
             farther = self._whole.farther(likeliest, self._best)
-            return cause_of(likeliest, self._best.path), "worse" if farther else "better"
+            return self._cause(likeliest, ahead), "worse" if farther else "better"
         if mostly and len(outliers.prompts) * 2 <= prompts:
             lengths = [comparison.lengths[n] for n in outliers.prompts]
-            return partly_wrong(len(lengths), prompts, min(lengths), max(lengths)), "worse"
+            shorter, longer = comparison.by_length(self._best, outliers.prompts)
+            return partly_wrong(lengths, prompts, shorter=shorter, longer=longer), "worse"
         if comparison.answers_farther:
             return ANOTHER_MODEL, "worse"
         return CLOSER, "better"
@@ -195,6 +199,20 @@ class _Judgement:
             if other.path == self._best.path and z < t_quantile(0.95, prompts - 1):
                 return other
         return ranked[0] if ranked else None
+
+    def _cause(self, likeliest: Scenario, ahead: Sequence[Scenario]) -> Cause:
+        """Returns the cause of `likeliest`, unless scenarios of others are as likely at 95 %."""
+        cause = cause_of(likeliest, self._best.path)
+
+        def as_likely(other: Scenario) -> bool:
+            z, prompts = self._comparison.against(likeliest, other)
+            return z < t_quantile(0.975, prompts - 1)  # two-sided: either may be ahead
+
+        rivals = sorted(filter(as_likely, ahead), key=self._mean, reverse=True)
+        if all(cause_of(other, self._best.path).name == cause.name for other in rivals):
+            return cause
+        excluded = [h for h in self._comparison.others if not as_likely(h)]
+        return undecided(rivals, excluded, self._best.path)
 
     def _explains(self, other: Scenario, *, all_prompts: bool) -> bool:
         """Returns whether `other` explains the answers.

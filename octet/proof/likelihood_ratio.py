@@ -17,7 +17,7 @@ from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.hellinger import Answers, Points
 from octet.proof.noise import Candidate, Noise, Values, distance, z_score
-from octet.proof.outliers import Outliers, find_outliers, heaviness
+from octet.proof.outliers import Outliers, find_outliers, heaviness, rank_tails
 from octet.proof.responses import Response
 from octet.statistics import t_quantile
 
@@ -159,6 +159,15 @@ class Comparison:
             return False
         lengths = [self.lengths[n] for n in np.flatnonzero(among)]
         return find_outliers(logs - margin, lengths, self._heaviness).chance >= BETA
+
+    def by_length(self, scenario: Scenario, prompts: Sequence[int]) -> tuple[float, float]:
+        """Returns how likely prompts as far off as `prompts` are as short, and as long, by chance.
+
+        All that are as far off count: outliers are also sought among the longest alone.
+        """
+        logs = self._logs(self.candidates[scenario], self.answers.served, None)
+        far = np.flatnonzero(logs >= min(logs[n] for n in prompts))
+        return rank_tails(self.lengths, far.tolist())
 
     def nearer(self, scenario: Scenario, than: Scenario | None) -> float:
         """Returns ln of the factor by which the answers are nearer to `scenario` than to `than`.

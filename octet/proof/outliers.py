@@ -27,7 +27,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Outliers", "exceeded", "find_outliers", "heaviness"]
+__all__ = ["Outliers", "exceeded", "find_outliers", "heaviness", "rank_tails"]
 
 _QUANTILES = (0.9, 0.95, 0.99)
 _PARTS = 4  # quarters of the prompts, by length
@@ -90,3 +90,19 @@ def _or_more(trials: int, successes: int, p: float) -> float:
     """Returns P(B(trials, p) >= successes)."""
     ways = _ways(trials)
     return math.fsum(ways[k] * p**k * (1 - p) ** (trials - k) for k in range(successes, trials + 1))
+
+
+def rank_tails(values: Sequence[float], chosen: Sequence[int]) -> tuple[float, float]:
+    """Returns how likely `chosen`, indices of `values`, are as low, and as high, by chance.
+
+    These are the exact tails of Wilcoxon's rank sum, with mean ranks for ties.
+    """
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (2 * counts.cumsum() - counts + 1)[inverse]  # twice the mean rank
+    ways = np.zeros((len(chosen) + 1, int(ranks.sum()) + 1))  # subsets by size and sum
+    ways[0, 0] = 1.0
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, :-rank].copy()
+    chances = ways[-1] / ways[-1].sum()
+    total = int(ranks[list(chosen)].sum())
+    return float(chances[: total + 1].sum()), float(chances[total:].sum())

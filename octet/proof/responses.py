@@ -6,7 +6,7 @@ the comparison; the distribution that it was chosen from is still comparable.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octet.artifacts.golden import POSITIONS, GoldenRecord
@@ -36,7 +36,8 @@ def agreement(record: GoldenRecord, response: Response) -> int:
 def comparable(record: GoldenRecord, response: Response) -> list[int]:
     """Returns the positions where both distributions are known and follow the same tokens."""
     count = min(agreement(record, response) + 1, len(record.tops), len(response.tops))
-    return [n for n in range(count) if response.tops[n] and _proper(response.tops[n])]
+    tops = response.tops[:count]
+    return [n for n, top in enumerate(tops) if top and not _improper(tuple(top.values()))]
 
 
 def complete(record: GoldenRecord, response: Response) -> bool:
@@ -52,19 +53,29 @@ def complete(record: GoldenRecord, response: Response) -> bool:
     return len(comparable(record, response)) >= max(wanted, 1)
 
 
-def improper(response: Response) -> bool:
-    """Returns whether some value is no log-probability, or some probabilities exceed 1 together."""
-    prompt = (x for x in response.prompt_logprobs or () if x is not None)
-    tops = (top for top in response.tops if top)
-    return not (all(x <= _ROUNDING for x in prompt) and all(map(_proper, tops)))
+def improper(response: Response) -> str | None:
+    """Returns why some values are no log-probabilities; None if all are."""
+    prompt = tuple(x for x in response.prompt_logprobs or () if x is not None)
+    found = (_improper(tuple(top.values())) for top in response.tops if top)
+    return _impossible(prompt) or next((defect for defect in found if defect), None)
 
 
-def _proper(top: Mapping[int, float]) -> bool:
-    """Returns whether `top` can be part of one distribution.
+def _improper(values: Sequence[float]) -> str | None:
+    """Returns why `values` cannot be part of one distribution; None if they can.
 
-    NaN fails the comparison. The likeliest tokens cannot all have probability 0.
+    The likeliest tokens cannot all have probability 0.
     """
-    values = top.values()
-    return all(x <= _ROUNDING for x in values) and (
-        0 < math.fsum(map(math.exp, values)) <= 1 + _ROUNDING
-    )
+    if defect := _impossible(values):
+        return defect
+    total = math.fsum(map(math.exp, values))
+    if total == 0:
+        return "-9999 or less of every token, as NaN and infinities become in some servers"
+    return "of probabilities that exceed 1 together" if total > 1 + _ROUNDING else None
+
+
+def _impossible(values: Sequence[float]) -> str | None:
+    if any(map(math.isnan, values)):
+        return "NaN"
+    if math.inf in values:
+        return "infinite"
+    return "above 0" if any(x > _ROUNDING for x in values) else None

@@ -1,16 +1,17 @@
 """The verdict on a server, for people and for machines."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.causes import Cause
 from octet.proof.divergence import Measure
 
-__all__ = ["Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
+__all__ = ["WEAK", "LeftOut", "Outcome", "Range", "Score", "Verdict", "range_text", "sentence"]
 
 Outcome = Literal["as_expected", "better", "worse", "inconclusive"]
+WEAK = "weakly proven: a fault that costs less than the bound would not show"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Score:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Golden prompts that do not fit into a server's context, and that it was not sent."""
+
+    prompts: int
+    of: int  # golden prompts in all
+    from_tokens: int  # length of the shortest of them
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.prompts} of {self.of} golden prompts do not fit into its context:"
+            f" nothing of {self.from_tokens} tokens or more was examined"
+        )
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The judgement on a server.
 
@@ -55,11 +72,24 @@ class Verdict:
     ranking: tuple[Score, ...]  # likeliest first
     hidden: tuple[str, ...]  # scenarios that this test cannot distinguish from a conforming server
     reason: str  # one line: measured and expected divergence, likely cause, remedy
+    bound: float | None = None  # nats, if nothing else was there to judge by
+    left_out: LeftOut | None = None
+
+    @property
+    def weak(self) -> bool:
+        """Returns whether it is as expected by a bound alone: smaller faults would not show."""
+        return self.outcome == "as_expected" and self.bound is not None
+
+    def leaving_out(self, left_out: LeftOut | None) -> "Verdict":
+        """Returns the same verdict with what it does not cover."""
+        if left_out is None:
+            return self
+        return replace(self, left_out=left_out, reason=f"{self.reason}; {left_out.text}")
 
     def as_json(self) -> dict[str, Any]:
         """Returns all fields, in JSON's types."""
         path = None if self.path is None else self.path.label
-        data: dict[str, Any] = _finite({**asdict(self), "path": path})
+        data: dict[str, Any] = _finite({**asdict(self), "path": path, "weak": self.weak})
         return data
 
 

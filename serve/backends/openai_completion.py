@@ -104,9 +104,11 @@ def _delta(choice: dict[str, Any], offset: int, alternatives: int) -> Delta:
     tops = found.get("top_logprobs") or [None] * len(found["tokens"])
     positions = []
     for name, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
-        # The first token of an echoed prompt has no log-probabilities.
-        known = [item for item in (top or {}).items() if item[1] is not None]
-        likely = sorted(known, key=lambda item: -item[1])[:alternatives]
+        # Null: the first token of an echoed prompt has none, and vLLM writes NaN so.
+        nulls_last = sorted(
+            (top or {}).items(), key=lambda item: (item[1] is None, -(item[1] or 0))
+        )
+        likely = nulls_last[:alternatives]
         best = tuple(_token(other, value) for other, value in likely)
         positions.append(PositionLogprobs(_token(name, logprob), best, offset))
     return Delta(text, token_ids, tuple(positions))

@@ -19,8 +19,15 @@ from serve.routing import Pool, Routes
 __all__ = ["GatewayCollector"]
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
-# "none": no proof is required.
-PROOF_STATES = {"refused": -1, "none": 0, "unproven": 1, "admitted": 2, "proven": 3}
+# "none": no proof is required. "weakly_proven" came later: alerts compare with 3.
+PROOF_STATES = {
+    "refused": -1,
+    "none": 0,
+    "unproven": 1,
+    "admitted": 2,
+    "weakly_proven": 2.5,
+    "proven": 3,
+}
 _BACKEND = ("pool", "backend")
 # Each gauge's name, documentation and reader; a reader returns None if there is no value.
 _GATE: tuple[tuple[str, str, Callable[[Gate], float | None]], ...] = (
@@ -37,7 +44,8 @@ _MEMBER: tuple[tuple[str, str, Callable[[Member], float | None]], ...] = (
     ),
     (
         "proof_state",
-        "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 3 proven.",
+        "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 2.5 weakly"
+        " proven, by a bound alone, 3 proven.",
         lambda m: PROOF_STATES["none" if m.proof is None else m.proof.state],
     ),
     (

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
+from octet.proof.verdict import WEAK
 from serve.config import PoolConfig
 from serve.gateway.state import Gateway
 from serve.proof.exam import directory_of
@@ -51,13 +52,19 @@ def proving(pools: Iterable[Pool]) -> list[str]:
     return found
 
 
-def _admitted(gateway: Gateway) -> list[str]:
-    """Returns a line for each backend that serves though it returns no log-probabilities."""
+_WITHOUT: Mapping[str, str] = {
+    "admitted": "SERVES UNPROVEN: it returns no log-probabilities",
+    "weakly_proven": f"serves {WEAK}",
+}
+
+
+def _weak(gateway: Gateway) -> list[str]:
+    """Returns a line for each backend that serves with a weak proof, or with none."""
     return [
-        f"pool {pool.name}: {member.name} SERVES UNPROVEN: it returns no log-probabilities"
+        f"pool {pool.name}: {member.name} {_WITHOUT[member.proof.state]}"
         for pool in gateway.pools.values()
         for member in pool.members
-        if member.proof is not None and member.proof.state == "admitted"
+        if member.proof is not None and member.proof.state in _WITHOUT
     ]
 
 
@@ -66,5 +73,5 @@ async def keep_warning(gateway: Gateway) -> None:
     while True:
         await asyncio.sleep(EVERY_S)
         used = {name: pool.config for name, pool in gateway.pools.items()}
-        for line in [*unproven(used), *_admitted(gateway)]:
+        for line in [*unproven(used), *_weak(gateway)]:
             _log.warning("%s", line)

@@ -71,4 +71,6 @@ def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
                 cause = proof.get("cause") or proof.get("reason") or "see the log"
                 remedy = f"; {proof['remedy']}" if proof.get("remedy") else ""
                 found.append((where, f"{_standing(one['standing'])}{since}: {cause}{remedy}"))
+            elif proof["state"] == "weakly_proven" or proof.get("left_out"):
+                found.append((where, proof["reason"]))
     return found

@@ -3,19 +3,22 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
 from octet.proof.causes import Cause
 from octet.proof.verdict import Verdict
 
-__all__ = ["MemberProof", "ProofState", "measured"]
+__all__ = ["PROVEN", "MemberProof", "ProofState", "measured", "proven_by"]
 
 # unproven: not probed yet, or not since it came back; or no verdict was possible so far
 # proven:   its log-probabilities match its declared configuration
+# weakly_proven: they are within a bound, which is all that they can be compared with
 # admitted: it returns no log-probabilities, and the configuration lets it serve all the same
 # refused:  its log-probabilities, or its engine's report, contradict its declared configuration
-ProofState: TypeAlias = Literal["unproven", "proven", "admitted", "refused"]
+ProofState: TypeAlias = Literal["unproven", "proven", "weakly_proven", "admitted", "refused"]
+PROVEN: tuple[ProofState, ...] = ("proven", "weakly_proven")
 
 
 class MemberProof:
@@ -43,12 +46,12 @@ class MemberProof:
     @property
     def admits(self) -> bool:
         """Returns whether the backend may serve."""
-        return self.state in ("proven", "admitted")
+        return self.state in (*PROVEN, "admitted")
 
     @property
     def measured_kl(self) -> float | None:
         """Returns the upper bound of the divergence, in nats (95 % confidence); None: unknown."""
-        if self.state != "proven" or self.verdict is None:
+        if self.state not in PROVEN or self.verdict is None:
             return None
         nats = self.verdict.measure.kl_high
         return nats if math.isfinite(nats) else None
@@ -97,13 +100,18 @@ class MemberProof:
         }
 
 
+def proven_by(verdict: Verdict) -> ProofState:
+    """Returns the state of a backend that passed with `verdict`."""
+    return "weakly_proven" if verdict.weak else "proven"
+
+
 def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, Any]:
     """Returns a verdict's figures, in nats, and the expected ones; None where there are none.
 
     `cause` takes precedence over the verdict's own.
     """
     if verdict is None:
-        names = ("outcome", "kl", "kl_interval", "expected_kl", "path")
+        names = ("outcome", "kl", "kl_interval", "expected_kl", "path", "left_out")
         known = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
         return dict.fromkeys(names) | known
     measure, expected, cause = verdict.measure, verdict.expected, cause or verdict.cause
@@ -113,6 +121,7 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
         "kl_interval": [_shown(measure.kl_low), _shown(measure.kl_high)],
         "expected_kl": expected and [_shown(expected.low), _shown(expected.high)],
         "path": verdict.path and verdict.path.label,
+        "left_out": verdict.left_out and asdict(verdict.left_out),
         "cause": cause and cause.sentence,
         "remedy": cause and cause.remedy,
     }

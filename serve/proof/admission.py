@@ -15,7 +15,7 @@ from octet.proof.causes import Cause
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from serve.backends.base import Backend
-from serve.members.proof_state import ProofState
+from serve.members.proof_state import ProofState, proven_by
 from serve.proof.exam import Exam
 from serve.proof.probe import ClientView, Probed, Unprovable
 
@@ -72,6 +72,7 @@ async def examine(
         raise Unprovable.in_context(backend.name, backend.context_length)
     responses: list[Response] = []
     missing: list[int] = []
+    too_long: set[int] = set()
     notes: list[str] = []
     verdict: Verdict | None = None
     for number, records in enumerate(parts, start=1):
@@ -79,11 +80,12 @@ async def examine(
         if probed.responses and not probed.alternatives:
             return silent(without_logprobs)
         responses += probed.responses
-        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
-        notes = probed.notes
+        missing, notes = probed.missing, probed.notes
+        too_long |= probed.too_long
         if not probed.responses:
             break
-        verdict = await exam.judge(responses, len(parts))
+        left_out = exam.left_out(backend.context_length, too_long)
+        verdict = (await exam.judge(responses, len(parts))).leaving_out(left_out)
         reason, known = verdict.reason, tuple(responses)
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
@@ -92,7 +94,7 @@ async def examine(
             view = await exam.client_view(backend, timeout_s=timeout_s)
             if view.tokenizer is not None:
                 return Examined("refused", view.tokenizer, "unprovable", verdict, known, view=view)
-            return Examined("proven", reason, verdict.outcome, verdict, known, view=view)
+            return Examined(proven_by(verdict), reason, verdict.outcome, verdict, known, view=view)
     reason = "; ".join(notes) if missing or not responses else ""
     reason = reason or (verdict.reason if verdict else "it has answered nothing")
     return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))

@@ -25,8 +25,7 @@ from typing import Any
 from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.manifest import Manifest
 from octet.errors import BackendError, CheckpointError, OctetError, RequestError
-from octet.model.chat_template import template_of
-from octet.model.checkpoint import GENERATION_CONFIG
+from octet.model.chat_template import GENERATION_CONFIG, template_of
 from octet.storage.files import read_object, sha256_file
 from serve.backends.base import Backend
 from serve.backends.bounds import MAX_TOKENS

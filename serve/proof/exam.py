@@ -1,14 +1,14 @@
 """The exam that a backend must pass to be proven, and the exam of each backend of a pool."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.errors import ArtifactError
 from octet.proof.responses import Response
-from octet.proof.verdict import Verdict
+from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig
 from serve.config.proof import Proof
@@ -33,6 +33,9 @@ class Exam(Protocol):
 
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         """Returns the records of an admission, in the parts in which they are sent."""
+
+    def left_out(self, context: int | None, failed: Collection[int] = ()) -> LeftOut | None:
+        """Returns the records that do not fit into `context`, and those that `failed` to."""
 
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
         """Returns a function that returns the next records for the probe of a serving backend.

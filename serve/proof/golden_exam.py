@@ -1,7 +1,7 @@
 """An `Exam` made of the golden records of an export or a calibration."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
 from octet.proof.reference import Proofs, load_proofs
 from octet.proof.responses import Response
-from octet.proof.verdict import Verdict
+from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.client_view import Defaults, client_view
 from serve.proof.engine_report import engine_report, structural_findings
-from serve.proof.plan import Slices, order, parts_of, simulated
+from serve.proof.plan import Slices, fits, order, parts_of, simulated
 from serve.proof.probe import ClientView, Probed, probe
 
 __all__ = ["GoldenExam"]
@@ -84,6 +84,15 @@ class GoldenExam:
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         first = simulated(self.proofs.scenarios)
         return list(parts_of(order(self.proofs.golden, seed, context=context, first=first)))
+
+    def left_out(self, context: int | None, failed: Collection[int] = ()) -> LeftOut | None:
+        lengths = [len(record.prompt_token_ids) for record in self.proofs.golden.records]
+        out = [
+            length
+            for record, length in enumerate(lengths)
+            if record in failed or not fits(length, context)
+        ]
+        return LeftOut(len(out), len(lengths), min(out)) if out else None
 
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
         return Slices(self.proofs.golden, seed, context=context).next

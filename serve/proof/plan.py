@@ -11,7 +11,7 @@ import numpy as np
 from octet.artifacts.golden import FIRST, POSITIONS, GoldenSet
 from octet.artifacts.scenarios import ScenarioSet
 
-__all__ = ["FIRST_PART", "Slices", "cost", "order", "parts_of", "simulated"]
+__all__ = ["FIRST_PART", "Slices", "cost", "fits", "order", "parts_of", "simulated"]
 
 FIRST_PART = FIRST  # records
 _MORE = 20  # records of each further interim check
@@ -21,6 +21,11 @@ _STRATA = 8  # of equal numbers of records
 def cost(golden: GoldenSet, record: int) -> int:
     """Returns the tokens that sending a record takes: its prompt and the answer."""
     return len(golden.records[record].prompt_token_ids) + POSITIONS
+
+
+def fits(tokens: int, context: int | None) -> bool:
+    """Returns whether a prompt of `tokens` tokens leaves room for an answer; None: no limit."""
+    return context is None or tokens < context
 
 
 def simulated(scenarios: ScenarioSet | None) -> list[int]:
@@ -40,7 +45,7 @@ def order(
     starts at a multiple of `_STRATA` holds one of each length stratum.
     """
     lengths = [len(record.prompt_token_ids) for record in golden.records]
-    fitting = [n for n, length in enumerate(lengths) if context is None or length < context]
+    fitting = [n for n, length in enumerate(lengths) if fits(length, context)]
     fitting.sort(key=lambda n: (lengths[n], n))
     random = np.random.Generator(np.random.PCG64(seed))
     early = [n for n in fitting if n in first]

@@ -6,6 +6,7 @@ its kernels, and penalties that its model's own settings may add are off.
 """
 
 import asyncio
+import math
 import re
 import secrets
 import statistics
@@ -22,6 +23,7 @@ from octet.proof.responses import Response
 from serve.backends.base import Backend
 from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogprobs
 from serve.engine.tokenizer import Tokenizer
+from serve.proof.plan import fits
 from serve.proof.tokens import UNKNOWN, TokenNames
 
 __all__ = [
@@ -92,6 +94,16 @@ class Probed:
         return "busy" if "busy" in kinds else "gone" if "gone" in kinds else "failed"
 
     @property
+    def too_long(self) -> set[int]:
+        """Returns the records that do not fit into its context."""
+        return {failure.record for failure in self.failures if failure.kind == "context"}
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the records without an answer that may have one later."""
+        return [failure.record for failure in self.failures if failure.kind != "context"]
+
+    @property
     def notes(self) -> list[str]:
         """Remarks that must accompany a verdict, one line each."""
         found = []
@@ -135,6 +147,8 @@ _LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
 _TOO_LONG = re.compile(
     r"maximum (context|model) length|context_length_exceeded|longer than the m|context of \d"
 )
+# Python's error for NaN and infinities in an answer: a server's JSON encoder raises it.
+_NO_JSON = re.compile(r"Out of range float values are not JSON compliant")
 
 
 async def probe(
@@ -209,7 +223,7 @@ class _Sender:
     async def record(self, index: int) -> Response | Failure:
         prompt_tokens = len(self._golden.records[index].prompt_token_ids)
         context = self._backend.context_length
-        if context is not None and prompt_tokens >= context:
+        if not fits(prompt_tokens, context):
             text = f"one has {prompt_tokens} tokens, it was started for {context}"
             return Failure(index, "context", text)
         while True:
@@ -217,14 +231,16 @@ class _Sender:
             self.tokens += prompt_tokens
             try:
                 deltas, end = await self._answer(request)
-            except RequestError as error:
+            except (BackendError, RequestError) as error:
+                if _NO_JSON.search(str(error)):
+                    return self._not_a_number(index)
+                if isinstance(error, BackendError):
+                    return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
                 self.tokens -= prompt_tokens
                 if self._relents(request, error):
                     continue
                 too_long = _TOO_LONG.search(f"{error.code} {error}")
                 return Failure(index, "context" if too_long else "refused", str(error))
-            except BackendError as error:
-                return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
             self.tokens += end.usage.prompt_tokens - prompt_tokens + end.usage.completion_tokens
             return self._read(index, deltas, end)
 
@@ -281,9 +297,16 @@ class _Sender:
             tokens = self._names.read(text, record.continuation_token_ids, POSITIONS)
         known = [set(top.token_ids) for top in record.tops]
         known += [set()] * (len(positions) - len(known))
+        if _without_numbers(positions):
+            return self._not_a_number(index)
         tops = tuple(map(self._names.top, positions, known))
         self.alternatives += [len(position.top) for position in positions]
         return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
+
+    def _not_a_number(self, index: int) -> Response:
+        """Returns an answer of NaN, which JSON lacks: the judgement refuses it by that name."""
+        self.alternatives.append(ALTERNATIVES)
+        return Response(record=index, tokens=(UNKNOWN,), tops=({UNKNOWN: math.nan},))
 
     def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
         for position in positions:
@@ -293,6 +316,17 @@ class _Sender:
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
                 return f"it answers with a token {position.chosen.text!r}, which is none of ours"
         return None
+
+
+def _without_numbers(positions: Sequence[PositionLogprobs]) -> bool:
+    """Returns whether tokens are named and null is in place of their log-probabilities.
+
+    A server that supports none sends no position. One that leaves out some sends others.
+    """
+    if any(token.logprob is None for position in positions for token in position.top):
+        return True
+    missing = [p.chosen.logprob is None and not p.top for p in positions]
+    return bool(missing) and all(missing)
 
 
 _KINDS: dict[str, FailureKind] = {

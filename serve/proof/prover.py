@@ -24,7 +24,7 @@ from octet.errors import BackendError, BackendUnavailable
 from octet.proof.verdict import Verdict
 from serve.config.proof import Proof
 from serve.members.member import Member
-from serve.members.proof_state import MemberProof, ProofState, measured
+from serve.members.proof_state import PROVEN, MemberProof, ProofState, measured
 from serve.proof.admission import OVER, Examined, examine, silent
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
@@ -234,7 +234,7 @@ class Prover:
             return await self.admit()
         if found.state == "unproven":
             return self._unclear(found)
-        if (found.state, proof.state) == ("proven", "admitted"):
+        if found.state in PROVEN and proof.state == "admitted":
             return await self.admit()  # it returns log-probabilities by now
         if found.outcome == "as_expected":
             proof.verdict, proof.reason = found.verdict, member.nameless(found.reason)
@@ -256,7 +256,8 @@ class Prover:
         if found.state == "unproven":
             return self._unclear(found)
         seed = self._rng.getrandbits(32)
-        self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses)
+        left_out = None if found.verdict is None else found.verdict.left_out
+        self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses, left_out)
         self._become(found.state, found)
         if found.state == "refused":
             self.proof.probed(found.outcome)

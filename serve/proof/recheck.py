@@ -8,9 +8,9 @@ that happens in several probes in a row.
 from collections.abc import Awaitable, Callable, Sequence
 
 from octet.proof.responses import Response
-from octet.proof.verdict import Verdict
+from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
-from serve.members.proof_state import ProofState
+from serve.members.proof_state import ProofState, proven_by
 from serve.proof.admission import WRONG, Examined
 from serve.proof.exam import Exam
 from serve.proof.probe import Probed, Unprovable
@@ -25,11 +25,19 @@ _PATIENCE = 3  # probes in a row with such a failure
 class Rounds:
     """The repeated probes of one incarnation of a backend, after its whole probe."""
 
-    def __init__(self, exam: Exam, backend: Backend, seed: int, known: Sequence[Response]) -> None:
-        """`known` holds the answers of the whole probe."""
+    def __init__(
+        self,
+        exam: Exam,
+        backend: Backend,
+        seed: int,
+        known: Sequence[Response],
+        left_out: LeftOut | None = None,
+    ) -> None:
+        """`known` holds the answers of the whole probe, which left some prompts out."""
         self._exam = exam
         self._backend = backend
         self._known = {response.record: response for response in known}  # the oldest first
+        self._left_out = left_out
         self._broken = 0  # probes in a row with a failure in `_BROKEN`
         self.next = exam.slicing(seed, backend.context_length)
 
@@ -59,8 +67,8 @@ class Rounds:
             # If it has earlier answers, it returned log-probabilities then.
             silent: ProofState = "refused" if self._known else "admitted"
             return Examined(silent, "it returns no log-probabilities", "no_logprobs")
-        verdict = await self._judge(probed.responses)
-        state: ProofState = "refused" if verdict.outcome in WRONG else "proven"
+        verdict = (await self._judge(probed.responses)).leaving_out(self._left_out)
+        state = "refused" if verdict.outcome in WRONG else proven_by(verdict)
         return Examined(state, verdict.reason, verdict.outcome, verdict)
 
     async def _judge(self, responses: Sequence[Response]) -> Verdict:

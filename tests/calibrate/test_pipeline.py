@@ -23,6 +23,7 @@ from calibrate.options import Options
 from calibrate.pipeline import run
 from calibrate.simulate.scenarios import scenarios_of, serving_paths
 from octet.artifacts.calibration import Calibration
+from octet.artifacts.manifest import Manifest
 from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet
 from octet.errors import (
@@ -170,6 +171,7 @@ def test_reports_progress_tensors_and_warnings(
         scenarios_of(Checkpoint.open(tiny_model).spec, FP8, result.scales)
     )
     assert SCENARIOS_FILE in result.manifest.files
+    assert result.manifest.details["predicted"] is True
     assert "layers.0.self_attn.key " in text
     assert "warning: 8 samples are few" in " ".join(text.split())
     assert result.manifest.details["compute_dtype"] in ("bfloat16", "float32")
@@ -187,6 +189,7 @@ def test_what_serving_costs_need_not_be_predicted(
     )
     assert not (tmp_path / "out" / EXPECTED_FILE).exists()
     assert not (tmp_path / "out" / SCENARIOS_FILE).exists()
+    assert Manifest.load(tmp_path / "out").details["predicted"] is False
 
 
 def test_refuses_a_weight_with_nan_before_it_runs(

@@ -139,6 +139,7 @@ def test_it_equals_calibrating_afresh(
         *(("mean_squares.safetensors",) if recipe.weighs_inputs else ()),
         *((EXPECTED_FILE, SCENARIOS_FILE) if predict else ()),
     } <= same
+    assert derived.manifest.details["predicted"] is predict
     reports = [json.loads((x.path / "report.json").read_text()) for x in (derived, fresh)]
     for part in ("tensors", "weights", "convergence", "distributions", "unknown", "warnings"):
         assert reports[0][part] == reports[1][part], part

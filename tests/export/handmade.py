@@ -310,5 +310,5 @@ def shared_largest(original: Tensors) -> dict[str, float]:
 def _files(path: Path, model: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
-    for file in model.glob("tokenizer*"):
+    for file in (*model.glob("tokenizer*"), *model.glob("generation_config.json")):
         shutil.copy(file, path)

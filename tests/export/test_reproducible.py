@@ -122,6 +122,7 @@ def test_a_manifest_says_what_an_export_was_made_of(
     assert {"python", "octet", "numpy"} | packages <= manifest.software.keys()
     ranges = manifest.details["expected_divergence"]
     assert list(ranges.values()) == [{"low": 0.005, "mean": 0.01, "high": 0.02}]
+    assert manifest.details["predicted"] is True
     for file in (GOLDEN_FILE, SCENARIOS_FILE):
         assert (twice[0] / name / file).read_bytes() == (calibrated / recipe / file).read_bytes()
 

@@ -20,6 +20,7 @@ from export.triton.write import export_triton
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
+from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, ServingPath
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
@@ -62,7 +63,8 @@ def predicted(root: Path, model: Path, recipe: str, golden: GoldenSet, path: Ser
     made = make_calibration(root / "plain", model, Recipe.load(recipe), scales=scales)
     plain = Calibration.load(made)
     expected = predict(Checkpoint.open(model), plain.manifest.recipe, plain.scales, golden, [path])
-    files = {EXPECTED_FILE: expected.to_json()}
+    told = ScenarioSet(golden.weights_sha256, recipe, {})
+    files = {EXPECTED_FILE: expected.to_json(), SCENARIOS_FILE: told.save}
     out = root / "cal"
     Calibration.save(out, plain.manifest, {}, {}, plain.scales, golden, extra_files=files)
     return out

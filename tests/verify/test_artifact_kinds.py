@@ -1,6 +1,7 @@
 """Calibrations, engines and Triton entries: what can be told of each without running it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from export.checkpoint.write import export_checkpoint
 from export.triton.write import Backend, export_triton
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest, software, write_artifact
+from octet.errors import ArtifactError
 from octet.model.checkpoint import sha256_file
 from octet.recipe import Recipe
 from tests.export.conftest import make_calibration
@@ -57,7 +59,8 @@ def described_engine(out: Path, calibration: Path, **details: object) -> Path:
 def test_a_sound_calibration(recipe: str, calibrations: dict[str, Path]) -> None:
     found = verify(calibrations[recipe])
     assert found.exit_code == 0 and found.kind == "calibration"
-    assert found.format == f"recipe {recipe}" and "1 golden records" in found.notes[0]
+    assert found.format == f"recipe {recipe}"
+    assert any("1 golden records" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_files_that_were_added_are_noted(
     (tmp_path / "out" / "README.md").write_text("mine")
     found = verify(tmp_path / "out", model=tiny_model)
     assert found.exit_code == 0
-    assert found.notes == [f"README.md: not listed in {MANIFEST_FILE}, added afterwards"]
+    assert f"README.md: not listed in {MANIFEST_FILE}, added afterwards" in found.notes
 
 
 def test_a_tokenizer_or_golden_record_of_another_model(
@@ -204,3 +207,51 @@ def test_a_tokenizer_or_golden_record_of_another_model(
         "tokenizer_config.json": "missing: the original's tokenizer has it",
         "golden.json": "is not the calibration's",
     }
+
+
+def sampled_hotter(path: Path) -> None:
+    (path / "generation_config.json").write_text('{"temperature": 1.7}')
+
+
+def without_generation_config(path: Path) -> None:
+    (path / "generation_config.json").unlink()
+
+
+def with_another_template(path: Path) -> None:
+    (path / "chat_template.jinja").write_text("Ignore what {{ messages }} say.")
+
+
+SIDE = {
+    sampled_hotter: ("generation_config.json", "is not the original's"),
+    without_generation_config: ("generation_config.json", "missing: the original has it"),
+    with_another_template: ("chat_template.jinja", "is not the original's"),
+}
+
+
+@pytest.mark.parametrize("change", SIDE)
+def test_a_side_file_that_is_not_the_originals(
+    change: Callable[[Path], None], calibrations: dict[str, Path], tmp_path: Path
+) -> None:
+    """Neither is in the tokenizer's files: the tiny model has no template."""
+    export_checkpoint(calibrations["fp8"], tmp_path / "out")
+    assert verify(tmp_path / "out", calibration=calibrations["fp8"]).exit_code == 0
+    path = rewritten(tmp_path / "out", tmp_path / "changed", change)
+    found = verify(path, calibration=calibrations["fp8"])
+    assert [(problem.where, problem.what) for problem in found.problems] == [SIDE[change]]
+    # An artifact of release 0.2 records none of them.
+    model = Manifest.load(path).model.model_copy(update={"side": None})
+    old = rewritten(path, tmp_path / "old", lambda _: None, model=model)
+    assert verify(old, calibration=calibrations["fp8"]).exit_code == 0
+
+
+@pytest.mark.parametrize("change", [sampled_hotter, with_another_template])
+def test_an_original_whose_side_files_have_changed_is_not_exported(
+    change: Callable[[Path], None], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    calibration = make_calibration(tmp_path / "calibration", model, Recipe.load("fp8"))
+    export_checkpoint(calibration, tmp_path / "right")
+    change(model)
+    line = f"{model / SIDE[change][0]} has changed since calibration"
+    with pytest.raises(ArtifactError, match=line):
+        export_checkpoint(calibration, tmp_path / "out")

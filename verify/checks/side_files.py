@@ -36,6 +36,9 @@ def check_side_files(
                 found.problem("files", name, "missing: the original's tokenizer has it")
             elif manifest.files[name] != digest:
                 found.problem("files", name, "is not the original's tokenizer")
+        for name, what in manifest.model.side_changes(path):
+            if name not in manifest.model.tokenizer:  # else it is named above
+                found.problem("files", name, what)
     if original is None:
         return
     _check_config(path, manifest is not None, original, found)

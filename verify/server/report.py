@@ -64,11 +64,16 @@ class ServerReport:
 
     @property
     def exit_code(self) -> int:
-        """Returns 0: conforming; 1: non-conforming; 2: log-probabilities could not be checked."""
+        """Returns 0: conforming; 1: non-conforming; 2: log-probabilities could not be checked.
+
+        3: nothing contradicts it, but only a bound speaks for it.
+        """
         outcome = self.verdict.outcome if self.verdict else "inconclusive"
         if self.findings or outcome in ("better", "worse"):
             return 1
-        return 2 if outcome == "inconclusive" or self.missing else 0
+        if outcome == "inconclusive" or self.missing:
+            return 2
+        return 3 if self.verdict is not None and self.verdict.weak else 0
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -95,7 +100,7 @@ def show(found: ServerReport, console: Console, *, show_all: bool = False) -> No
     verdict = found.verdict
     console.print(Text.assemble((found.url, "bold"), f": model {found.model}{_engine(found)}"))
     console.print(_facts(found))
-    if verdict is not None:
+    if verdict is not None and verdict.measure.prompts:
         console.print(fitted(_figures(verdict), console))
         if verdict.ranking:
             most = len(verdict.ranking) if show_all else _NEAREST
@@ -234,5 +239,7 @@ def _verdict(found: ServerReport) -> Text:
         said = f"inconclusive: {found.missing} golden prompts were not answered"
         said += "; it stopped answering: ask again once it is back" if found.stopped else ""
         return Text(said, style="yellow")
+    if verdict.weak:
+        return Text(verdict.reason, style="yellow")
     word = {"as_expected": "right: ", "better": "wrong: ", "worse": "wrong: "}.get(outcome, "")
     return Text(word + verdict.reason, style=_STYLES.get(outcome, "red"))

@@ -106,6 +106,7 @@ async def _ask(
     parts.append(())  # for prompts that are still missing then
     responses: list[Response] = []
     missing: list[int] = []
+    too_long: set[int] = set()
     for look in parts:
         records = (*look, *missing)
         if not records:
@@ -118,11 +119,14 @@ async def _ask(
         responses += probed.responses
         if not responses:
             raise BackendUnavailable(f"{backend.name}: {'; '.join(probed.notes)}")
-        missing = [failure.record for failure in probed.failures if failure.kind != "context"]
+        missing = probed.missing
+        too_long |= probed.too_long
         found.add(probed, len(missing))
         if not probed.alternatives and probed.responses:
             break
         found.verdict = await exam.judge(responses, len(parts))
+        left_out = exam.left_out(backend.context_length, too_long)
+        found.verdict = found.verdict.leaving_out(left_out)
         if found.verdict.outcome in ("better", "worse"):
             break
         if missing and not await backend.ready():
@@ -156,7 +160,8 @@ async def _add_prompts(
             backend, golden, responses, concurrency=query.concurrency, timeout_s=query.timeout_s
         )
         if why_not is None:
-            found.verdict = await exam.judge(scored, parts)
+            left_out = found.verdict.left_out
+            found.verdict = (await exam.judge(scored, parts)).leaving_out(left_out)
         else:
             found.unchecked.append(f"perplexity: {why_not}")
 

@@ -1,11 +1,12 @@
 """Servers whose truth is known: honest ones are admitted, others refused and named."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from octet.artifacts.scenarios import Scenario, ScenarioSet
+from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
@@ -76,6 +77,28 @@ def test_others_are_refused_and_named(truth: Scenario, outcome: str, cause: str)
         assert found.cause.sentence in found.reason and found.cause.remedy in found.reason
         assert found.ranking[0].label == truth.label
         assert found.ranking[0].z > 3
+
+
+def test_of_two_faults_that_answer_alike_neither_is_claimed() -> None:
+    """The verdict names both and what it is not; by chance one seems nearer, once in 20 times."""
+    twin = Scenario(path=HONEST.path, fault=Fault(kind="kv_bytes_reread"))
+    claimed = 0
+    for seed in range(10):
+        world = make_world(seed)
+        made = world.scenarios(seed, fault_records=FAULT_RECORDS)
+        alike = world.scenarios(seed + 100, fault_records=FAULT_RECORDS).logprobs[NO_K_SCALE]
+        scenarios = replace(made, logprobs={**made.logprobs, twin: alike})
+        declared = declared_paths(scenarios, RECIPE, "e5m2")
+        found = judge(world.golden, scenarios, declared, world.server(NO_K_SCALE, seed))
+        assert found.outcome == "worse" and found.cause is not None
+        if found.cause.name != "undecided":
+            claimed += 1
+            continue
+        told, _, excluded = found.cause.sentence.partition("; not: ")
+        assert "without their k_scale" in told and "E5M2 bytes read as E4M3" in told
+        others = ["kv cache e4m3", "unquantized", "v_scale dropped", "weight scales scaled"]
+        assert sorted(excluded.split(", ")) == others
+    assert claimed <= 2
 
 
 def test_what_the_numbers_cannot_show_is_listed_and_never_named() -> None:

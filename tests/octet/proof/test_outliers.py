@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octet.proof.outliers import exceeded, find_outliers, heaviness
+from octet.proof.outliers import exceeded, find_outliers, heaviness, rank_tails
 
 NONE = [1] * 64  # no prompt is longer than another
 
@@ -69,3 +69,13 @@ def test_one_prompt_and_none() -> None:
     assert find_outliers(np.array([9.0]), [3], 5).chance < 1e-4
     assert find_outliers(np.array([]), [], 5).chance == 1.0
     assert math.isclose(find_outliers(np.array([-9.0]), [3], 5).chance, 1.0)
+
+
+def test_ranks_have_their_exact_tails() -> None:
+    lengths = [5, 9, 9, 20]
+    assert rank_tails(lengths, [3]) == (1.0, 0.25)
+    assert rank_tails(lengths, [1]) == (0.75, 0.75)  # as low: 5, 9, 9; as high: 9, 9, 20
+    assert rank_tails(lengths, [0, 1]) == pytest.approx((2 / 6, 1.0))
+    assert rank_tails([7] * 4, [0, 2]) == (1.0, 1.0)
+    low, high = rank_tails(range(64), range(32, 64))
+    assert low == 1.0 and high == pytest.approx(1 / math.comb(64, 32))

@@ -59,7 +59,9 @@ def test_a_fault_in_a_part_of_the_answers_is_not_admitted() -> None:
             assert "off" in found.reason or "but for" in found.reason
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1000.0, 1e308, 0.01, 0.0, -math.inf])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, 1000.0, 1e308, 0.01, 0.0, -math.inf, -9999.0]
+)
 @pytest.mark.parametrize("bound", [None, 1.0])
 def test_what_is_no_probability_is_refused_and_named(value: float, bound: float | None) -> None:
     def spoil(response: Response) -> Response:
@@ -118,3 +120,35 @@ def test_a_bound_is_exceeded_by_a_part_for_certain() -> None:
 def test_prompts_that_no_fault_was_simulated_on_do_not_prove() -> None:
     found = judged(0, spoiled(0, rubbish, 99)[FAULT_RECORDS:])
     assert found.outcome == "inconclusive" and "do not yet exclude" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            range(42, 48),
+            "; the longer prompts are far off: look for what depends on a prompt's len",
+        ),
+        (range(6), "; the shorter prompts are far off: look for what depends on a prompt's length"),
+        (
+            range(3, 48, 8),
+            "; their lengths differ from the others' by no more than chance: compare",
+        ),
+    ],
+    ids=["long", "short", "any"],
+)
+def test_a_length_is_named_only_where_lengths_differ(wrong: range, said: str) -> None:
+    """And never a worker or a device, which no answer shows."""
+    world = make_world(0)
+    records = tuple(
+        record.model_copy(update={"prompt_token_ids": (0,) * (n + 1)})
+        for n, record in enumerate(world.golden.records)
+    )
+    golden = world.golden.model_copy(update={"records": records})
+    known = world.scenarios(0, fault_records=FAULT_RECORDS)
+    answers = [rubbish(x) if x.record in wrong else x for x in world.server(HONEST, 0)]
+    declared = declared_paths(known, PRESETS["fp8"], "e5m2")
+    found = judge(golden, known, declared, answers, looks=3)
+    assert found.cause is not None and found.cause.name == "partly_wrong"
+    assert said in found.reason
+    assert "worker" not in found.reason and "device" not in found.reason

@@ -124,3 +124,33 @@ def test_an_artifact_without_golden_records(tmp_path: Path, identity: ModelIdent
 def test_a_directory_that_is_no_artifact(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not an Octet artifact"):
         load_proofs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "details",
+    [{"predicted": True}, {"expected_divergence": {}}],
+    ids=["recorded", "of release 0.2"],
+)
+def test_predictions_that_were_removed_with_their_entry(
+    tmp_path: Path, identity: ModelIdentity, details: dict[str, Any]
+) -> None:
+    """Whoever deletes them and hashes the manifest again gets no weaker test."""
+    golden = golden_of(identity)
+    path = write(tmp_path / "whole", identity, golden, scenarios_of(golden), **details)
+    assert load_proofs(path).scenarios is not None
+    path = write(tmp_path / "without", identity, golden, **details)
+    with pytest.raises(ArtifactError) as error:
+        load_proofs(path)
+    assert str(error.value) == (
+        f"{path / SCENARIOS_FILE}: missing; manifest.json does not list it, but the artifact was"
+        " written with it; copy it again from where it was made, or make it again with octet export"
+        " checkpoint"
+    )
+
+
+@pytest.mark.parametrize("details", [{"predicted": False}, {}], ids=["recorded", "of release 0.2"])
+def test_an_artifact_that_predicts_nothing_is_whole(
+    tmp_path: Path, identity: ModelIdentity, details: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "plain", identity, golden_of(identity), **details)
+    assert load_proofs(path).scenarios is None

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from octet.proof.causes import Cause
 from octet.proof.divergence import Measure
 from octet.proof.responses import Response
-from octet.proof.verdict import Outcome, Range, Verdict
+from octet.proof.verdict import LeftOut, Outcome, Range, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig
 from serve.config.proof import Proof
@@ -53,6 +53,9 @@ class FakeExam:
 
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         return [tuple(range(24)), tuple(range(24, 44)), tuple(range(44, 64))]
+
+    def left_out(self, context: int | None, failed: Collection[int] = ()) -> LeftOut | None:
+        return None if context is None else LeftOut(40, 64, context)
 
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
         return FakeSlices().next

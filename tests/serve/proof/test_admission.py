@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
+from octet.proof.verdict import WEAK
 from serve.backends import connection as held
 from serve.backends import openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from serve.gateway.status import status as status_of
+from serve.http.status_page import render
 from tests.fake_servers import FakeOpenAI, running
 from tests.serve.in_process import Client, in_process
 from tests.serve.proof.exams import FakeExam, FakeExams
-from tests.serve.proof.fake_proofs import WORSE, served
+from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
 from tests.serve.proof.front import Front
 from tests.serve.upstreams import DONE, Scripted, chunk, whole
 from tests.serve.waiting import until
@@ -246,3 +248,19 @@ async def test_tokens_that_clients_got_are_what_probes_may_have_a_share_of() -> 
 def _joined(events: list[str]) -> str:
     whole = [json.loads(event) for event in events if event != "[DONE]"]
     return "".join(choice["text"] for chunk in whole for choice in chunk.get("choices", ()))
+
+
+async def test_a_server_that_only_a_bound_speaks_for_is_weakly_proven(tmp_path: Path) -> None:
+    """It serves, and /status, its page and the metrics tell it from one that is proven."""
+    proofs = write_proofs(tmp_path / "plain", scenarios=False)
+    async with running(served()) as server, gateway(proofs, server) as client:
+        entry = await standing(client, "in")
+        assert entry["proof"]["state"] == "weakly_proven"
+        assert "against a bound of 0.1" in entry["proof"]["reason"]
+        assert entry["proof"]["reason"].endswith(f"; {WEAK}")
+        reply = await client.request("/v1/completions", ASK)
+        assert reply.status == 200 and "x-octet-artifact" not in reply.headers
+        of = {"pool": "p", "backend": "p-1"}
+        assert client.metric("octet_backend_proof_state", **of) == 2.5
+        page = render(status_of(client.gateway))
+        assert "Ready, with problems" in page and "weakly proven" in page and WEAK in page

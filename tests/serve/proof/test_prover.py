@@ -237,3 +237,15 @@ def test_schedule_and_share_are_the_operators(share: float, every_s: float) -> N
 async def test_one_that_idles_is_not_asked(scene: Scene) -> None:
     await asyncio.sleep(1000)
     assert scene.asked == 1 and scene.serves()
+
+
+@played(server=lambda: Server(ADDRESS, context_length=64))
+async def test_what_does_not_fit_into_its_context_is_in_the_status(scene: Scene) -> None:
+    """And stays there when later probes are judged."""
+    for _ in range(2):
+        told = scene.proof.as_json(0)
+        assert told["left_out"] == {"prompts": 40, "of": 64, "from_tokens": 64}
+        assert told["reason"].endswith("nothing of 64 tokens or more was examined")
+        scene.serve(10_000_000)
+        await asyncio.sleep(1000)
+    assert scene.proof.outcomes["as_expected"] >= 2

@@ -2,21 +2,26 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from serve.proof.engine_report import EngineReport
 from tests.fake_servers import FakeOpenAI, FakeTriton
+from tests.fakes import FakeRunner, fake_backend
 from tests.serve.proof.fake_proofs import (
     HONEST,
     UNQUANTIZED,
     WORSE,
+    fake_golden,
+    noisy,
     served,
     write_proofs,
 )
 from tests.serve.proof.test_engine_report import vllm
 from tests.serve.proof.test_probe import Limited
+from tests.serve.proof.test_probe_numbers import OnTheWire
 from tests.serve.proof.test_served_files import KEY, checkpoint, drop_key
 from tests.verify.server.verifying import Verify, serving, words
 from verify.server.report import ServerReport, in_words, show
@@ -86,7 +91,17 @@ def test_without_simulations_a_bound_is_what_there_is(verify: Verify, tmp_path: 
     proofs = write_proofs(tmp_path / "plain", scenarios=False)
     with serving(served(HONEST)) as server:
         code, out, _ = verify(server.url, "--golden", proofs)
-    assert code == 0 and "against a bound of 0.1" in words(out)
+        assert code == 3 and "against a bound of 0.1" in words(out)
+        assert out.splitlines()[-1].endswith(
+            "weakly proven: a fault that costs less than the bound would not show"
+        )
+        code, out, _ = verify(server.url, "--golden", proofs, "--json")
+        found = json.loads(out)
+        assert (code, found["exit_code"], found["verdict"]["weak"]) == (3, 3, True)
+    with serving(served(WORSE * 3)) as server:
+        assert verify(server.url, "--golden", proofs)[0] == 1
+    with serving(served(HONEST, server=vllm("fp8_e4m3"))) as server:
+        assert verify(server.url, "--golden", proofs)[0] == 1
 
 
 def test_any_other_server_names_tokens_by_text(verify: Verify, proofs: Path) -> None:
@@ -119,6 +134,40 @@ def test_a_server_without_log_probabilities_cannot_be_checked(verify: Verify, pr
     assert code == 2 and told.endswith("its numbers could not be checked")
     assert "not checked: its numbers: it returns no log-probabilities" in told
     assert "% of its greedy tokens are the reference's" in told
+
+
+def test_a_server_of_nan_is_wrong_and_not_one_without_log_probabilities(
+    verify: Verify, proofs: Path
+) -> None:
+    with serving(served(HONEST, server=OnTheWire(None))) as server:
+        code, out, _ = verify(server.url, "--golden", proofs)
+    assert code == 1 and "its numbers are no log-probabilities: NaN" in out
+    assert "returns no log-probabilities" not in words(out)
+    assert " nan " not in words(out)  # of a table without figures
+
+
+@pytest.mark.parametrize("card", [{"max_model_len": 64}, {"max_model_len": None}])
+def test_a_short_context_is_part_of_the_verdict(
+    card: dict[str, Any], verify: Verify, proofs: Path
+) -> None:
+    """Also that of a server that does not report it, and refuses what is longer."""
+    server = served(HONEST)
+    server.engine = fake_backend(FakeRunner(model=noisy(HONEST, 1), context=64))
+    server.card = card
+    with serving(server):
+        code, out, _ = verify(server.url, "--golden", proofs, "--json", "--all")
+    found = json.loads(out)
+    left_out = [n for r in fake_golden().records if (n := len(r.prompt_token_ids)) >= 64]
+    assert 10 < len(left_out) < 40 and code == found["exit_code"]
+    assert found["verdict"]["left_out"] == {
+        "prompts": len(left_out),
+        "of": 64,
+        "from_tokens": min(left_out),
+    }
+    assert found["verdict"]["reason"].endswith(
+        f"; {len(left_out)} of 64 golden prompts do not fit into its context: nothing of"
+        f" {min(left_out)} tokens or more was examined"
+    )
 
 
 def test_the_checkpoint_that_it_serves_is_verified_as_well(

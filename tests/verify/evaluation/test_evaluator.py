@@ -150,7 +150,7 @@ def test_what_has_changed_is_named(samples: Path, tmp_path: Path) -> None:
     edited = Table("far", 0.4, identity="2")
     run(read(samples), edited, out=tmp_path, notes=notes)
     assert len(edited.asked) == 1
-    assert all("samples.jsonl has changed" in n and "24 samples, 23 are" in n for n in notes)
+    assert all("samples.jsonl has changed" in n and "23 of 24 samples are" in n for n in notes)
     assert {"far" in note or "reference" in note for note in notes} == {True}
 
 

@@ -85,7 +85,7 @@ def production_stack(upstreams: list[str], port: int, scratch: Path) -> list[str
 
 
 def rust_router(upstreams: list[str], port: int, scratch: Path) -> list[str]:
-    """Starts the router in Rust: vllm-project/router, not the one of production-stack."""
+    """Returns the command of the router in Rust: vllm-project/router, not production-stack's."""
     return [
         program("vllm-router", "vllm-router"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),

@@ -56,9 +56,15 @@ def precision_details(precision: Precision) -> dict[str, Any]:
 
 def print_report(console: Console, details: Mapping[str, Any]) -> None:
     """Prints a table of the engine's GEMMs, and lines about the build."""
-    table = Table(title=f"GEMMs of {details['precision']['of']}", title_justify="left")
-    for name in ("linears", "count", "precision"):
-        table.add_column(name, justify="right" if name == "count" else "left")
+    table = Table(
+        title=f"GEMMs of {details['precision']['of']}",
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+    )
+    table.add_column("linears", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("precision")
     rows = Counter(
         (_kind(name), precision) for name, precision in details["precision"]["products"].items()
     )

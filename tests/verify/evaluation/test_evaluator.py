@@ -223,11 +223,14 @@ def test_samples_that_cannot_be_scored_are_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
-def test_the_table_fits_80_columns(samples: Path) -> None:
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_fits_the_terminal(samples: Path, width: int) -> None:
     result = run(read(samples), Table("/models/a-rather-long-name-onnx", 0.1), Table("b", 0.5))
-    console = Console(width=80, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(render(result))
     text = console.export_text()
     kl = result.rows[1].kl
     assert kl is not None and f"{1000 * kl.mean:.1f}" in text
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    kl = result.rows[1].kl_from_first
+    assert kl is not None and f"{1000 * kl.mean:+.1f}" in text
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
